@@ -1,0 +1,42 @@
+# Each target sets up all it needs: on a fresh machine only make and Python 3.11 or later must be there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help test demo lint bench-solve results-gpu clean
+.DEFAULT_GOAL := help
+
+help: ## say what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: lint ## style, types, layers and tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## style, types and layers only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+demo: $(STAMP) ## plan and run a small GPT at several budgets
+	$(BIN)/python examples/demo.py
+
+bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve
+	$(BIN)/python results/bench_solve.py
+
+results-gpu: $(STAMP) ## measure GPT-2 medium and ResNet-50 at four budgets on a CUDA device, into results/gpu
+	$(BIN)/python examples/measured_table.py
+
+clean: ## remove .venv and everything generated
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Written last, so that an interrupted installation is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or later is needed; $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

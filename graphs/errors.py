@@ -1,0 +1,45 @@
+"""Exceptions that users may catch. Their messages say what, the value, the limit and the way out."""
+
+
+class PlannerError(Exception):
+    """Anything the planner refuses: the message is one clear line."""
+
+
+class GraphError(PlannerError):
+    """A graph that does not describe a training step (cycle, negative cost, unknown tensor, ...)."""
+
+
+class ScheduleError(PlannerError):
+    """A schedule that cannot run on its graph; names the step and the tensor."""
+
+
+class FormatError(PlannerError):
+    """A file that is not what it should be: not JSON, cut short, unknown version, wrong field."""
+
+
+class BudgetError(PlannerError):
+    """A budget that cannot be read, or that no schedule meets."""
+
+
+class InfeasibleError(BudgetError):
+    """Proved: no schedule of the graph meets the budget; says the least feasible one and the op that needs it."""
+
+
+class LimitError(PlannerError):
+    """A solve that ended at its time limit, or was stopped, before it found a schedule."""
+
+
+class OutputError(PlannerError):
+    """A file that cannot be written."""
+
+
+class ModelError(PlannerError):
+    """A model that was named but cannot be built: no such file or function, wrong options, an error inside."""
+
+
+class TraceError(PlannerError):
+    """A model that cannot be captured as one static training graph."""
+
+
+class MismatchError(PlannerError):
+    """A plan used with another graph, or a step called with other shapes than it was planned for."""

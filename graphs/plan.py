@@ -1,0 +1,86 @@
+"""A schedule together with what it is for and what is promised about it: what ``planner solve`` writes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from graphs.schedule import Schedule
+from graphs.units import format_bytes, format_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSummary:
+    """Enough of a graph to say, when a plan meets another one, what differs.
+
+    Attributes:
+        fingerprint: ``Graph.fingerprint``.
+        ops, tensors: how many.
+        static_bytes: bytes in memory throughout.
+        store_all_peak_bytes: peak without recomputation.
+        time_s: seconds of the step without recomputation.
+        provenance: ``Graph.provenance``.
+    """
+
+    fingerprint: str
+    ops: int
+    tensors: int
+    static_bytes: int
+    store_all_peak_bytes: int
+    time_s: float
+    provenance: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The schedule for one graph and one budget.
+
+    Attributes:
+        graph: the graph it is for.
+        schedule: what to do.
+        budget_bytes: what the user allowed, static bytes included.
+        peak_bytes, time_s: predicted for the schedule (``simulate``).
+        bound_s: no schedule within the budget is faster than this; None if unknown.
+        status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
+        solver, seconds, settings, versions: how it was found.
+        measured_peak_bytes: of one step with real tensors; None if none was run.
+    """
+
+    graph: GraphSummary
+    schedule: Schedule
+    budget_bytes: int
+    peak_bytes: int
+    time_s: float
+    bound_s: float | None
+    status: str
+    solver: str
+    seconds: float
+    settings: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    measured_peak_bytes: int | None = None
+
+    def __str__(self) -> str:
+        unknown = "unknown"
+        measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
+        return (
+            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted, {measured} measured "
+            f"(keeping everything: {format_bytes(self.graph.store_all_peak_bytes)}); step time +{format_ratio(self.overhead)}, "
+            f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}"
+        )
+
+    @property
+    def gap(self) -> float | None:
+        """(time - bound) / bound of the whole step; None without a bound."""
+        return relative_gap(self.time_s, self.bound_s)
+
+    @property
+    def overhead(self) -> float:
+        """Predicted time of recomputation as a fraction of the step without any."""
+        return self.time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
+
+
+def relative_gap(time_s: float | None, bound_s: float | None) -> float | None:
+    """(time - bound) / bound, 0 where both are 0, None where one is unknown."""
+    if time_s is None or bound_s is None:
+        return None
+    if bound_s > 0:
+        return max(0.0, (time_s - bound_s) / bound_s)
+    return 0.0 if time_s <= 0 else None

@@ -1,0 +1,64 @@
+"""What to do, step by step: the one form in which every method's answer ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphs.errors import ScheduleError
+from graphs.ir import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Execute op `op`. Outputs that are in memory already are made a second time and dropped."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Release tensor `tensor`."""
+
+    tensor: int
+
+
+Step = Compute | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Steps in order of execution."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """Op ids in order of execution, recomputations included."""
+        return tuple(step.op for step in self.steps if isinstance(step, Compute))
+
+
+def schedule_of(graph: Graph, computed: Sequence[int]) -> Schedule:
+    """The schedule that executes `computed` in this order and holds every tensor as briefly as possible.
+
+    A tensor is freed after its last use before its next computation (or the end); kept tensors never.
+
+    Args:
+        computed: op ids in order of execution, recomputations included.
+
+    Raises:
+        ScheduleError: an op id that is not in the graph.
+    """
+    for op in computed:
+        if not 0 <= op < len(graph.ops):
+            raise ScheduleError(f"the schedule names op {op}, but the graph has {len(graph.ops)} ops")
+    steps: list[Step] = []
+    # Walking backwards, a tensor is wanted between a reader and the computation before it.
+    wanted = set(graph.kept)
+    first = {op: position for position, op in reversed(list(enumerate(computed)))}
+    for position in range(len(computed) - 1, -1, -1):
+        node = graph.ops[computed[position]]
+        dies = [t for t in (*node.inputs, *node.outputs) if graph.tensors[t].producer is not None and t not in wanted]
+        steps.extend(Free(t) for t in reversed(dies))
+        steps.append(Compute(node.id))
+        wanted.difference_update(t for t in node.outputs if t not in graph.kept or first[node.id] == position)
+        wanted.update(node.inputs)
+    return Schedule(tuple(reversed(steps)))

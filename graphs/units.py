@@ -1,0 +1,70 @@
+"""Bytes and seconds, parsed and printed."""
+
+import math
+import re
+
+from graphs.errors import BudgetError
+
+_BYTES = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+|%)?\s*", re.IGNORECASE)
+
+
+def parse_budget(text: str, *, peak_bytes: int) -> int:
+    """Budget in bytes from ``8GB``, ``7.5 GiB`` or ``60%`` (of `peak_bytes`).
+
+    Args:
+        text: amount and unit; units are case-insensitive, GB = 10^9 and GiB = 2^30.
+        peak_bytes: the peak without recomputation, what a percentage refers to.
+
+    Raises:
+        BudgetError: not an amount, no unit, an unknown unit, or not above zero.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise BudgetError(f"budget {text!r} is not an amount of memory: write 8GB, 7.5GiB or 60%")
+    amount, unit = float(match[1]), match[2]
+    if unit is None:
+        raise BudgetError(
+            f"budget {text!r} has no unit: write {match[1]}GB (10^9 bytes), {match[1]}GiB (2^30 bytes) "
+            f"or {match[1]}% (of the peak without recomputation)"
+        )
+    if unit == "%":
+        size = amount / 100 * peak_bytes
+    elif unit.lower() in _BYTES:
+        size = amount * _BYTES[unit.lower()]
+    else:
+        raise BudgetError(f"budget {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or %")
+    if not math.isfinite(size) or size < 1:
+        raise BudgetError(f"budget {text!r} is {size:g} bytes: it must be at least one byte and finite")
+    return int(size)
+
+
+def format_bytes(size_bytes: int | float) -> str:
+    """`size_bytes` with a decimal unit and two decimals: ``8.41 GB``."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size_bytes) >= scale:
+            return f"{size_bytes / scale:,.2f} {unit}"
+    return f"{int(size_bytes)} B"
+
+
+def format_seconds(time_s: float) -> str:
+    """`time_s` with the unit that suits it: ``12.3 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(time_s) >= scale:
+            return f"{time_s / scale:.3g} {unit}" if time_s < 1000 else f"{time_s:.0f} s"
+    return f"{time_s / 1e-9:.3g} ns" if time_s else "0 s"
+
+
+def format_ratio(ratio: float) -> str:
+    """A fraction as a percentage with two decimals: ``6.96%``."""
+    return f"{100 * ratio:.2f}%"

@@ -1,0 +1,70 @@
+"""Orders of execution as schedules with the shortest lives."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.errors import ScheduleError
+from graphs.schedule import Compute, Free, Schedule, schedule_of
+from graphs.simulate import simulate
+from graphs.synthetic import Draft, random_graph, training_chain
+
+
+def test_tensors_go_after_their_last_use() -> None:
+    graph = training_chain(3)  # f1 f2 f3 g3(f2, f3) g2(f1, g3) g1(g2); tensor i is made by op i
+    assert schedule_of(graph, range(6)).steps == (
+        Compute(0), Compute(1), Compute(2),
+        Compute(3), Free(1), Free(2),
+        Compute(4), Free(0), Free(3),
+        Compute(5), Free(4), Free(5),
+    )  # fmt: skip
+
+
+def test_freed_before_it_is_made_again() -> None:
+    steps = schedule_of(training_chain(3), (0, 1, 2, 3, 0, 4, 5)).steps
+    assert steps[:3] == (Compute(0), Compute(1), Free(0))
+    assert steps[6:10] == (Free(2), Compute(0), Compute(4), Free(0))
+
+
+def test_kept_tensors_are_never_freed() -> None:
+    draft = Draft()
+    kept, passing = draft.op("a", [], [1, 2])
+    draft.op("b", [kept, passing], [1])
+    graph = draft.graph([kept])
+    steps = schedule_of(graph, (0, 0, 1)).steps
+    assert Free(kept) not in steps
+    # The passing output goes before it is made again, the kept one is there twice while that happens.
+    assert steps[:3] == (Compute(0), Free(passing), Compute(0))
+    assert simulate(graph, Schedule(steps)).memory_bytes[2] == 1 + 1 + 2
+
+
+def test_static_tensors_are_never_freed() -> None:
+    draft = Draft()
+    weight = draft.static("weight", 5)
+    draft.op("a", [weight], [1])
+    assert schedule_of(draft.graph(), [0]).steps == (Compute(0), Free(1))
+
+
+@pytest.mark.parametrize("op", [-1, 6])
+def test_an_op_that_does_not_exist(op: int) -> None:
+    with pytest.raises(ScheduleError, match=rf"op {op}, but the graph has 6"):
+        schedule_of(training_chain(3), [0, op])
+
+
+def test_computed_lists_repetitions() -> None:
+    assert schedule_of(training_chain(3), (0, 1, 2, 3, 0, 4, 5)).computed == (0, 1, 2, 3, 0, 4, 5)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 8))
+def test_no_life_can_be_shortened(seed: int, ops: int) -> None:
+    graph = random_graph(seed, ops)
+    steps = schedule_of(graph, range(ops)).steps
+    simulate(graph, Schedule(steps))
+    for index, step in enumerate(steps):
+        # Freed one execution earlier, every tensor would be missing somewhere.
+        if isinstance(step, Free):
+            before = max(i for i in range(index) if isinstance(steps[i], Compute))
+            earlier = [*steps[:before], step, *(s for s in steps[before:] if s != step)]
+            with pytest.raises(ScheduleError):
+                simulate(graph, Schedule(tuple(earlier)))

@@ -1,0 +1,132 @@
+"""The judge: memory and time of every step by hand, and everything it refuses."""
+
+import pytest
+
+from graphs.errors import ScheduleError
+from graphs.ir import Graph, Op, Tensor
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.simulate import simulate
+from graphs.synthetic import Draft, kept_output, training_chain
+
+
+def run(graph: Graph, *steps: Step) -> None:
+    simulate(graph, Schedule(steps))
+
+
+def small() -> Graph:
+    """Static w (100); a: w -> x (10), y (20), 2 s, workspace 5; b: x -> z (3, kept), 1 s, workspace 50."""
+    draft = Draft()
+    w = draft.static("w", 100)
+    x, _ = draft.op("a", [w], [10, 20], time_s=2.0, workspace_bytes=5)
+    (z,) = draft.op("b", [x], [3], time_s=1.0, workspace_bytes=50)
+    return draft.graph([z])
+
+
+W, X, Y, Z = range(4)
+
+
+def test_memory_and_time_of_each_step() -> None:
+    steps = (Compute(0), Free(Y), Compute(1), Compute(0), Free(Y), Free(X))
+    result = simulate(small(), Schedule(steps))
+    assert result.memory_bytes == (
+        100 + 30 + 5,  # outputs and workspace
+        100 + 10,
+        100 + 10 + 3 + 50,
+        100 + 10 + 3 + 30 + 5,  # x is there already, and made a second time
+        100 + 10 + 3,
+        100 + 3,
+    )
+    assert result.peak_bytes == 163
+    assert result.peak_step == 2
+    assert result.time_s == 5.0
+    assert result.recomputed == 1
+
+
+def test_first_of_equal_peaks() -> None:
+    draft = Draft()
+    draft.op("a", [], [4])
+    draft.op("b", [], [4])
+    result = simulate(draft.graph(), Schedule((Compute(0), Free(0), Compute(1))))
+    assert (result.peak_bytes, result.peak_step) == (4, 0)
+
+
+def test_peaks_of_a_training_chain() -> None:
+    graph = training_chain(3)
+    once = (Compute(0), Compute(1), Compute(2), Compute(3), Free(1), Free(2), Compute(4), Compute(5))
+    assert simulate(graph, Schedule(once)).peak_bytes == 4
+    again = (Compute(0), Compute(1), Free(0), Compute(2), Compute(3), Free(1), Free(2), Compute(0), Compute(4), Compute(5))
+    # Nothing is freed after g3 and f1 made again: f1, g3, g2, then g1 beside them.
+    assert simulate(graph, Schedule(again)).memory_bytes == (1, 2, 1, 2, 3, 2, 1, 2, 3, 4)
+
+
+def test_kept_output_made_twice() -> None:
+    graph = kept_output()  # a -> x (2), y (1, kept); b (4); c: b -> 1; d: x, c -> 1
+    steps = (Compute(0), Free(0), Compute(1), Compute(2), Free(2), Compute(0), Compute(3))
+    memory = simulate(graph, Schedule(steps)).memory_bytes
+    assert memory[5] == 1 + 1 + (2 + 1)  # y, c's output, and both outputs of a
+    assert memory[6] == 1 + 1 + 2 + 1
+
+
+def test_refusals() -> None:
+    graph = small()
+    first = Compute(0)
+    with pytest.raises(ScheduleError, match=r"step 0 computes op 7, but the graph has 2 ops"):
+        run(graph, Compute(7))
+    with pytest.raises(ScheduleError, match=r"step 0 computes op -1"):
+        run(graph, Compute(-1))
+    with pytest.raises(ScheduleError, match=r"step 1 frees tensor 4, but the graph has 4"):
+        run(graph, first, Free(4))
+    with pytest.raises(ScheduleError, match=r"step 0 computes 'b', but its input 'a' is not in memory"):
+        run(graph, Compute(1))
+    with pytest.raises(ScheduleError, match=r"step 2 computes 'b', but its input 'a' is not in memory"):
+        run(graph, first, Free(X), Compute(1))
+    with pytest.raises(ScheduleError, match=r"step 0 frees 'a', which is not in memory"):
+        run(graph, Free(X))
+    with pytest.raises(ScheduleError, match=r"step 2 frees 'a', which is not in memory"):
+        run(graph, first, Free(X), Free(X))
+    with pytest.raises(ScheduleError, match=r"step 1 frees 'w', which must stay"):
+        run(graph, first, Free(W))
+    with pytest.raises(ScheduleError, match=r"step 2 frees 'b', which must stay"):
+        run(graph, first, Compute(1), Free(Z))
+    with pytest.raises(ScheduleError, match=r"never computes 'b'"):
+        run(graph, first)
+
+
+def test_a_step_of_an_unknown_kind() -> None:
+    with pytest.raises(ScheduleError, match="does not know"):
+        simulate(small(), Schedule((Compute(0), "offload")))  # type: ignore[arg-type]
+
+
+def test_what_must_not_run_again() -> None:
+    draft = Draft()
+    draft.op("draw", [], [1], recomputable=False)
+    with pytest.raises(ScheduleError, match=r"step 2 computes 'draw' again"):
+        run(draft.graph(), Compute(0), Free(0), Compute(0))
+
+
+def test_random_ops_keep_their_order() -> None:
+    ops = tuple(Op(i, f"r{i}", "rand", (), (i,), 1.0, random=True) for i in range(2))
+    graph = Graph(ops, tuple(Tensor(i, f"t{i}", 1, i) for i in range(2)), frozenset())
+    run(graph, Compute(0), Compute(1), Compute(0))  # again, in any order: from the state it had before
+    with pytest.raises(ScheduleError, match=r"step 0 computes 'r1' before 'r0'"):
+        run(graph, Compute(1), Compute(0))
+
+
+def test_each_side_of_a_write_in_place() -> None:
+    draft = Draft()
+    state = draft.static("state", 1)
+    draft.op("before", [state], [1])
+    draft.op("write", [state], [1], mutates=(state,), recomputable=False)
+    draft.op("after", [state], [1])
+    graph = draft.graph()
+    run(graph, Compute(0), Compute(0), Compute(1), Compute(2))
+    with pytest.raises(ScheduleError, match=r"step 2 computes 'before' after 'write' writes 'state'"):
+        run(graph, Compute(0), Compute(1), Compute(0), Compute(2))
+    with pytest.raises(ScheduleError, match=r"step 1 computes 'after' before 'write' writes 'state'"):
+        run(graph, Compute(0), Compute(2), Compute(1))
+
+
+def test_kept_tensor_missing_at_the_end() -> None:
+    # A kept tensor is never freed and its op always executed: what is left is a graph whose kept op is missing.
+    with pytest.raises(ScheduleError, match=r"never computes 'b'"):
+        run(small(), Compute(0), Compute(0))

@@ -1,0 +1,295 @@
+"""Rooflines: how long an op takes on a device that is not here, from its FLOPs and the bytes it moves.
+
+An op takes a fixed time plus the longer of computing and moving: ``launch + max(flops / peak, bytes / bandwidth)``,
+both limits lowered to what good kernels reach. Peaks are dense (no structured sparsity) and, like memory and
+bandwidth, those of the makers' public documents:
+
+- h200, h100: NVIDIA H200 and H100 Tensor Core GPU datasheets, SXM5 modules
+- a100: NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM4 module
+- l4: NVIDIA L4 Tensor Core GPU datasheet
+- rtx4090: NVIDIA Ada GPU architecture whitepaper, appendix A (half precision with float32 accumulation)
+- cpu: no product, but round figures of a desktop: eight cores with AVX2 at 3.5 GHz, two channels of DDR4-3200
+
+The efficiencies are not from documents: they are round values of what cuBLAS, cuDNN and FlashAttention-2 kernels
+commonly reach at large sizes. Torch is imported only when an op is timed.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import TraceError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a device can do at best, and the part of it that kernels reach.
+
+    Attributes:
+        name: key in `DEVICES`.
+        memory_bytes: of the whole device.
+        bandwidth_bytes_per_s: of its main memory.
+        half_flops: peak per second in bfloat16 and float16.
+        tf32_flops: peak per second of float32 convolutions, which torch lets use tensor cores by default.
+        float32_flops: peak per second of other float32 operations, and of grouped convolutions.
+        launch_s: time of a kernel that does nothing.
+        matmul_efficiency, convolution_efficiency, attention_efficiency: part of the peak that is reached.
+        bandwidth_efficiency: part of the bandwidth that is reached.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    half_flops: float
+    tf32_flops: float
+    float32_flops: float
+    launch_s: float
+    matmul_efficiency: float
+    convolution_efficiency: float
+    attention_efficiency: float
+    bandwidth_efficiency: float
+
+
+_ALL = (
+    Device("h200", 141 * 10**9, 4.8e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    Device("h100", 80 * 10**9, 3.35e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    Device("a100", 80 * 10**9, 2.039e12, 312e12, 156e12, 19.5e12, 5e-6, 0.80, 0.60, 0.60, 0.85),
+    Device("l4", 24 * 10**9, 0.3e12, 121e12, 60e12, 30.3e12, 5e-6, 0.60, 0.50, 0.50, 0.85),
+    Device("rtx4090", 24 * 10**9, 1.008e12, 165.2e12, 82.6e12, 82.6e12, 4e-6, 0.80, 0.60, 0.60, 0.85),
+    Device("cpu", 32 * 10**9, 51.2e9, 0.9e12, 0.9e12, 0.9e12, 2e-6, 0.70, 0.50, 0.40, 0.70),
+)
+DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
+
+
+def get_device(name: str) -> Device:
+    """The device `name`.
+
+    Raises:
+        TraceError: no such device; names those there are.
+    """
+    if name not in DEVICES:
+        raise TraceError(f"unknown device {name!r}: choose from {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device) -> float:
+    """Modelled seconds of one call of `target`; 0 for views, which run no kernel.
+
+    Args:
+        target: an aten overload; others, such as ``operator.getitem``, are views or bound by their bytes.
+        args, kwargs: of the call, tensors real, fake or on meta, nested as in the call.
+        out: what it returns, likewise.
+        device: where it is to run.
+    """
+    if is_view(target):
+        return 0.0
+    moving_s = op_bytes(target, args, kwargs, out) / (device.bandwidth_bytes_per_s * device.bandwidth_efficiency)
+    flops = op_flops(target, args, kwargs, out)
+    computing_s = flops / _reached_flops(target, args, kwargs, device) if flops else 0.0
+    return device.launch_s + max(moving_s, computing_s)
+
+
+def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device) -> int:
+    """Modelled memory held during one call besides inputs and outputs.
+
+    Known and counted: the backward of fused attention on GPUs accumulates the query's gradient in float32
+    and, where query heads share key heads, makes the shared gradients per query head first. All others count
+    as 0: cuBLAS keeps one workspace for all calls, and what cuDNN takes depends on the algorithm it picks.
+    """
+    name = _name(target)
+    if device.name == "cpu" or name not in _ATTENTION_BACKWARD:
+        return 0
+    query, key, value = (_argument(target, args, kwargs, n) for n in ("query", "key", "value"))
+    batch, heads, seq, width = query.shape
+    padded = -(-seq // 128) * 128
+    # The gradient in rows padded to the tile of the kernel, and one float of softmax statistics per row.
+    workspace = batch * heads * padded * (-(-width // 32) * 32 + 1) * 4
+    if key.shape[1] != heads:
+        workspace += batch * heads * (key.shape[2] * key.shape[3] + value.shape[2] * value.shape[3]) * key.element_size()
+    return int(workspace)
+
+
+def is_view(target: Any) -> bool:
+    """Whether `target` only makes another view of its input: no kernel, no memory."""
+    if target is operator.getitem or _name(target) in _HIDDEN_VIEWS:
+        return True
+    schema = getattr(target, "_schema", None)
+    returns = schema.returns if schema is not None else ()
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def op_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations of one call, a multiplication and an addition as two; 0 where bytes decide.
+
+    Torch's own formulas, except that the causal half of attention is not computed, that attention on the CPU
+    is covered too, and that the gradients of a grouped convolution cost no more than its forward each.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    name = _name(target)
+    if name in _ATTENTION_FORWARD or name in _ATTENTION_BACKWARD:
+        return _attention_flops(target, args, kwargs, backward=name in _ATTENTION_BACKWARD)
+    if name == "aten.convolution_backward":
+        grad_out, x, weight, *_, transposed, _padding, _groups, wanted = args
+        points = x if transposed else grad_out
+        return int(2 * prod(points.shape[2:]) * x.shape[0] * weight.numel() * sum(wanted[:2]))
+    formula: Callable[..., int] | None = flop_registry.get(getattr(target, "overloadpacket", None))
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def op_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Bytes one call reads and writes in main memory.
+
+    Every input once and every output once; an expanded tensor as what it expands; of a table the rows that are
+    looked up; nothing of inputs that give only their shape. Normalisations over more than a row read twice.
+    """
+    name = _name(target)
+    written = sum(_distinct_bytes(t) for t in _tensors(out))
+    if name in _ALLOCATES_ONLY:
+        return 0
+    if name in _LOOKUPS:
+        # As much is read of the table as comes out, and the indices.
+        table, *rest = _tensors((*args, *kwargs.values()))
+        return min(written, _distinct_bytes(table)) + written + sum(_distinct_bytes(t) for t in rest)
+    if name in _PICKS_ONE_PER_ROW:
+        scores, target_classes, *_ = args
+        return _distinct_bytes(target_classes) + int(target_classes.numel() * scores.element_size()) + written
+    unread = _argument(target, args, kwargs, _SHAPE_ONLY[name]) if name in _SHAPE_ONLY else None
+    inputs = {id(t): t for t in _tensors((*args, *kwargs.values())) if t is not unread}
+    read = sum(_distinct_bytes(t) for t in inputs.values())
+    return written + (2 * read if name in _READS_TWICE else read)
+
+
+_HIDDEN_VIEWS = frozenset({"aten._unsafe_view", "aten.lift_fresh"})
+_ALLOCATES_ONLY = frozenset({"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.empty_permuted"})
+_LOOKUPS = frozenset({"aten.embedding", "aten.gather", "aten.index_select", "aten.index", "aten.take"})
+_PICKS_ONE_PER_ROW = frozenset({"aten.nll_loss_forward", "aten.nll_loss2d_forward"})
+_READS_TWICE = frozenset(
+    {
+        "aten.native_batch_norm",
+        "aten.cudnn_batch_norm",
+        "aten._native_batch_norm_legit",
+        "aten._native_batch_norm_legit_functional",
+        "aten._batch_norm_with_update",
+        "aten._batch_norm_with_update_functional",
+        "aten.native_batch_norm_backward",
+        "aten.batch_norm_backward",
+        "aten.cudnn_batch_norm_backward",
+        "aten.native_group_norm",
+        "aten.native_group_norm_backward",
+    }
+)
+# Inputs, by their name in the schema, of which the kernel reads no element.
+_SHAPE_ONLY = {
+    "aten.copy_": "self",
+    "aten.nll_loss_backward": "self",
+    "aten.nll_loss2d_backward": "self",
+    "aten.max_pool2d_with_indices_backward": "self",
+    "aten.avg_pool2d_backward": "self",
+    "aten._adaptive_avg_pool2d_backward": "self",
+    "aten.full_like": "self",
+    "aten.zeros_like": "self",
+    "aten.ones_like": "self",
+    "aten.rand_like": "self",
+    "aten.randn_like": "self",
+    "aten.new_zeros": "self",
+    "aten.new_ones": "self",
+    "aten.new_full": "self",
+}
+_ATTENTION_FORWARD = frozenset(
+    f"aten._scaled_dot_product_{kernel}"
+    for kernel in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+)
+_ATTENTION_BACKWARD = frozenset(f"{name}_backward" for name in _ATTENTION_FORWARD)
+_CONVOLUTIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "convolution",
+        "_convolution",
+        "cudnn_convolution",
+        "convolution_overrideable",
+        "_slow_conv2d_forward",
+        "convolution_backward",
+    )
+)
+
+
+def _name(target: Any) -> str:
+    """``aten.mm`` of the overload ``aten.mm.default``."""
+    return str(getattr(target, "overloadpacket", target))
+
+
+def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: Device) -> float:
+    """FLOPs per second that kernels of this kind reach in the precision of the first matrix."""
+    import torch
+
+    name = _name(target)
+    # addmm and baddbmm begin with what is added.
+    matrices = [t for t in _tensors(args) if t.dim() >= 2 and t.is_floating_point()]
+    dtype = matrices[0].dtype if matrices else torch.float32
+    is_convolution = name in _CONVOLUTIONS
+    if is_convolution and _argument(target, args, kwargs, "groups") not in (None, 1):
+        # Tensor cores are of no use where few channels meet.
+        return device.float32_flops * device.convolution_efficiency
+    if dtype in (torch.bfloat16, torch.float16):
+        peak = device.half_flops
+    elif dtype == torch.float32:
+        peak = device.tf32_flops if is_convolution else device.float32_flops
+    else:
+        peak = device.float32_flops / 2
+    if is_convolution:
+        return peak * device.convolution_efficiency
+    if name in _ATTENTION_FORWARD or name in _ATTENTION_BACKWARD:
+        return peak * device.attention_efficiency
+    return peak * device.matmul_efficiency
+
+
+def _attention_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward: bool) -> int:
+    """Two matrix products forward; backward five, since the scores are computed again. Causal: half of each."""
+    query, key, value = (_argument(target, args, kwargs, n) for n in ("query", "key", "value"))
+    batch, heads, queries, width = query.shape
+    keys, value_width = key.shape[2], value.shape[3]
+    per_pair = 3 * width + 2 * value_width if backward else width + value_width
+    flops = 2 * batch * heads * queries * keys * per_pair
+    return int(flops // 2 if _argument(target, args, kwargs, "is_causal") else flops)
+
+
+def _argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The argument that the schema of `target` calls `name`, or its default; None if there is none such."""
+    if name in kwargs:
+        return kwargs[name]
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else argument.default_value
+    return None
+
+
+def _tensors(values: Any) -> "Iterator[torch.Tensor]":
+    """The tensors in nested tuples, lists and dicts, in order."""
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value)
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _distinct_bytes(tensor: "torch.Tensor") -> int:
+    """Bytes of the elements of `tensor` that have a place of their own: a dimension of stride 0 counts once."""
+    count = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
+    return min(int(count) * tensor.element_size(), int(tensor.untyped_storage().nbytes()))

@@ -1,0 +1,38 @@
+"""Other people's training graphs, read as graphs of this planner.
+
+Read are the profiled graphs published with Gurobi's results on Checkmate's program (``checkmate.py``),
+networkx node-link graphs as published with Moccasin (``moccasin.py``), and the operator logs of DTR's
+simulator, plain or gzipped (``simrd.py``). See docs/formats.md.
+"""
+
+import os
+from pathlib import Path
+
+from graphs.errors import FormatError
+from graphs.importers import checkmate, moccasin, simrd
+from graphs.ir import Graph
+from graphs.jsonfile import read_object
+
+
+def import_graph(path: str | os.PathLike[str]) -> Graph:
+    """The graph in the file `path`, whose format is found out from its content.
+
+    Raises:
+        FormatError: none of the formats, or a file of one of them that is cut short or wrong; names the
+            place and the value.
+        GraphError: a file of one of the formats that does not describe a training step.
+    """
+    source, name = str(path), Path(path).name.removesuffix(".gz").rsplit(".", 1)[0]
+    if simrd.is_log(path):
+        return simrd.read(path, name=name)
+    data = read_object(path)
+    if "parents" in data:
+        return checkmate.graph_from(data, source=source, name=name)
+    if "nodes" in data:
+        return moccasin.graph_from(data, source=source, name=name)
+    if "format" in data:
+        raise FormatError(f"{source}: is a file of this planner already: use it as it is")
+    raise FormatError(
+        f"{source}: not a graph in a format that can be imported: neither lines with INSTRUCTION (DTR log), "
+        "nor an object with 'parents' (Checkmate instance) or 'nodes' (node-link graph)"
+    )

@@ -1,0 +1,96 @@
+"""A captured step on real tensors: executed op by op with everything kept, to look at each op."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.ir import Graph, Op
+from graphs.program import Writer, define, load, variable
+from graphs.schedule import Compute, schedule_of
+from graphs.trace_lower import Capture, allocated_bytes
+
+
+class RealStep:
+    """A captured step with its model's parameters and a real batch.
+
+    Attributes:
+        device: where it runs.
+    """
+
+    def __init__(self, capture: Capture, step: nn.Module, batch: Sequence[object]) -> None:
+        self.capture = capture
+        static = capture.program.gather(step, pytree.tree_leaves(tuple(batch)))
+        self.device: torch.device = next(t.device for t in static if t is not None)
+        for i, source in enumerate(capture.program.sources):
+            if source.is_tangent:
+                tangent = capture.graph.tensors[source.tensor]
+                static[i] = torch.ones(tangent.shape, dtype=getattr(torch, tangent.dtype), device=self.device)
+        self._static = static
+
+    def compile(self, *, look: Callable[[Op], str], at_end: bool) -> Callable[[Callable[..., object]], None]:
+        """``run(hook)``: executes the step and the source line ``hook(<look(op)>)`` for each op.
+
+        Args:
+            look: source of the hook's arguments.
+            at_end: call the hook when the frees behind the op are done, instead of before them.
+        """
+        graph, program = self.capture.graph, self.capture.program
+        writer = Writer(graph, program)
+        lines = [program.unpack()]
+        hooks: list[str] = []
+        for step in schedule_of(graph, range(len(graph.ops))).steps:
+            if isinstance(step, Compute):
+                lines += hooks if at_end else ()
+                hooks = [f"hook({look(graph.ops[step.op])})"]
+            lines += writer.write([step])
+            if isinstance(step, Compute) and not at_end:
+                lines += hooks
+        source = define("run", "static, hook", [*lines, *(hooks if at_end else ())])
+        run = load(program, source, f"<profile of {graph.fingerprint}>")["run"]
+        return lambda hook: run(self._static, hook)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run inside: nothing is recorded or cast, and parameters, buffers and random state are afterwards as before."""
+        written = {t for op in self.capture.graph.ops for t in op.mutates}
+        values = [v for source, v in zip(self.capture.program.sources, self._static, strict=True) if source.tensor in written]
+        before = [(value, value.detach().clone()) for value in values]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            try:
+                with torch.random.fork_rng(devices):
+                    yield
+            finally:
+                for value, saved in before:
+                    value.copy_(saved)
+
+
+def with_real_sizes(capture: Capture, step: nn.Module, batch: Sequence[object]) -> Capture:
+    """`capture` with the sizes that the kernels really allocate for their outputs.
+
+    Most are what the fake tensors say; some kernels keep more than their result's shape needs
+    (``mse_loss`` on the CPU returns a scalar in a storage of the size of its input).
+
+    Args:
+        step: the module that was captured (``graphs.trace.TrainingStep``), with real parameters.
+        batch: real tensors of the captured shapes.
+    """
+    real = RealStep(capture, step, batch)
+    sizes: dict[int, int] = {}
+
+    def see(tensors: tuple[int, ...], values: tuple[torch.Tensor | None, ...]) -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            on_device = value is not None and value.device == real.device
+            sizes[tensor] = (
+                allocated_bytes(value.untyped_storage().nbytes(), real.device) if on_device and value is not None else 0
+            )
+
+    with real.running():
+        real.compile(look=lambda op: f"{op.outputs}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})", at_end=False)(see)
+    graph = capture.graph
+    tensors = tuple(t if t.producer is None else replace(t, size_bytes=sizes[t.id]) for t in graph.tensors)
+    return replace(capture, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))

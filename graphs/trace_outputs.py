@@ -1,0 +1,209 @@
+"""Rewrites of a joint graph that turn its outputs into what a training step does with them.
+
+AOTAutograd's joint graph is functional: a mutated buffer is one more output, a gradient may be a
+view of another tensor, and a parameter that is used under two names may get two gradients. What
+PyTorch's runtime would do with these outputs becomes nodes, so that it is planned and counted.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    AOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._guards import detect_fake_mode
+
+from graphs.errors import TraceError
+
+aten = torch.ops.aten
+
+# Their statistics arguments are neither read nor needed to repeat them in training mode: position of
+# the training flag, positions of the running statistics.
+BATCH_NORMS = {
+    aten._native_batch_norm_legit_functional.default: (5, (3, 4)),
+    aten.native_batch_norm_backward.default: (7, (3, 4)),
+}
+
+
+def fix_outputs(graph: fx.Graph) -> None:
+    """Make mutations, the layout of gradients and dead code explicit in `graph`, in place.
+
+    Afterwards the output node lists the loss, the extra outputs and one gradient per input, each
+    gradient a storage of its own with the strides that ``AccumulateGrad`` keeps without a copy.
+
+    Raises:
+        TraceError: the loss is no scalar, or no trainable parameter reaches it.
+    """
+    _check_loss(graph)
+    _write_back_mutations(graph, first_backward(graph))
+    _own_gradients(graph)
+    remove_dead_code(graph)
+
+
+def outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
+    """The values that `graph` returns, each with its descriptor."""
+    node = graph.output_node()
+    values: list[object] = list(node.args[0])  # type: ignore[arg-type]
+    return list(zip(values, node.meta["desc"], strict=True))
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that stands for the value of `node`."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def storage(value: torch.Tensor) -> int:
+    """Identity of the storage of a (fake) tensor."""
+    identity: int = value.untyped_storage()._cdata
+    return identity
+
+
+def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
+    """Inputs that do not influence what `node` is recomputed for: running statistics in training mode.
+
+    The forward op updates them, though: those that another op has made are inputs of its first execution.
+    """
+    if node.target not in BATCH_NORMS:
+        return frozenset()
+    training, statistics = BATCH_NORMS[node.target]
+    if not node.args[training]:
+        return frozenset()
+    backward = node.target is aten.native_batch_norm_backward.default
+    return frozenset(a for i in statistics if isinstance(a := node.args[i], fx.Node) and (backward or a.op == "placeholder"))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether `node` draws from the generator."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if "scaled_dot_product" not in node.target.name():
+        return True
+    position = [argument.name for argument in node.target._schema.arguments].index("dropout_p")
+    dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    # The CPU kernels draw nothing at 0; what those of other devices do is theirs to change.
+    return bool(dropout) or fake(node.all_input_nodes[0]).device.type != "cpu"
+
+
+def _check_loss(graph: fx.Graph) -> None:
+    losses = [value for value, desc in outputs(graph) if isinstance(desc, PlainAOTOutput) and desc.idx == 0]
+    if not losses or not isinstance(losses[0], fx.Node):
+        raise TraceError("the loss is not a tensor computed from the model: return a scalar tensor first")
+    shape = tuple(fake(losses[0]).shape)
+    if fake(losses[0]).numel() != 1:
+        raise TraceError(f"the loss has shape {shape}, not one element: reduce it (for example with .mean()) before returning it")
+    supported = PlainAOTOutput | GradAOTOutput | InputMutationAOTOutput
+    others = [desc for value, desc in outputs(graph) if value is not None and not isinstance(desc, supported)]
+    if others:
+        raise TraceError(f"the step returns {others[0]!r}, a kind of output that is not supported: return plain tensors")
+
+
+def first_backward(graph: fx.Graph) -> fx.Node:
+    """The first node that depends on the gradient of the loss; all nodes from there on are the backward pass."""
+    seen = {node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["desc"], TangentAOTInput)}
+    if not seen:
+        raise TraceError("the loss does not depend on any parameter with requires_grad=True: there is nothing to train")
+    nodes: Iterable[fx.Node] = graph.nodes
+    for node in nodes:
+        if node.op == "call_function" and any(arg in seen for arg in node.all_input_nodes):
+            return node
+    raise TraceError("no parameter with requires_grad=True gets a gradient from the loss: there is nothing to train")
+
+
+def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
+    """Replace each returned new value of an input by a ``copy_`` into it, once the old value is read for the last time."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    kept = []
+    for value, desc in outputs(graph):
+        if not isinstance(desc, InputMutationAOTOutput):
+            kept.append((value, desc))
+            continue
+        assert isinstance(value, fx.Node)
+        target = next(n for n in graph.find_nodes(op="placeholder") if n.meta["desc"] == desc.mutated_input)
+        late = [user for user in target.users if position[user] >= position[boundary] and target not in ignored_inputs(user)]
+        if late:
+            _keep_old_value(graph, target, late)
+        readers = [user for user in _readers(target) if position.get(user, 0) < position[boundary]]
+        last = max((*readers, value), key=lambda node: position.get(node, 0))
+        with graph.inserting_after(last):
+            write = graph.call_function(aten.copy_.default, (target, value))
+        write.meta = {"val": target.meta["val"]}
+        position[write] = position[last]
+    _set_outputs(graph, kept)
+
+
+def _keep_old_value(graph: fx.Graph, target: fx.Node, late: list[fx.Node]) -> None:
+    """Give the backward pass a copy of an input that the forward pass overwrites."""
+    with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+        copy = _call(graph, aten.clone.default, target)
+    for user in late:
+        user.replace_input_with(target, copy)
+
+
+def _readers(node: fx.Node) -> Iterable[fx.Node]:
+    """The users of `node` and of its views."""
+    for user in node.users:
+        yield user
+        value = user.meta.get("val")
+        if isinstance(value, torch.Tensor) and storage(value) == storage(fake(node)) and user.target is not aten.copy_.default:
+            yield from _readers(user)
+
+
+def _own_gradients(graph: fx.Graph) -> None:
+    """Give each gradient a storage of its own in the layout of its input, as ``AccumulateGrad`` would by cloning."""
+    inputs = {node.meta["desc"]: node for node in graph.find_nodes(op="placeholder")}
+    taken = {storage(fake(node)) for node in inputs.values() if isinstance(node.meta.get("val"), torch.Tensor)}
+    taken |= {storage(fake(v)) for v, desc in outputs(graph) if isinstance(v, fx.Node) and not isinstance(desc, GradAOTOutput)}
+    fixed: list[tuple[object, AOTOutput]] = []
+    for value, desc in outputs(graph):
+        if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
+            if storage(fake(value)) in taken or not _keeps_layout(fake(value), fake(inputs[desc.grad_of])):
+                with graph.inserting_before(graph.output_node()):
+                    value = _call(graph, aten.clone.default, value, memory_format=_memory_format(fake(inputs[desc.grad_of])))
+            taken.add(storage(fake(value)))
+        fixed.append((value, desc))
+    _set_outputs(graph, fixed)
+
+
+def _keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
+    """``AccumulateGrad``'s layout contract: strides of the variable if it is dense, else contiguous."""
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(variable):
+        return gradient.is_contiguous()
+    strides = zip(gradient.shape, gradient.stride(), variable.stride(), strict=True)
+    return all(size == 1 or own == wanted for size, own, wanted in strides)
+
+
+def _memory_format(variable: torch.Tensor) -> torch.memory_format:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = formats.get(variable.dim(), torch.contiguous_format)
+    return wanted if variable.is_contiguous(memory_format=wanted) else torch.contiguous_format
+
+
+def _call(graph: fx.Graph, target: torch._ops.OpOverload, *args: fx.Node, **kwargs: Any) -> fx.Node:
+    node = graph.call_function(target, args, kwargs)
+    values = [fake(arg) for arg in args]
+    mode = detect_fake_mode(values)
+    assert mode is not None
+    with mode:
+        node.meta = {"val": target(*values, **kwargs)}
+    return node
+
+
+def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, AOTOutput]]) -> None:
+    node = graph.output_node()
+    node.args = ([value for value, _ in pairs],)  # type: ignore[misc]
+    node.meta["desc"] = [desc for _, desc in pairs]
+
+
+def remove_dead_code(graph: fx.Graph) -> None:
+    """Remove what no output needs, except writes and random ops (which move the generator on)."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and node.target is not aten.copy_.default and not is_random(node):
+            graph.erase_node(node)

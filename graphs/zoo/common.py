@@ -1,0 +1,74 @@
+"""What the zoo models share: where and in which precision they are made, their losses, their batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphs.errors import TraceError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@contextmanager
+def creating(dtype: str, device: str) -> Iterator[None]:
+    """Floating-point tensors made inside are made in `dtype`, and all tensors on `device`.
+
+    Raises:
+        TraceError: unknown dtype, or a device that this machine does not have.
+    """
+    choose("dtype", dtype, DTYPES)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise TraceError(f"device {device!r} is not one that torch knows: write cpu, cuda or cuda:0") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise TraceError(f"device {device!r} is not on this machine: build on cpu, and model the device by its roofline")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[dtype])
+    try:
+        with place:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def choose(option: str, value: str, choices: "dict[str, torch.dtype] | tuple[str, ...]") -> None:
+    """Refuse a `value` that is none of `choices`."""
+    if value not in choices:
+        raise TraceError(f"option {option} is {value!r}: choose from {', '.join(choices)}")
+
+
+def refuse_if(condition: object, message: str) -> None:
+    """Refuse options that do not go together."""
+    if condition:
+        raise TraceError(message)
+
+
+def class_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of ``(batch, classes, ...)`` logits, in float32 as mixed-precision training computes it."""
+    return F.cross_entropy(logits.float(), target)
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of ``(batch, seq, vocab)`` logits against ``(batch, seq)`` tokens, in float32."""
+    return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+def images(batch: int, channels: int, size: int) -> Tensor:
+    """Random square images of `size` pixels a side."""
+    return torch.randn(batch, channels, size, size)
+
+
+def init_convolutions(model: nn.Module) -> None:
+    """He initialisation of convolutions and small normal linear layers, as image models are trained from."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.01)
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,169 @@
+"""The reference: Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP.
+
+``model.py`` has the program and says how it was adapted to several outputs per op, kept tensors and
+workspaces; ``run.py`` solves it with HiGHS or another solver that PuLP knows.
+
+The schedules it covers execute each op at most once per stage, in program order; a stage ends with the
+first execution of an op. Others exist, and at tight budgets one of them may be the only one, or faster: the
+optimum here is no bound over all schedules.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pulp
+
+from graphs.errors import BudgetError, PlannerError
+from graphs.ir import Graph
+from graphs.jsonfile import check_writable, write_text
+from graphs.plan import relative_gap
+from graphs.schedule import Schedule, schedule_of
+from graphs.simulate import simulate
+from graphs.units import format_bytes, format_seconds
+from solvers import highs
+from solvers.bounds import least_budget_bound, too_small_message
+from solvers.checkmate.model import PUBLISHED, Model, Variant
+from solvers.checkmate.run import HIGHS, Answer, Watch, check_solver, run
+from solvers.highs import Outcome
+from solvers.result import Progress, Result, Status
+
+CLASS = "each op at most once per stage, in program order"
+_ROUNDING = 1e-9  # of the gap, in floating point
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    tolerance: float = 1e-3,
+    time_limit_s: float = 3600.0,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    milp_solver: str = HIGHS,
+    variant: Variant = PUBLISHED,
+) -> Result:
+    """As ``solvers.registry.Solver``; `milp_solver` is any that PuLP knows, such as HiGHS or PULP_CBC_CMD.
+
+    The bound, and what OPTIMAL refers to, cover schedules that execute each op at most once per stage, in
+    program order. An infeasible program is LIMIT, not INFEASIBLE, since other schedules may fit. Only HiGHS
+    reports progress, heeds `should_stop` while it runs, and tells its bound when it ends early.
+
+    Raises:
+        PlannerError: PuLP has no such solver, or it is not installed.
+    """
+    watch = Watch(time_limit_s, on_progress, should_stop, start=time.perf_counter())
+    check_solver(milp_solver)
+    least = least_budget_bound(graph)
+    verdict = Verdict(Status.INFEASIBLE, None, None, too_small_message(graph, budget_bytes, least))
+    if budget_bytes >= least.budget_bytes:
+        model = Model(graph, budget_bytes, variant)
+        if (message := model.too_large()) is not None:
+            verdict = Verdict(Status.LIMIT, None, graph.time_s, message)
+        else:
+            watch.tell("writing Checkmate's program", None, graph.time_s)
+            written = model.build(watch.expired)
+            answer = run(model, milp_solver, tolerance * graph.time_s, watch) if written else Answer.unfinished()
+            verdict = _judge(model, answer, budget_bytes, tolerance, watch)
+    return Result(
+        graph,
+        budget_bytes=budget_bytes,
+        status=verdict.status,
+        schedule=verdict.schedule,
+        bound_s=verdict.bound_s,
+        solver="checkmate",
+        seconds=watch.seconds,
+        settings={
+            "tolerance": tolerance,
+            "time_limit_s": time_limit_s,
+            "milp_solver": milp_solver,
+            "unused_outputs": str(variant.unused_outputs),
+            "frees": str(variant.frees),
+            "schedules": CLASS,
+        },
+        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if milp_solver == HIGHS else {})},
+        message=verdict.message,
+    )
+
+
+def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: Variant = PUBLISHED) -> None:
+    """Write the program to `path`, whole or not at all, for other solvers: ``.lp`` or ``.mps``.
+
+    Its objective is the time of recomputation in thousandths of the step without any; memory is in units of
+    the 10,000th part of what the static bytes leave of the budget.
+
+    Raises:
+        BudgetError: an op alone needs more than the budget.
+        OutputError: the file cannot be written.
+        PlannerError: another ending, or a program that is too large.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in (".lp", ".mps"):
+        raise PlannerError(f"{path} must end in .lp or .mps, which says how the program is written")
+    check_writable(path)
+    least = least_budget_bound(graph)
+    if budget_bytes < least.budget_bytes:
+        raise BudgetError(too_small_message(graph, budget_bytes, least))
+    model = Model(graph, budget_bytes, variant)
+    if (message := model.too_large()) is not None:
+        raise PlannerError(message)
+    model.build()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model")
+        if ending == ".lp":
+            model.program.writeLP(str(file))
+        else:
+            model.program.writeMPS(str(file))
+        write_text(path, file.read_text())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an answer amounts to, as in ``Result``."""
+
+    status: Status
+    schedule: Schedule | None
+    bound_s: float | None
+    message: str = ""
+
+
+def _judge(model: Model, answer: Answer, budget_bytes: int, tolerance: float, watch: Watch) -> Verdict:
+    budget, spent = format_bytes(budget_bytes), format_seconds(watch.seconds)
+    # Every op is executed once at least, whatever the solver knows.
+    bound_s = max(model.graph.time_s, answer.bound_s or 0.0)
+    if answer.found:
+        return _judge_schedule(model, bound_s, budget_bytes, tolerance)
+    if answer.outcome is Outcome.INFEASIBLE:
+        return Verdict(
+            Status.LIMIT,
+            None,
+            None,
+            f"no schedule that executes {CLASS}, fits {budget}: Checkmate's program is infeasible ({answer.detail}). "
+            "Others may fit: use the solver windows, or raise --budget",
+        )
+    if answer.outcome is Outcome.STOPPED:
+        return Verdict(
+            Status.LIMIT,
+            None,
+            bound_s,
+            f"no schedule within {budget} was found in {spent} (limit {format_seconds(watch.time_limit_s)}): {answer.detail}. "
+            "Raise --time-limit or --budget, or use the solver windows",
+        )
+    return Verdict(Status.ERROR, None, None, f"the solver gave up after {spent}: {answer.detail}")
+
+
+def _judge_schedule(model: Model, bound_s: float, budget_bytes: int, tolerance: float) -> Verdict:
+    executed = model.executed()
+    if executed is None:
+        return Verdict(Status.ERROR, None, None, "the solver returned a binary variable that is neither 0 nor 1")
+    schedule = schedule_of(model.graph, executed)
+    simulation = simulate(model.graph, schedule)
+    if simulation.peak_bytes > budget_bytes:
+        over = f"{simulation.peak_bytes - budget_bytes} B over the budget"
+        return Verdict(Status.ERROR, None, None, f"the solver's arithmetic is not exact enough: its schedule is {over}")
+    gap = relative_gap(simulation.time_s, bound_s)
+    optimal = gap is not None and gap <= tolerance + _ROUNDING
+    return Verdict(Status.OPTIMAL if optimal else Status.FEASIBLE, schedule, min(bound_s, simulation.time_s))

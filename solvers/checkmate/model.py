@@ -1,0 +1,279 @@
+"""Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP.
+
+Stage t ends with the first execution of op t (frontier-advancing). R[t,i]: op i is executed in stage t;
+S[t,x]: tensor x is in memory when stage t begins; F[t,x,k]: x is freed in stage t after op k; U[t,k]:
+memory while op k has its turn in stage t. Published for one output per op; here, to agree with
+``graphs.simulate``, tensors have lives of their own:
+
+- S and F are per tensor, and an op that runs again makes all its outputs. One that is in memory already is
+  there twice during the execution and once afterwards: D[t,x] = R[t,p(x)] S[t,x] takes the copy off again.
+- A kept tensor is in memory from its first computation on: S = 1, F = 0, and D = R.
+- The workspace of an op counts during its turn only.
+- An op that must not run again, or reads what an op has written in place since, has R = 0.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import pulp
+
+from graphs.ir import Graph
+
+MOST_BINARIES = 500_000  # of R and S: PuLP takes several GB for more
+_WHOLE = 1e-4  # by how much a binary may be off
+_MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
+_TIME_RANGE = 1e3  # the step without recomputation in its unit of time
+
+
+class UnusedOutputs(StrEnum):
+    """When an output that nothing in its stage reads, and that the next stage does not get, is freed."""
+
+    AT_ONCE = "at_once"  # as the simulator does
+    STAGE_END = "stage_end"  # as in the program that Checkmate's authors released
+
+
+class Frees(StrEnum):
+    """How F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over later readers j of (1 - R[t,j]) is made linear."""
+
+    HAZARDS = "hazards"  # binary, against the count of factors that are 0: as published
+    SPLIT = "split"  # continuous, below each factor: tighter, found later
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Which of the programs is meant."""
+
+    unused_outputs: UnusedOutputs = UnusedOutputs.AT_ONCE
+    frees: Frees = Frees.HAZARDS
+
+
+PUBLISHED = Variant()
+
+
+NEVER, ALWAYS = 0, 1  # values that are no variables
+Term = Any  # a variable of PuLP, NEVER or ALWAYS
+Weighted = tuple[Term, float]
+
+
+class Model:
+    """The program for one graph and budget; memory and time in units that suit solvers."""
+
+    def __init__(self, graph: Graph, budget_bytes: int, variant: Variant = PUBLISHED, *, whole: bool = True) -> None:
+        self.graph = graph
+        self.variant = variant
+        self.whole = whole
+        self.ops = len(graph.ops)
+        capacity_bytes = budget_bytes - graph.static_bytes
+        self.memory_unit = max(capacity_bytes, 1) / _MEMORY_RANGE
+        self.capacity = capacity_bytes / self.memory_unit
+        self.time_unit = (graph.time_s or 1.0) / _TIME_RANGE
+        self.size = [0.0 if t.producer is None else t.size_bytes / self.memory_unit for t in graph.tensors]
+        self.maker = [-1 if t.producer is None else t.producer for t in graph.tensors]
+        self.last_stage = _last_stages(graph)
+        self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
+        self.variable: Callable[..., Any] = getattr(self.program, "add_variable", pulp.LpVariable)
+        self.R: dict[tuple[int, int], Any] = {}
+        self.S: dict[tuple[int, int], Any] = {}
+        self.rows = 0
+
+    def build(self, expired: Callable[[], bool] = lambda: False) -> bool:
+        """Make variables, objective and rows; False if `expired` said so before the end."""
+        for t in range(self.ops):
+            for i in range(t):
+                if t <= self.last_stage[i]:
+                    self.R[t, i] = self.binary(f"R_{t}_{i}")
+            for x in self.passing_before(t):
+                self.S[t, x] = self.binary(f"S_{t}_{x}")
+            if expired():
+                return False
+        self.add_objective()
+        for t in range(self.ops):
+            self.add_inputs(t)
+            self.add_handover(t)
+            self.add_memory(t)
+            if expired():
+                return False
+        return True
+
+    def too_large(self) -> str | None:
+        """Why the program is not even written, if it has too many variables; found without making them."""
+        passing = sum(self.ops - 1 - self.maker[x] for x in self.passing_before(self.ops))
+        count = passing + sum(last - i for i, last in enumerate(self.last_stage))
+        if count <= MOST_BINARIES:
+            return None
+        return (
+            f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S, more than {MOST_BINARIES:,}, "
+            "which this solver takes on: use the solver windows"
+        )
+
+    @property
+    def is_mip(self) -> bool:
+        """Whether anything is left to be 0 or 1."""
+        return self.whole and bool(self.R or self.S)
+
+    def add_objective(self) -> None:
+        """Minimise sum over t, i of c_i R[t,i], without the first executions, whose R is 1."""
+        self.program.setObjective(_sum([(R, self.graph.ops[i].time_s / self.time_unit) for (_, i), R in self.R.items()]))
+
+    def add_inputs(self, t: int) -> None:
+        """R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x in in(j)."""
+        for j in range(t + 1):
+            if self.r(t, j) is NEVER:
+                continue
+            for x in self.produced(self.graph.ops[j].inputs):
+                self.at_most([(self.r(t, j), 1), (self.r(t, self.maker[x]), -1), (self.s(t, x), -1)], 0)
+
+    def add_handover(self, t: int) -> None:
+        """S[t+1,x] <= S[t,x] + R[t,p(x)] for each x made before stage t; one made in it may always be handed over."""
+        for x in self.passing_before(t) if t + 1 < self.ops else ():
+            self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.maker[x]), -1)], 0)
+
+    def add_memory(self, t: int) -> None:
+        """U[t,1] = sum of b_x S[t,x] + R[t,1] b(out(1)), and along the ops of stage t
+
+        U[t,k+1] = U[t,k] - sum over x in io(k) of b_x F[t,x,k] - sum over x in out(k) of b_x D[t,x] + R[t,k+1] b(out(k+1));
+        U[t,k] + w_k R[t,k] <= M.
+        """
+        change = [(self.s(t, x), self.size[x]) for k in range(t) for x in self.graph.ops[k].outputs]
+        previous: Term = 0
+        for k in range(t + 1):
+            op = self.graph.ops[k]
+            executed = self.r(t, k)
+            if executed is NEVER:
+                continue
+            change.append((executed, sum(self.size[x] for x in op.outputs)))
+            used = self.variable(f"U_{t}_{k}", 0, self.capacity)
+            self.equal([(used, 1), (previous, -1), *((term, -size) for term, size in change)], 0)
+            if op.workspace_bytes:
+                self.at_most([(used, 1), (executed, op.workspace_bytes / self.memory_unit)], self.capacity)
+            previous = used
+            change = [(freed, -self.size[x]) for x, freed in self.frees(t, k)]
+            change += [(double, -self.size[x]) for x, double in self.doubles(t, k)]
+
+    def frees(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
+        """F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over readers j of x, k < j <= t, of (1 - R[t,j]) for x in io(k)."""
+        op = self.graph.ops[k]
+        own = op.outputs if self.variant.unused_outputs is UnusedOutputs.AT_ONCE else ()
+        for x in (*self.produced(op.inputs), *own):
+            hazards = [self.s(t + 1, x), *(self.r(t, j) for j in self.graph.consumers[x] if k < j <= t)]
+            if x in self.graph.kept or ALWAYS in [hazard for hazard in hazards if isinstance(hazard, int)]:
+                continue
+            open_hazards = [hazard for hazard in hazards if not isinstance(hazard, int)]
+            yield x, self.free(f"F_{t}_{x}_{k}", self.r(t, k), open_hazards)
+
+    def free(self, name: str, executed: Term, hazards: Sequence[Term]) -> Term:
+        """F: whether `executed` is 1 and every one of `hazards` 0.
+
+        As published: 1 - F <= h and h <= m (1 - F) for h = (1 - executed) + sum of the m - 1 hazards.
+        Split: F <= executed, and F <= 1 - hazard for each.
+        """
+        if not hazards:
+            return executed
+        if self.variant.frees is Frees.SPLIT:
+            freed = self.variable(name, 0, 1)
+            for factor in [executed] if executed is not ALWAYS else []:
+                self.at_most([(freed, 1), (factor, -1)], 0)
+            for hazard in hazards:
+                self.at_most([(freed, 1), (hazard, 1)], 1)
+            return freed
+        freed, count = self.binary(name), [(executed, -1.0), *((hazard, 1.0) for hazard in hazards)]
+        self.at_most([(freed, -1), *((term, -weight) for term, weight in count)], 0)
+        self.at_most([(freed, len(count)), *count], len(count) - 1)
+        return freed
+
+    def doubles(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
+        """D[t,x] = R[t,k] S[t,x] for x in out(k), which may be in memory when k runs again."""
+        outputs = self.graph.ops[k].outputs
+        for x in outputs if k < t else ():
+            if x in self.graph.kept:
+                yield x, self.r(t, k)
+            elif len(outputs) > 1 and self.s(t, x) is not NEVER:
+                double = self.variable(f"D_{t}_{x}", 0, 1)
+                self.at_most([(double, 1), (self.r(t, k), -1)], 0)
+                self.at_most([(double, 1), (self.s(t, x), -1)], 0)
+                self.at_most([(self.r(t, k), 1), (self.s(t, x), 1), (double, -1)], 1)
+                yield x, double
+
+    def solution_s(self) -> float:
+        """Seconds of a solution, first executions included: sum over t, i of c_i R[t,i]."""
+        return self.graph.time_s + sum(self.graph.ops[i].time_s * value_of(R) for (_, i), R in self.R.items())
+
+    def executed(self) -> list[int] | None:
+        """The ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
+        order: list[int] = []
+        for t in range(self.ops):
+            for i in range(t):
+                value = value_of(self.r(t, i))
+                if min(value, 1 - value) > _WHOLE:
+                    return None
+                if value > 0.5:
+                    order.append(i)
+            order.append(t)
+        return order
+
+    def r(self, t: int, i: int) -> Term:
+        """R[t,i]: 1 for the first execution, 0 where none is possible."""
+        return ALWAYS if i == t else self.R.get((t, i), NEVER)
+
+    def s(self, t: int, x: int) -> Term:
+        """S[t,x]: 1 for what is kept, 0 before it is made, where nobody reads it, and after the last stage."""
+        if x in self.graph.kept:
+            return ALWAYS if self.maker[x] < t else NEVER
+        return self.S.get((t, x), NEVER)
+
+    def passing_before(self, t: int) -> Iterator[int]:
+        """The tensors made before stage t that somebody reads and that are not kept."""
+        for k in range(t):
+            yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and x not in self.graph.kept)
+
+    def produced(self, tensors: Sequence[int]) -> list[int]:
+        """Those of `tensors` that an op makes."""
+        return [x for x in tensors if self.maker[x] >= 0]
+
+    def binary(self, name: str) -> Any:
+        """A new 0-1 variable; continuous in the relaxation."""
+        return self.variable(name, 0, 1, "Binary" if self.whole else "Continuous")
+
+    def at_most(self, terms: Sequence[Weighted], limit: float) -> None:
+        """Add the row: sum of `terms` <= `limit`."""
+        self._add(terms, pulp.LpConstraintLE, limit)
+
+    def equal(self, terms: Sequence[Weighted], value: float) -> None:
+        """Add the row: sum of `terms` = `value`."""
+        self._add(terms, pulp.LpConstraintEQ, value)
+
+    def _add(self, terms: Sequence[Weighted], sense: int, limit: float) -> None:
+        self.program.addConstraint(pulp.LpConstraint(_sum(terms), sense, rhs=limit), f"c{self.rows}")
+        self.rows += 1
+
+
+def value_of(term: Term) -> float:
+    """The value of a variable in a solution; 0 where nothing depends on it."""
+    return float(term if isinstance(term, int) else term.varValue or 0.0)
+
+
+def _sum(terms: Sequence[Weighted]) -> Any:
+    constant, weights = 0.0, dict[Any, float]()
+    for term, weight in terms:
+        if isinstance(term, int):
+            constant += term * weight
+        else:
+            weights[term] = weights.get(term, 0.0) + weight
+    return pulp.LpAffineExpression(weights, constant)
+
+
+def _last_stages(graph: Graph) -> list[int]:
+    """For each op the last stage in which it may be executed: none after one whose op writes what it reads."""
+    writers: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for x in op.mutates:
+            writers.setdefault(x, []).append(op.id)
+    last = len(graph.ops) - 1
+    return [
+        min((w for x in (*op.inputs, *op.mutates) for w in writers.get(x, ()) if w > op.id), default=last)
+        if op.recomputable
+        else op.id
+        for op in graph.ops
+    ]

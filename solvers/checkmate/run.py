@@ -1,0 +1,176 @@
+"""Solving a program that PuLP holds: by HiGHS with callbacks, or by any solver that PuLP knows."""
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import pulp
+
+from graphs.errors import PlannerError
+from solvers import highs
+from solvers.checkmate.model import Model
+from solvers.highs import Outcome
+from solvers.result import Progress
+
+HIGHS = "HiGHS"
+_TELL_S = 0.2  # how often progress is told between better solutions
+_OUTCOMES = {
+    pulp.LpSolutionOptimal: Outcome.OPTIMAL,
+    pulp.LpSolutionIntegerFeasible: Outcome.STOPPED,
+    pulp.LpSolutionNoSolutionFound: Outcome.STOPPED,
+    pulp.LpSolutionInfeasible: Outcome.INFEASIBLE,
+    pulp.LpSolutionUnbounded: Outcome.FAILED,  # never: every variable has bounds
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a solve ended.
+
+    Attributes:
+        outcome: as a solver's word is understood.
+        found: whether the variables hold a solution.
+        bound_s: no solution takes less; None if unknown.
+        detail: the solver's own word.
+    """
+
+    outcome: Outcome
+    found: bool
+    bound_s: float | None
+    detail: str
+
+    @classmethod
+    def unfinished(cls) -> "Answer":
+        """Time was up before there was a program to solve."""
+        return cls(Outcome.STOPPED, False, None, "the program was not written to its end")
+
+
+@dataclass(slots=True)
+class Watch:
+    """The clock of a solve, and what the caller wants to hear and say meanwhile."""
+
+    time_limit_s: float
+    on_progress: Callable[[Progress], None] | None
+    should_stop: Callable[[], bool] | None
+    start: float
+    stopped: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self.start
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the limit."""
+        return self.time_limit_s - self.seconds
+
+    def expired(self) -> bool:
+        """Whether time is up, or the caller wants to stop."""
+        self.stopped = self.stopped or (self.should_stop is not None and self.should_stop())
+        return self.stopped or self.seconds_left <= 0
+
+    def tell(self, activity: str, best_s: float | None, bound_s: float | None) -> None:
+        """Report where the solve stands."""
+        if self.on_progress is not None:
+            self.on_progress(Progress(self.seconds, activity, best_s, bound_s))
+
+
+def check_solver(name: str) -> None:
+    """Find out before work is spent whether PuLP can call the solver `name`.
+
+    Raises:
+        PlannerError: it cannot; names those it can.
+    """
+    if name not in pulp.listSolvers(onlyAvailable=True):
+        known = "is not installed" if name in pulp.listSolvers() else "is none that PuLP knows"
+        raise PlannerError(f"solver {name!r} {known}: choose one of {', '.join(pulp.listSolvers(onlyAvailable=True))}")
+
+
+def run(model: Model, name: str, absolute_gap_s: float, watch: Watch) -> Answer:
+    """Solve `model` with the solver called `name` until it is within the gap, time is up, or the caller stops it."""
+    if watch.expired():
+        return Answer(Outcome.STOPPED, False, None, "no time left")
+    absolute_gap = absolute_gap_s / model.time_unit
+    if name == HIGHS:
+        return _run_highs(model, absolute_gap, watch)
+    return _run_other(model, name, absolute_gap, watch)
+
+
+def _run_highs(model: Model, absolute_gap: float, watch: Watch) -> Answer:
+    """Built by PuLP and read from HiGHS itself, which tells more than PuLP does."""
+    solver = pulp.getSolver(
+        HIGHS,
+        msg=False,
+        timeLimit=watch.seconds_left,
+        gapAbs=absolute_gap,
+        gapRel=0.0,
+        mip_feasibility_tolerance=1e-6,
+        parallel="off",
+    )
+    solver.createAndConfigureSolver(model.program)
+    engine: highspy.Highs = model.program.solverModel
+    kinds = highspy.cb.HighsCallbackType
+    error: list[BaseException] = []
+
+    told = 0.0
+
+    def called(kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
+        nonlocal told
+        try:
+            if watch.expired() and into is not None:
+                into.user_interrupt = True
+            if model.is_mip and (kind == kinds.kCallbackMipImprovingSolution or watch.seconds - told > _TELL_S):
+                told = watch.seconds
+                watch.tell("solving Checkmate's program", seconds(out.mip_primal_bound), seconds(out.mip_dual_bound))
+        except BaseException as raised:  # noqa: BLE001 (raised again once HiGHS has let go)
+            error.append(raised)
+            if into is not None:
+                into.user_interrupt = True
+
+    def seconds(objective: float) -> float | None:
+        return model.graph.time_s + objective * model.time_unit if abs(objective) < highspy.kHighsInf else None
+
+    engine.setCallback(called, None)
+    for kind in (
+        kinds.kCallbackMipImprovingSolution,
+        kinds.kCallbackMipInterrupt,
+        kinds.kCallbackSimplexInterrupt,
+        kinds.kCallbackIpmInterrupt,
+    ):
+        engine.startCallback(kind)
+    solver.buildSolverModel(model.program)
+    solver.callSolver(model.program)
+    if error:
+        raise error[0]
+    status, info = engine.getModelStatus(), engine.getInfo()
+    outcome, detail = highs.OUTCOMES[status], engine.modelStatusToString(status)
+    found = info.primal_solution_status == highspy.kSolutionStatusFeasible and outcome is not Outcome.INFEASIBLE
+    values = engine.getSolution().col_value
+    for variable in model.program.variables():
+        variable.varValue = values[variable.index] if found else None
+    if model.is_mip:
+        bound_s = seconds(info.mip_dual_bound)
+    else:
+        bound_s = seconds(info.objective_function_value) if outcome is Outcome.OPTIMAL else None
+    return Answer(outcome, found, bound_s if outcome is not Outcome.INFEASIBLE else None, detail)
+
+
+def _run_other(model: Model, name: str, absolute_gap: float, watch: Watch) -> Answer:
+    """Without callbacks; a bound is known only of a solve that ended, within the gap asked for."""
+    wanted = {"msg": False, "timeLimit": max(1.0, watch.seconds_left), "gapAbs": absolute_gap, "gapRel": 0.0}
+    accepted = inspect.signature(type(pulp.getSolver(name, msg=False)).__init__).parameters
+    solver = pulp.getSolver(name, **{option: value for option, value in wanted.items() if option in accepted})
+    try:
+        model.program.solve(solver)
+    except pulp.PulpSolverError as error:
+        return Answer(Outcome.FAILED, False, None, str(error))
+    outcome = _OUTCOMES[model.program.sol_status]
+    found = model.program.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    bound_s = None
+    if outcome is Outcome.OPTIMAL:
+        bound_s = model.solution_s() - absolute_gap * model.time_unit
+    return Answer(outcome, found, bound_s, pulp.LpSolution[model.program.sol_status])

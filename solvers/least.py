@@ -1,0 +1,70 @@
+"""The least budget that any schedule meets: bracketed from below by proofs, from above by schedules."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from solvers.bounds import least_budget_bound
+from solvers.policies.store_all import store_all
+from solvers.result import Status
+from solvers.windows import solve
+from solvers.windows.evict import least_evicting_schedule
+
+# Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
+_NEXT = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class LeastBudgetBracket:
+    """Bounds on the least feasible budget.
+
+    Attributes:
+        proved_bytes: no schedule (of the class the windows solver searches) needs less.
+        found_bytes: peak of `schedule`.
+        schedule: runs within `found_bytes`.
+    """
+
+    proved_bytes: int
+    found_bytes: int
+    schedule: Schedule
+
+    @property
+    def exact(self) -> bool:
+        """Whether the least feasible budget is known to the byte."""
+        return self.proved_bytes == self.found_bytes
+
+
+def least_budget(
+    graph: Graph,
+    *,
+    time_limit_s: float = 30.0,
+    precision: float = 0.005,
+    should_stop: Callable[[], bool] | None = None,
+) -> LeastBudgetBracket:
+    """Bracket the least feasible budget of `graph`, to `precision` if time allows.
+
+    Args:
+        graph: the training step.
+        time_limit_s: seconds to spend.
+        precision: stop when the bracket's width is at most this part of its upper end.
+        should_stop: polled; once True, the bracket so far is the answer.
+    """
+    end = time.monotonic() + time_limit_s
+    proved = least_budget_bound(graph).budget_bytes
+    best = min((s for s in (store_all(graph), least_evicting_schedule(graph)) if s), key=lambda s: simulate(graph, s).peak_bytes)
+    found = simulate(graph, best).peak_bytes
+    refused = proved  # nothing was found here, though it is not proved that there is nothing
+    while found - refused > precision * found and time.monotonic() < end and not (should_stop and should_stop()):
+        budget = int(refused + _NEXT * (found - refused))
+        slice_s = max(1.0, (end - time.monotonic()) / 4)
+        result = solve(graph, budget, tolerance=1.0, time_limit_s=slice_s, should_stop=should_stop)
+        if result.schedule is not None and result.peak_bytes is not None:
+            best, found = result.schedule, result.peak_bytes
+        else:
+            refused = budget + 1
+            if result.status is Status.INFEASIBLE:
+                proved = refused
+    return LeastBudgetBracket(proved, found, best)

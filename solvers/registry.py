@@ -1,0 +1,63 @@
+"""Solvers by name. Adding a method is adding one file and one line here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from solvers.result import Progress, Result
+
+
+class Solver(Protocol):
+    """A function that finds a schedule of `graph` within `budget_bytes` (static bytes included).
+
+    Keyword arguments: `tolerance` on the gap, relative to the whole step; `time_limit_s` for the
+    whole solve; `on_progress`, called as the solve advances; `should_stop`, polled: once it returns
+    True the solver ends with the best it has.
+    """
+
+    def __call__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        *,
+        tolerance: float = 1e-3,
+        time_limit_s: float = 3600.0,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Result:
+        """Solve."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A solver's module (imported when asked for) and one line about it."""
+
+    module: str
+    description: str
+
+
+SOLVERS: dict[str, Entry] = {
+    "windows": Entry("solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)"),
+    "store_all": Entry("solvers.policies.store_all", "keep everything: no recomputation"),
+    "checkmate": Entry("solvers.checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)"),
+    "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)"),
+    "checkpoint_blocks": Entry(
+        "solvers.policies.checkpoint_blocks", "recompute each numbered module's forward before its backward"
+    ),
+}
+
+
+def get_solver(name: str) -> Solver:
+    """The `solve` function of the solver called `name`.
+
+    Raises:
+        PlannerError: no such solver; names those there are.
+    """
+    if name not in SOLVERS:
+        raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
+    solve: Solver = import_module(SOLVERS[name].module).solve
+    return solve

@@ -1,0 +1,92 @@
+"""What a solver answers, and what it says while it works."""
+
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+from enum import StrEnum
+
+from graphs.errors import BudgetError
+from graphs.ir import Graph
+from graphs.plan import relative_gap
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+
+
+class Status(StrEnum):
+    """How a solve ended."""
+
+    OPTIMAL = "optimal"  # a schedule, and its gap is within the tolerance
+    FEASIBLE = "feasible"  # a schedule, and a bound that leaves a larger gap
+    INFEASIBLE = "infeasible"  # proved: no schedule fits the budget
+    LIMIT = "limit"  # nothing found in the time given
+    ERROR = "error"  # the solver failed; `message` says how
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a solve stands: seconds so far, what it is doing, best schedule and bound (None: none yet)."""
+
+    seconds: float
+    activity: str
+    best_s: float | None
+    bound_s: float | None
+
+    @property
+    def gap(self) -> float | None:
+        """As in ``Result.gap``."""
+        return relative_gap(self.best_s, self.bound_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A solver's answer for one graph and one budget. What is unknown is None.
+
+    Time and peak are those of the simulated schedule, never the solver's own figures.
+
+    Attributes:
+        budget_bytes: static bytes included.
+        status: how the solve ended.
+        schedule: what to do; there if and only if the status is OPTIMAL or FEASIBLE.
+        bound_s: no schedule (of the class the solver searches) that fits is faster.
+        solver: its name in the registry.
+        seconds: wall time of the solve.
+        settings: time limit, tolerance and other options, as used.
+        versions: of the libraries that did the work.
+        message: for INFEASIBLE, LIMIT and ERROR: what, the value, the limit and the way out.
+        time_s, peak_bytes: of the schedule.
+
+    Raises:
+        BudgetError: the schedule's simulated peak is over the budget.
+        ScheduleError: the schedule does not run on the graph.
+    """
+
+    graph: InitVar[Graph]
+    budget_bytes: int
+    status: Status
+    schedule: Schedule | None
+    bound_s: float | None
+    solver: str
+    seconds: float
+    settings: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    message: str = ""
+    time_s: float | None = field(init=False)
+    peak_bytes: int | None = field(init=False)
+
+    def __post_init__(self, graph: Graph) -> None:
+        time_s = peak_bytes = None
+        if self.schedule is not None:
+            simulation = simulate(graph, self.schedule)
+            time_s, peak_bytes = simulation.time_s, simulation.peak_bytes
+            if peak_bytes > self.budget_bytes:
+                raise BudgetError(
+                    f"{self.solver} made a schedule with a peak of {peak_bytes} B for a budget of {self.budget_bytes} B"
+                )
+        if (self.schedule is not None) != (self.status in (Status.OPTIMAL, Status.FEASIBLE)):
+            raise ValueError(f"a result that is {self.status} {'has' if self.schedule else 'lacks'} a schedule")
+        object.__setattr__(self, "time_s", time_s)
+        object.__setattr__(self, "peak_bytes", peak_bytes)
+
+    @property
+    def gap(self) -> float | None:
+        """(time - bound) / bound of the whole step."""
+        return relative_gap(self.time_s, self.bound_s)

@@ -1,0 +1,198 @@
+"""Two-phase rounding of Checkmate's linear relaxation (Jain et al., MLSys 2020, section 5).
+
+The relaxation is solved for a part of the budget, which leaves room for what rounding adds. Phase one rounds
+what each stage hands over, S; phase two takes the cheapest R for that S: an op is executed where an output is
+handed over and was not there before, or where an op that is executed reads it. The schedule frees as early as
+it can, and is judged by its simulation.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pulp
+
+from graphs.ir import Graph
+from graphs.plan import relative_gap
+from graphs.schedule import Schedule, schedule_of
+from graphs.simulate import simulate
+from graphs.units import format_bytes, format_seconds
+from solvers import highs
+from solvers.bounds import least_budget_bound, too_small_message
+from solvers.checkmate import CLASS
+from solvers.checkmate.model import ALWAYS, NEVER, Model, value_of
+from solvers.checkmate.run import HIGHS, Answer, Watch, check_solver, run
+from solvers.highs import Outcome
+from solvers.result import Progress, Result, Status
+
+FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+Handed = dict[tuple[int, int], float]
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    tolerance: float = 1e-3,
+    time_limit_s: float = 3600.0,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    fractions: Sequence[float] = FRACTIONS,
+    thresholds: Sequence[float] = THRESHOLDS,
+    samples: int = 20,
+    seed: int = 0,
+    milp_solver: str = HIGHS,
+) -> Result:
+    """As ``solvers.registry.Solver``: the fastest schedule found at the largest fraction at which one fits.
+
+    The bound is the relaxation's optimum for the whole budget, over the schedules that
+    ``solvers.checkmate`` covers. LIMIT if nothing fits.
+
+    Args:
+        fractions: parts of the budget, static bytes taken off, that the relaxation is solved for in turn.
+        thresholds: S above it counts as handed over.
+        samples: random roundings at each fraction, in which S counts with a probability of its value.
+        seed: of these.
+        milp_solver: any that PuLP knows.
+
+    Raises:
+        PlannerError: PuLP has no such solver, or it is not installed.
+    """
+    watch = Watch(time_limit_s, on_progress, should_stop, start=time.perf_counter())
+    check_solver(milp_solver)
+    search = _Search(graph, budget_bytes, thresholds, samples, random.Random(seed), milp_solver, watch)
+    least = least_budget_bound(graph)
+    if budget_bytes < least.budget_bytes:
+        status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
+    elif (too_large := Model(graph, budget_bytes).too_large()) is not None:
+        status, message = Status.LIMIT, too_large
+    else:
+        search.run(fractions)
+        status, message = search.verdict(tolerance)
+    return Result(
+        graph,
+        budget_bytes=budget_bytes,
+        status=status,
+        schedule=search.best[1] if search.best else None,
+        bound_s=search.bound_s if status is not Status.INFEASIBLE else None,
+        solver="rounding",
+        seconds=watch.seconds,
+        settings={
+            "tolerance": tolerance,
+            "time_limit_s": time_limit_s,
+            "milp_solver": milp_solver,
+            "fraction": search.fraction,
+            "thresholds": list(thresholds),
+            "samples": samples,
+            "seed": seed,
+            "schedules": CLASS,
+        },
+        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if milp_solver == HIGHS else {})},
+        message=message,
+    )
+
+
+@dataclass(slots=True)
+class _Search:
+    """One solve: relaxations for smaller and smaller parts of the budget, until a rounded schedule fits."""
+
+    graph: Graph
+    budget_bytes: int
+    thresholds: Sequence[float]
+    samples: int
+    draw: random.Random
+    milp_solver: str
+    watch: Watch
+    best: tuple[float, Schedule] | None = None
+    bound_s: float | None = None
+    fraction: float | None = None
+    end: Answer | None = None
+
+    def run(self, fractions: Sequence[float]) -> None:
+        """Try `fractions` of the budget in turn; the bound is that of the whole budget."""
+        self.bound_s = self.graph.time_s
+        for fraction in fractions:
+            self.watch.tell(f"rounding at {fraction:.0%} of the budget", None, self.bound_s)
+            model, self.end = self.relax(fraction)
+            if fraction == 1.0 and self.end.bound_s is not None:
+                self.bound_s = max(self.bound_s, self.end.bound_s)
+            if self.end.found:
+                self.round(model)
+            if self.best is not None:
+                self.fraction = fraction
+            if self.best is not None or not self.end.found or self.watch.expired():
+                return
+
+    def relax(self, fraction: float) -> tuple[Model, Answer]:
+        """The linear relaxation for `fraction` of the budget that static bytes leave."""
+        static_bytes = self.graph.static_bytes
+        room_bytes = int(fraction * (self.budget_bytes - static_bytes))
+        model = Model(self.graph, static_bytes + room_bytes, whole=False)
+        if not model.build(self.watch.expired):
+            return model, Answer.unfinished()
+        return model, run(model, self.milp_solver, 0.0, self.watch)
+
+    def round(self, model: Model) -> None:
+        """Keep the fastest schedule that fits of all roundings of a solution."""
+        relaxed = {key: value_of(S) for key, S in model.S.items()}
+        tried: set[tuple[int, ...]] = set()
+        for handed in self.roundings(relaxed):
+            executed = cheapest_executions(model, handed)
+            if tuple(executed) in tried:
+                continue
+            tried.add(tuple(executed))
+            schedule = schedule_of(self.graph, executed)
+            simulation = simulate(self.graph, schedule)
+            if simulation.peak_bytes <= self.budget_bytes and (self.best is None or simulation.time_s < self.best[0]):
+                self.best = (simulation.time_s, schedule)
+                self.watch.tell("rounding", self.best[0], self.bound_s)
+            if self.watch.expired():
+                return
+
+    def roundings(self, relaxed: Handed) -> Iterator[set[tuple[int, int]]]:
+        """Phase one: S > threshold for each threshold, then S with a probability of its value."""
+        for threshold in self.thresholds:
+            yield {key for key, value in relaxed.items() if value > threshold}
+        for _ in range(self.samples):
+            yield {key for key, value in relaxed.items() if self.draw.random() < value}
+
+    def verdict(self, tolerance: float) -> tuple[Status, str]:
+        """How the search ended."""
+        if self.best is not None:
+            gap = relative_gap(self.best[0], self.bound_s)
+            return (Status.OPTIMAL if gap is not None and gap <= tolerance else Status.FEASIBLE), ""
+        budget, spent = format_bytes(self.budget_bytes), format_seconds(self.watch.seconds)
+        way_out = "Raise --budget, or use the solver windows"
+        if self.end is not None and self.end.outcome is Outcome.FAILED:
+            return Status.ERROR, f"the solver gave up after {spent}: {self.end.detail}"
+        if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:
+            limit = format_seconds(self.watch.time_limit_s)
+            return Status.LIMIT, f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
+        return Status.LIMIT, f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
+
+
+def cheapest_executions(model: Model, handed: set[tuple[int, int]]) -> list[int]:
+    """Phase two: op ids in order of execution, the fewest that hand over `handed`, (stage, tensor) pairs.
+
+    R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1
+    reads an x with S[t,x] = 0. What cannot be made again in stage t counts as handed over to it.
+    """
+    graph = model.graph
+
+    def present(t: int, x: int) -> bool:
+        made = model.maker[x]
+        return made < t and (model.s(t, x) is ALWAYS or (t, x) in handed or model.r(t, made) is NEVER)
+
+    order: list[int] = []
+    for t in range(model.ops):
+        wanted = {x for x in model.passing_before(t) if t + 1 < model.ops and present(t + 1, x) and not present(t, x)}
+        stage = []
+        for i in range(t, -1, -1):
+            if i == t or any(x in wanted for x in graph.ops[i].outputs):
+                stage.append(i)
+                wanted.update(x for x in model.produced(graph.ops[i].inputs) if not present(t, x))
+        order += reversed(stage)
+    return order

@@ -1,0 +1,65 @@
+"""The exact solver: windows, refined where memory is tight.
+
+A coarse version of Checkmate's 0-1 program (Jain et al., MLSys 2020) is a relaxation: its optimum is a
+bound, and its solution expands to a real schedule. Where that schedule is over the budget the program
+is refined, and solved again. See ``model.py`` for the program and ``search.py`` for the loop.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+from graphs.ir import Graph
+from graphs.units import format_bytes, format_seconds
+from solvers import highs
+from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
+from solvers.result import Progress, Result, Status
+from solvers.windows.search import Search
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    tolerance: float = 1e-3,
+    time_limit_s: float = 3600.0,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Result:
+    """The fastest schedule of `graph` within `budget_bytes`, as ``solvers.registry.Solver``.
+
+    The bound holds for every schedule whose first executions come in program order.
+    """
+    search = Search(graph, budget_bytes, tolerance, time_limit_s, on_progress, should_stop)
+    least = least_budget_bound(graph)
+    if budget_bytes < least.budget_bytes:
+        status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
+    else:
+        search.run()
+        status, message = _verdict(search, graph, budget_bytes, least.budget_bytes, time_limit_s)
+    return Result(
+        graph,
+        budget_bytes=budget_bytes,
+        status=status,
+        schedule=search.best.schedule if search.best else None,
+        bound_s=None if status is Status.INFEASIBLE else search.bound_s,
+        solver="windows",
+        seconds=search.seconds,
+        settings={"tolerance": tolerance, "time_limit_s": time_limit_s},
+        versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
+        message=message,
+    )
+
+
+def _verdict(search: Search, graph: Graph, budget_bytes: int, least_bytes: int, time_limit_s: float) -> tuple[Status, str]:
+    if search.infeasible:
+        return Status.INFEASIBLE, (
+            f"budget {format_bytes(budget_bytes)} is proved too small, though every op by itself fits within "
+            f"{format_bytes(least_bytes)}: what must be in memory between them does not. {WAY_OUT}"
+        )
+    if search.best is not None:
+        return (Status.OPTIMAL if search.solved() else Status.FEASIBLE), ""
+    return Status.LIMIT, (
+        f"no schedule within {format_bytes(budget_bytes)} was found in {format_seconds(search.seconds)} (limit "
+        f"{format_seconds(time_limit_s)}), nor proved not to exist: every schedule needs at least {format_bytes(least_bytes)}. "
+        "Raise --time-limit or --budget."
+    )

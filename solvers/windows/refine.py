@@ -1,0 +1,87 @@
+"""Where a trial is over the budget, and how to look closer there."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from solvers.windows.detail import Detail
+from solvers.windows.expand import Trial
+
+_PIECE = 12  # of a long run over the budget the worst of every piece of about this length is looked at
+_NEARLY = 0.9  # what takes this much of the budget is likely to be next over it
+_PIECES = 8  # but of no more than this many pieces
+
+
+def worst_of_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
+    """For each run of consecutive executions over the budget the one that takes most; several in a long run."""
+    over = [step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes]
+    runs: list[list[int]] = []
+    for step in over:
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    for run in runs:
+        pieces = min(_PIECES, -(-len(run) // _PIECE))
+        size = -(-len(run) // pieces)
+        for begin in range(0, len(run), size):
+            yield max(run[begin : begin + size], key=lambda step: (trial.memory_bytes[step], -step))
+
+
+def refined(detail: Detail, trial: Trial, budget_bytes: int) -> Detail:
+    """`detail` with a closer look at every place where `trial` is over the budget.
+
+    At a first execution of v: row 6; if it is there, a window ends at v. At a further execution of
+    x before v: a window of its own for v; if it has one, rows 7 and 9. The same detail comes back
+    when there is nothing left to add.
+    """
+    ends, firsts, repeats, chains = set(detail.ends), set(detail.firsts), set(detail.repeats), set(detail.chains)
+    for step in worst_of_runs(trial, budget_bytes):
+        op = trial.order.computed[step]
+        if trial.order.first[step]:
+            (ends if op in firsts else firsts).add(op)
+            continue
+        before = next(trial.order.computed[s] for s in range(step, len(trial.order.first)) if trial.order.first[s])
+        window = detail.window_of(before)
+        if detail.is_single(window):
+            repeats.add((before, op))
+            chains.update((before, x, op) for x in _executed_again_before(trial, step))
+        else:
+            ends.add(before)
+            if before > 0:
+                ends.add(before - 1)
+    return Detail(tuple(sorted(ends)), frozenset(firsts), frozenset(repeats), frozenset(chains), detail.ordered)
+
+
+def _executed_again_before(trial: Trial, step: int) -> list[int]:
+    """Further executions that follow each other up to `step`, which is one of them."""
+    begin = step
+    while begin and not trial.order.first[begin - 1]:
+        begin -= 1
+    return list(trial.order.computed[begin:step])
+
+
+def with_stages_in_order(detail: Detail, trial: Trial, budget_bytes: int) -> Detail:
+    """`detail` with Checkmate's memory rows in stages where `trial` does not fit, for what it executes again there."""
+    order = trial.order
+    ordered = set(detail.ordered)
+    done = -1
+    again: list[tuple[int, int]] = []
+    for op, first, taken in zip(order.computed, order.first, trial.memory_bytes, strict=True):
+        if not first:
+            again.append((op, taken))
+            continue
+        done = op
+        if any(taken > budget_bytes for _, taken in again) and detail.is_single(detail.window_of(done)):
+            ordered.update((done, x) for x, taken in again if taken > _NEARLY * budget_bytes)
+        again = []
+    return replace(detail, ordered=frozenset(ordered))
+
+
+def halved(detail: Detail) -> Detail:
+    """`detail` with every window of several ops split in the middle."""
+    ends = set(detail.ends)
+    for window, end in enumerate(detail.ends):
+        start = detail.start_of(window)
+        if start < end:
+            ends.add((start + end) // 2)
+    return replace(detail, ends=tuple(sorted(ends)))

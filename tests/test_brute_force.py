@@ -1,0 +1,130 @@
+"""The exact solver against all schedules of small graphs."""
+
+import heapq
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphs.ir import Graph
+from graphs.simulate import simulate
+from graphs.synthetic import random_graph
+from solvers.bounds import least_budget_bound
+from solvers.highs import Outcome, solve_program
+from solvers.policies.store_all import store_all
+from solvers.result import Result, Status
+from solvers.windows import solve
+from solvers.windows.chains import build_relaxation
+from solvers.windows.detail import OBJECTIVE_SCALE, Detail
+from solvers.windows.problem import problem_of
+
+EXACT = settings(max_examples=5000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+TOLERANCE = 1e-3
+SLACK = 1e-6  # what HiGHS's arithmetic may be off by
+
+
+def fastest(graph: Graph, budget_bytes: int) -> float | None:
+    """Time of the fastest of all schedules with first executions in program order; None if none fits.
+
+    A state is how many ops were executed and which tensors are in memory. Nothing is assumed about when an op
+    runs again, how often, or in what order; a tensor may be freed at any time.
+    """
+    size = [0 if t.producer is None else t.size_bytes for t in graph.tensors]
+    produced = [t.producer is not None for t in graph.tensors]
+    start = (0, frozenset[int]())
+    spent = {start: 0.0}
+    queue = [(0.0, 0, start)]
+    pushed = 0
+    while queue:
+        time_s, _, state = heapq.heappop(queue)
+        if time_s > spent[state]:
+            continue
+        done, live = state
+        if done == len(graph.ops):
+            return time_s
+        live_bytes = graph.static_bytes + sum(size[t] for t in live)
+        after: list[tuple[float, tuple[int, frozenset[int]]]] = [(0.0, (done, live - {t})) for t in live if t not in graph.kept]
+        for op in graph.ops[: done + 1]:
+            if op.id < done and not may_repeat(graph, op.id, done):
+                continue
+            if any(produced[t] and t not in live for t in op.inputs):
+                continue
+            if live_bytes + sum(size[t] for t in op.outputs) + op.workspace_bytes > budget_bytes:
+                continue
+            after.append((op.time_s, (max(done, op.id + 1), live | set(op.outputs))))
+        for more_s, reached in after:
+            if time_s + more_s < spent.get(reached, float("inf")):
+                spent[reached] = time_s + more_s
+                pushed += 1
+                heapq.heappush(queue, (time_s + more_s, pushed, reached))
+    return None
+
+
+def may_repeat(graph: Graph, op: int, done: int) -> bool:
+    """Whether `op` may run again once the first `done` ops have: nothing it reads has been written since."""
+    reads = {*graph.ops[op].inputs, *graph.ops[op].mutates}
+    return graph.ops[op].recomputable and not any(reads & set(w.mutates) for w in graph.ops[op + 1 : done])
+
+
+def check(graph: Graph, budget_bytes: int, optimum: float | None) -> Result:
+    """Everything a result promises, given the optimum."""
+    result = solve(graph, budget_bytes, tolerance=TOLERANCE, time_limit_s=60)
+    if optimum is None:
+        # A graph of this size is always decided.
+        assert result.status is Status.INFEASIBLE
+        assert result.message
+        return result
+    assert result.status is Status.OPTIMAL
+    assert result.schedule is not None
+    assert result.bound_s is not None
+    assert result.time_s is not None
+    assert result.bound_s <= optimum * (1 + SLACK)
+    simulation = simulate(graph, result.schedule)
+    assert simulation.peak_bytes <= budget_bytes
+    assert optimum * (1 - SLACK) <= simulation.time_s <= optimum * (1 + TOLERANCE) + SLACK
+    return result
+
+
+@EXACT
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 7), tightness=st.floats(0, 1))
+def test_equals_brute_force(seed: int, ops: int, tightness: float) -> None:
+    graph = random_graph(seed, ops)
+    least = least_budget_bound(graph).budget_bytes
+    peak = simulate(graph, store_all(graph)).peak_bytes
+    # Tight budgets are the hard ones.
+    budget = least + round((peak - least) * tightness**2)
+    check(graph, budget, fastest(graph, budget))
+
+
+@settings(EXACT, max_examples=300)
+@given(seed=st.integers(0, 10**6), ops=st.integers(4, 7))
+def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
+    graph = random_graph(seed, ops)
+    least = least_budget_bound(graph).budget_bytes
+    peak = simulate(graph, store_all(graph)).peak_bytes
+    best: float | None = None
+    for budget in range(peak, least - 1, -max(1, (peak - least) // 6)):
+        optimum = fastest(graph, budget)
+        result = check(graph, budget, optimum)
+        if best is not None and result.time_s is not None:
+            assert result.time_s >= best * (1 - TOLERANCE) - SLACK
+        best = result.time_s if result.time_s is not None else float("inf")
+
+
+@settings(EXACT, max_examples=1000)
+@given(seed=st.integers(0, 10**6), ops=st.integers(2, 7), share=st.floats(0, 1))
+def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float) -> None:
+    """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
+    graph = random_graph(seed, ops)
+    least = least_budget_bound(graph).budget_bytes
+    peak = simulate(graph, store_all(graph)).peak_bytes
+    budget = least + round((peak - least) * share)
+    optimum = fastest(graph, budget)
+    for ends in (tuple(range(ops)), (ops // 2, ops - 1) if ops > 1 else (0,), (ops - 1,)):
+        pairs = frozenset((end, x) for end in ends for x in range(end))
+        chains = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
+        detail = Detail(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, chains)
+        model = build_relaxation(problem_of(graph, budget), detail)
+        answer = solve_program(model.program, time_limit_s=60)
+        if optimum is not None:
+            assert answer.outcome is Outcome.OPTIMAL
+            assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK

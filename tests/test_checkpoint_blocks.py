@@ -1,0 +1,116 @@
+"""Checkpoint every block: which ops are a block, what stays in memory, and what is computed again."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from graphs import synthetic
+from graphs.ir import Graph, Phase
+from graphs.schedule import Compute, Free
+from graphs.simulate import simulate
+from graphs.synthetic import Draft, TransformerSize
+from solvers.policies.checkpoint_blocks import block_of, checkpoint_blocks, levels, solve
+from solvers.policies.store_all import store_all
+from solvers.result import Status
+
+
+def transformer(layers: int) -> Graph:
+    """A transformer whose ops have module paths like those of a traced one."""
+    graph = synthetic.transformer(TransformerSize(layers=layers, batch=2))
+    return replace(graph, ops=tuple(replace(op, module=re.sub(r"^block(\d+)", r"model.h.\1", op.name)) for op in graph.ops))
+
+
+def two_blocks() -> Graph:
+    """Forward a1, a2 (module h.0), b1, b2 (h.1), loss; backward in reverse; unit sizes and times.
+
+    Backward of each op reads its input, its output and the gradient.
+    """
+    draft = Draft()
+    f: list[int] = []
+    for name in ("a1", "a2", "b1", "b2", "loss"):
+        f += draft.op(name, f[-1:], [1])
+    gradient: tuple[int, ...] = ()
+    for i in range(4, -1, -1):
+        gradient = draft.op(f"{draft.ops[i].name}_backward", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
+    graph = draft.graph(gradient)
+    modules = {"a": "h.0.x", "b": "h.1.x", "l": ""}
+    return replace(graph, ops=tuple(replace(op, module=modules[op.name[0]]) for op in graph.ops))
+
+
+def test_blocks_are_numbered_modules() -> None:
+    assert block_of("model.h.0.attn.c_proj", 1) == "model.h.0"
+    assert block_of("model.1.2.branch.0", 1) == "model.1"
+    assert block_of("model.1.2.branch.0", 2) == "model.1.2"
+    assert block_of("model.1.2.branch.0", 9) == "model.1.2.branch.0"
+    assert block_of("model.layer1.conv", 1) == block_of("", 1) == ""
+
+
+def test_a_block_runs_again_just_before_its_backward() -> None:
+    graph = two_blocks()
+    schedule = checkpoint_blocks(graph, 1)
+    names = [graph.ops[op].name for op in schedule.computed]
+    forward = ["a1", "a2", "b1", "b2", "loss"]
+    # Nothing but a2 and b2 crosses a boundary.
+    backward = ["loss_backward", "b1", "b2_backward", "b1_backward", "a1", "a2_backward", "a1_backward"]
+    assert names == forward + backward
+    # Before the backward, a1 and b1 are free and a2 and b2 are not.
+    before = schedule.steps[: schedule.steps.index(Compute(5))]
+    assert {graph.tensors[s.tensor].name for s in before if isinstance(s, Free)} == {"a1", "b1"}
+    assert simulate(graph, schedule).time_s == 12
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_of_a_transformer_only_boundaries_stay(layers: int) -> None:
+    graph = transformer(layers)
+    assert levels(graph) == 1
+    schedule = checkpoint_blocks(graph, 1)
+    simulation, kept = simulate(graph, schedule), simulate(graph, store_all(graph))
+    assert simulation.peak_bytes < kept.peak_bytes
+    again = [op for op in set(schedule.computed) if schedule.computed.count(op) > 1]
+    assert simulation.recomputed == len(again)
+    assert {block_of(graph.ops[op].module, 1) for op in again} == {f"model.h.{i}" for i in range(layers)}
+    assert all(graph.ops[op].phase is Phase.FORWARD for op in again)
+    # At the end of the forward pass there are of each block its output and the random states.
+    end = schedule.steps.index(Compute(next(op.id for op in graph.ops if op.phase is Phase.BACKWARD)))
+    made = {t for s in schedule.steps[:end] if isinstance(s, Compute) for t in graph.ops[s.op].outputs}
+    live = made - {s.tensor for s in schedule.steps[:end] if isinstance(s, Free)}
+    inside = [graph.ops[graph.tensors[t].producer or 0] for t in live]
+    left = {op.name.split(".", 1)[1] for op in inside if block_of(op.module, 1)}
+    assert left == {"add2", "dropout1.state", "dropout2.state", "dropout3.state"}
+
+
+def test_memory_of_more_layers_grows_by_boundaries_only() -> None:
+    peaks = [simulate(g := transformer(n), checkpoint_blocks(g, 1)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
+    keeping = [simulate(g := transformer(n), store_all(g)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
+    assert peaks[2] - peaks[1] == peaks[1] - peaks[0] < (keeping[1] - keeping[0]) / 10
+
+
+def test_the_level_is_chosen_by_the_budget() -> None:
+    draft = Draft()
+    f: list[int] = []
+    for i in range(8):
+        f += draft.op(f"f{i}", f[-1:], [100])
+    gradient: tuple[int, ...] = ()
+    for i in range(7, -1, -1):
+        gradient = draft.op(f"g{i}", [*f[max(0, i - 1) : i], *gradient], [10], phase=Phase.BACKWARD)
+    graph = draft.graph(gradient)
+    # Stages of four layers, in pairs.
+    graph = replace(
+        graph, ops=tuple(replace(op, module=f"s.{int(op.name[1:]) // 4}.{int(op.name[1:]) // 2}") for op in graph.ops)
+    )
+    stages, pairs = (simulate(graph, checkpoint_blocks(graph, level)) for level in (1, 2))
+    assert stages.time_s > pairs.time_s
+    large = solve(graph, max(stages.peak_bytes, pairs.peak_bytes))
+    assert (large.status, large.settings, large.time_s) == (Status.FEASIBLE, {"level": 2}, pairs.time_s)
+    small = solve(graph, min(stages.peak_bytes, pairs.peak_bytes))
+    assert small.schedule is not None
+    too_small = solve(graph, min(stages.peak_bytes, pairs.peak_bytes) - 1)
+    assert too_small.status is Status.LIMIT
+    assert "checkpointing every block needs" in too_small.message
+
+
+def test_a_graph_without_blocks_says_so() -> None:
+    result = solve(synthetic.training_chain(5), 10**9)
+    assert result.status is Status.LIMIT
+    assert "no blocks" in result.message

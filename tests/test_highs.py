@@ -1,0 +1,185 @@
+"""What HiGHS is asked and how its answers are read."""
+
+import math
+import time
+
+import highspy
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from solvers.highs import OUTCOMES, HighsError, Outcome, Program, Watch, solve_program
+
+
+def program(
+    cost: list[float],
+    rows: list[list[float]],
+    lower: list[float],
+    upper: list[float],
+    *,
+    integer: bool = True,
+) -> Program:
+    """Variables from 0 to 1."""
+    n = len(cost)
+    return Program(
+        cost=np.array(cost, dtype=float),
+        lower=np.zeros(n),
+        upper=np.ones(n),
+        integer=np.full(n, integer),
+        matrix=csr_array(np.array(rows, dtype=float).reshape(len(lower), n)),
+        row_lower=np.array(lower, dtype=float),
+        row_upper=np.array(upper, dtype=float),
+    )
+
+
+def knapsack(seed: int = 0, variables: int = 200, rows: int = 20) -> Program:
+    """A program that HiGHS finds solutions of at once and does not solve in minutes."""
+    draw = np.random.default_rng(seed)
+    weights = draw.integers(0, 40, (rows, variables)).astype(float)
+    return program(
+        list(-draw.integers(10, 30, variables) - weights.mean(axis=0)),
+        weights.tolist(),
+        [-math.inf] * rows,
+        list(weights.sum(axis=1) / 3),
+    )
+
+
+def test_every_status_of_highs_is_mapped() -> None:
+    assert set(OUTCOMES) == set(highspy.HighsModelStatus.__members__.values())
+    status = highspy.HighsModelStatus
+    assert OUTCOMES[status.kOptimal] is Outcome.OPTIMAL
+    assert OUTCOMES[status.kInfeasible] is Outcome.INFEASIBLE
+    assert OUTCOMES[status.kTimeLimit] is OUTCOMES[status.kInterrupt] is Outcome.STOPPED
+    # A failure is never taken for a proof.
+    assert {OUTCOMES[s] for s in (status.kUnknown, status.kSolveError, status.kNotset)} == {Outcome.FAILED}
+
+
+def test_optimum_of_a_0_1_program() -> None:
+    answer = solve_program(program([-5, -4, -3], [[2, 3, 1]], [-math.inf], [4]), time_limit_s=10)
+    assert answer.outcome is Outcome.OPTIMAL
+    assert answer.values is not None
+    assert list(np.round(answer.values)) == [1, 0, 1]
+    assert answer.objective == pytest.approx(-8)
+    assert answer.bound == pytest.approx(-8)
+
+
+def test_linear_relaxation_is_a_bound_and_has_duals() -> None:
+    answer = solve_program(program([-5, -4, -3], [[2, 3, 1]], [-math.inf], [4], integer=False), time_limit_s=10)
+    assert answer.outcome is Outcome.OPTIMAL
+    assert answer.bound == pytest.approx(-8 - 4 / 3)
+    assert answer.row_duals == pytest.approx([-4 / 3])
+
+
+@pytest.mark.parametrize("integer", [True, False])
+def test_infeasible(integer: bool) -> None:
+    answer = solve_program(program([1, 1], [[1, 1]], [3], [math.inf], integer=integer), time_limit_s=10)
+    assert answer.outcome is Outcome.INFEASIBLE
+    assert answer.values is None
+    assert answer.bound == math.inf
+
+
+@pytest.mark.parametrize(("lower", "outcome"), [(0.0, Outcome.OPTIMAL), (1.0, Outcome.INFEASIBLE)])
+def test_rows_without_variables(lower: float, outcome: Outcome) -> None:
+    assert solve_program(program([], [], [lower], [math.inf]), time_limit_s=10).outcome is outcome
+
+
+def test_a_column_twice_in_a_row_is_added_up() -> None:
+    once = program([-1, -1], [[1, 1]], [-math.inf], [1])
+    twice = csr_array((np.array([0.5, 0.5, 1.0]), np.array([0, 0, 1]), np.array([0, 3])), shape=(1, 2))
+    merged = Program(once.cost, once.lower, once.upper, once.integer, twice, once.row_lower, once.row_upper)
+    assert merged.matrix.nnz == 2
+    assert solve_program(merged, time_limit_s=10).objective == pytest.approx(-1)
+
+
+def test_unbounded_variables_are_refused() -> None:
+    good = program([1], [[1]], [0], [1])
+    with pytest.raises(HighsError, match="finite bounds"):
+        Program(good.cost, good.lower, np.array([math.inf]), good.integer, good.matrix, good.row_lower, good.row_upper)
+
+
+def test_a_matrix_of_another_shape_is_refused() -> None:
+    good = program([1], [[1]], [0], [1])
+    with pytest.raises(HighsError, match=r"\(1, 1\) for 2 rows and 1 variables"):
+        Program(good.cost, good.lower, good.upper, good.integer, good.matrix, np.zeros(2), np.ones(2))
+
+
+def test_an_option_that_does_not_exist() -> None:
+    with pytest.raises(HighsError, match="no_such_option"):
+        solve_program(program([1], [[1]], [0], [1]), time_limit_s=10, options={"no_such_option": 1})
+
+
+def test_no_time_left() -> None:
+    answer = solve_program(program([1], [[1]], [0], [1]), time_limit_s=0)
+    assert (answer.outcome, answer.values, answer.bound) == (Outcome.STOPPED, None, -math.inf)
+
+
+def test_time_limit_keeps_the_best_and_the_bound() -> None:
+    answer = solve_program(knapsack(), time_limit_s=1)
+    assert answer.outcome is Outcome.STOPPED
+    assert answer.objective is not None
+    assert answer.bound < answer.objective
+
+
+def test_a_stop_ends_a_running_solve() -> None:
+    asked: list[float] = []
+    polled: list[float] = []
+
+    def should_stop() -> bool:
+        polled.append(time.monotonic())
+        return bool(asked)
+
+    def on_incumbent(values: np.ndarray, objective: float) -> bool:
+        asked.append(objective)
+        return False
+
+    # Without the stop this takes minutes, and the limit of an hour would end the whole run of tests.
+    answer = solve_program(knapsack(), time_limit_s=3600, watch=Watch(should_stop=should_stop, on_incumbent=on_incumbent))
+    assert answer.outcome is Outcome.STOPPED
+    assert answer.values is not None
+    assert polled
+
+
+def test_an_incumbent_that_is_good_enough_ends_the_solve() -> None:
+    seen: list[float] = []
+
+    def enough(values: np.ndarray, objective: float) -> bool:
+        assert -(knapsack().cost @ values) == pytest.approx(-objective)
+        seen.append(objective)
+        return True
+
+    assert solve_program(knapsack(), time_limit_s=3600, watch=Watch(on_incumbent=enough)).outcome is Outcome.STOPPED
+    assert seen
+
+
+def test_bounds_are_reported_and_rise() -> None:
+    bounds: list[float] = []
+    answer = solve_program(knapsack(), time_limit_s=2, watch=Watch(on_bound=bounds.append))
+    assert bounds
+    assert bounds == sorted(bounds)
+    assert bounds[-1] <= answer.bound
+
+
+def test_a_start_is_taken_up() -> None:
+    first = solve_program(knapsack(), time_limit_s=1)
+    assert first.values is not None
+    seen: list[float] = []
+
+    def look(values: np.ndarray, objective: float) -> bool:
+        seen.append(objective)
+        return True
+
+    solve_program(knapsack(), time_limit_s=60, start=first.values, watch=Watch(on_incumbent=look))
+    assert seen[0] <= first.objective + 1e-6
+
+
+def test_an_error_in_a_callback_reaches_the_caller() -> None:
+    def fail(values: np.ndarray, objective: float) -> bool:
+        raise RuntimeError("from the callback")
+
+    with pytest.raises(RuntimeError, match="from the callback"):
+        solve_program(knapsack(), time_limit_s=60, watch=Watch(on_incumbent=fail))
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    solve_program(knapsack(variables=30, rows=5), time_limit_s=5)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,35 @@
+"""Optimal rematerialization for PyTorch training steps: ``trace``, ``solve``, ``compile``, ``run``."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planner.api import PlannedStep, RunReport, compile, run, trace  # noqa: A004
+    from planner.solving import solve
+
+__all__ = ["PlannedStep", "RunReport", "compile", "run", "solve", "trace"]
+
+
+def _refuse_shadows() -> None:
+    """Our other two packages have common names: say so if Python would import somebody else's."""
+    here = Path(__file__).resolve().parent.parent
+    for name in ("graphs", "solvers"):
+        spec = find_spec(name)
+        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
+        if found != here / name:
+            raise ImportError(
+                f"planner needs its own package {name!r} from {here / name}, but Python finds "
+                f"{found or 'none'}: another {name!r} comes first on sys.path; rename it, or run from another folder"
+            )
+
+
+_refuse_shadows()
+
+
+def __getattr__(name: str) -> object:
+    # The command must answer before torch is imported.
+    if name not in __all__:
+        raise AttributeError(f"module 'planner' has no attribute {name!r}")
+    return getattr(import_module("planner.solving" if name == "solve" else "planner.api"), name)

@@ -1,0 +1,261 @@
+"""What Python programs do with the planner: trace a step, compile it for a budget, run a plan."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from graphs.devices import get_device
+from graphs.errors import BudgetError, MismatchError
+from graphs.ir import Graph
+from graphs.plan import GraphSummary, Plan
+from graphs.profile import profile
+from graphs.profile_roofline import model_times
+from graphs.profile_step import with_real_sizes
+from graphs.trace import LossFn, TrainingStep, capture
+from graphs.trace_lower import Capture
+from graphs.units import format_bytes
+from planner import measure
+from planner.executor import Executor
+from planner.solving import solve, summarize
+from solvers.policies.store_all import store_all
+from solvers.result import Progress
+
+# How often a budget is lowered by what a measured peak is above it.
+_CORRECTIONS = 3
+
+
+def trace(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Sequence[object],
+    *,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    roofline: str | None = None,
+    passes: int = 5,
+    name: str = "",
+) -> Graph:
+    """The training step of `model` on `batch` as a graph with the time and memory of every op.
+
+    Args:
+        model: in the mode it is trained in.
+        loss_fn: called as ``loss_fn(model(*inputs), target)`` with the last item of `batch` as
+            target; None if ``model(*batch)`` returns the loss. Returns a scalar, or a tuple that
+            begins with it.
+        batch: inputs and target; real tensors, or fake ones with `roofline`.
+        optimizer: none, sgd, momentum or adamw: its state counts as memory of the step.
+        accumulate: the gradients of earlier batches are in memory as well.
+        roofline: model the times for this device instead of measuring them: h200, h100, a100, l4,
+            rtx4090 or cpu. Nothing is executed.
+        passes: how often each op is timed; the median counts.
+        name: of the model, for messages.
+
+    Raises:
+        TraceError: the step cannot be captured as one static graph.
+    """
+    if roofline is not None:
+        device = get_device(roofline)
+        as_on_cuda = device.name != "cpu"
+        modelled = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=as_on_cuda, name=name)
+        return model_times(modelled, device)
+    captured = _capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+    return profile(captured, TrainingStep(model, loss_fn), batch, passes=passes)
+
+
+def _capture_real(
+    model: nn.Module, loss_fn: LossFn | None, batch: Sequence[object], *, optimizer: str, accumulate: bool, name: str
+) -> Capture:
+    captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+    return with_real_sizes(captured, TrainingStep(model, loss_fn), batch)
+
+
+class PlannedStep:
+    """A training step that runs as its plan says: ``loss = step(*batch); loss.backward()``.
+
+    Attributes:
+        plan: the schedule, what it was planned for, predicted and measured.
+    """
+
+    def __init__(self, plan: Plan, executor: Executor) -> None:
+        self.plan = plan
+        self._executor = executor
+
+    def __call__(self, *batch: object) -> Any:
+        """The loss of `batch`, or a tuple of the loss and the step's further outputs, ready for ``backward()``.
+
+        Raises:
+            MismatchError: other shapes or dtypes than planned for, or the model's mode has changed.
+        """
+        return self._executor(*batch)
+
+
+def compile(  # noqa: A001
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Sequence[object],
+    *,
+    budget: str | int,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    solver: str = "windows",
+    tolerance: float = 1e-3,
+    time_limit_s: float = 60.0,
+    passes: int = 5,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> PlannedStep:
+    """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
+
+    The step is run once on `batch` to measure its peak; parameters, buffers, gradients and random
+    state are afterwards as they were.
+
+    Args:
+        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``.
+        budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
+            inputs, gradients and optimizer state included.
+        solver, tolerance, time_limit_s, on_progress: as in ``solve``.
+
+    Raises:
+        TraceError: the step cannot be captured as one static graph.
+        InfeasibleError: no schedule meets the budget.
+        LimitError: none was found in time.
+        BudgetError: the measured peak stays above the budget.
+    """
+    captured = _capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name="")
+    graph = profile(captured, TrainingStep(model, loss_fn), batch, passes=passes)
+    captured = replace(captured, graph=graph)
+    allowed: str | int = budget
+    wanted_bytes: int | None = None
+    for _ in range(_CORRECTIONS):
+        plan = solve(graph, allowed, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, on_progress=on_progress)
+        wanted_bytes = wanted_bytes or plan.budget_bytes
+        executor = Executor(captured, plan.schedule, model, loss_fn)
+        peak_bytes = _measured_peak(captured, executor, model, batch).peak_bytes
+        if peak_bytes <= wanted_bytes:
+            return PlannedStep(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor)
+        allowed = plan.budget_bytes - (peak_bytes - wanted_bytes)
+    raise BudgetError(
+        f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes or 0)}, "
+        f"though {format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show; "
+        "lower the budget"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A plan's promises beside what was measured.
+
+    Attributes:
+        budget_bytes, predicted_peak_bytes, predicted_time_s, predicted_ratio: from the plan.
+        measured_peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included;
+            optimizer state and old gradients are added as planned, they are not made here.
+        reserved_bytes: what the CUDA allocator held; None on the CPU.
+        measured_time_s: median of a forward and backward pass.
+        measured_ratio, predicted_ratio: time as a multiple of keeping everything in this executor.
+        eager_ratio: time of plain PyTorch as a multiple of the same.
+        identical: loss, all gradients, buffers and random state equal those of keeping everything.
+        differences: what does not.
+        eager_differences: what is not equal to plain eager PyTorch.
+        timeline: (seconds, bytes) at each event of the CPU allocator.
+    """
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    reserved_bytes: int | None
+    predicted_time_s: float
+    measured_time_s: float
+    predicted_ratio: float
+    measured_ratio: float
+    eager_ratio: float
+    identical: bool
+    differences: tuple[str, ...]
+    eager_differences: tuple[str, ...]
+    timeline: tuple[tuple[float, int], ...]
+
+
+def run(
+    plan: Plan,
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Sequence[object],
+    *,
+    repeats: int = 5,
+    seed: int = 0,
+) -> RunReport:
+    """Replay `plan` with real tensors and measure it; `model` is afterwards as it was.
+
+    Args:
+        plan: made for the graph of this model and batch.
+        model, loss_fn, batch: as in ``trace``.
+        repeats: steps timed, in turn with keeping everything and with plain PyTorch.
+        seed: of the random state the results are compared from.
+
+    Raises:
+        MismatchError: the plan is for another graph; says what differs.
+    """
+    provenance = plan.graph.provenance
+    captured = _capture_real(
+        model,
+        loss_fn,
+        batch,
+        optimizer=str(provenance.get("optimizer", "none")),
+        accumulate=bool(provenance.get("accumulate", False)),
+        name=str(provenance.get("model", "")),
+    )
+    check_same_graph(plan.graph, summarize(captured.graph))
+    planned = Executor(captured, plan.schedule, model, loss_fn)
+    keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
+    eager = TrainingStep(model, loss_fn)
+    reference = measure.outcome(keeping, model, batch, seed=seed)
+    result = measure.outcome(planned, model, batch, seed=seed)
+    plain = measure.outcome(eager, model, batch, seed=seed)
+    memory = _measured_peak(captured, planned, model, batch)
+    with measure.unchanged(model, batch):
+        parameters = list(model.parameters())
+        steps: dict[str, measure.Step] = {"planned": planned, "keeping": keeping, "eager": eager}
+        times = measure.median_times(steps, batch, parameters=parameters, repeats=repeats)
+    return RunReport(
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        measured_peak_bytes=memory.peak_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        predicted_time_s=plan.time_s,
+        measured_time_s=times["planned"],
+        predicted_ratio=1 + plan.overhead,
+        measured_ratio=times["planned"] / times["keeping"],
+        eager_ratio=times["eager"] / times["keeping"],
+        identical=not reference.differences(result),
+        differences=reference.differences(result),
+        eager_differences=plain.differences(result),
+        timeline=memory.timeline,
+    )
+
+
+def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
+    """Refuse a plan for another graph.
+
+    Raises:
+        MismatchError: the fingerprints differ; says what else does.
+    """
+    if planned.fingerprint == found.fingerprint:
+        return
+    described = ("model", "inputs", "parameters", "parameter_dtype", "device", "torch")
+    pairs = [(key, planned.provenance.get(key), found.provenance.get(key)) for key in described]
+    pairs += [("ops", planned.ops, found.ops), ("tensors", planned.tensors, found.tensors)]
+    differences = [f"{what} {wanted} there, {given} here" for what, wanted, given in pairs if wanted != given]
+    raise MismatchError(
+        f"the plan is for another graph ({planned.fingerprint[:12]}, here {found.fingerprint[:12]}): "
+        f"{'; '.join(differences) or 'sizes or kinds of ops differ'}; trace and solve for this model, batch and device"
+    )
+
+
+def _measured_peak(captured: Capture, executor: Executor, model: nn.Module, batch: Sequence[object]) -> measure.Memory:
+    # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
+    tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
+    with measure.unchanged(model, batch):
+        for parameter in model.parameters():
+            parameter.grad = None
+        device = next(model.parameters()).device
+        return measure.measure_memory(executor, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)

@@ -1,0 +1,145 @@
+"""A planned training step: runs a schedule with real tensors behind an autograd function."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from graphs.errors import MismatchError
+from graphs.ir import Kind
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.trace import TrainingStep
+from graphs.trace_lower import Capture
+from planner.codegen import compile_schedule
+
+
+class Executor:
+    """Runs one training step's forward and backward pass as a schedule says.
+
+    Calling it with a batch returns the loss, or a tuple of the loss and the step's further outputs;
+    the loss's ``backward()`` runs the backward pass and accumulates the gradients. Loss, gradients,
+    buffers and random state are those of keeping everything, to the last bit.
+    """
+
+    def __init__(self, capture: Capture, schedule: Schedule, model: nn.Module, loss_fn: Callable[..., object] | None) -> None:
+        """Compile `schedule` for the captured step of `model`.
+
+        Raises:
+            ScheduleError: the schedule does not run on the captured graph.
+        """
+        simulate(capture.graph, schedule)
+        self.graph = capture.graph
+        self.program = capture.program
+        self.schedule = schedule
+        self.code = compile_schedule(capture.graph, capture.program, schedule)
+        self._step = TrainingStep(model, loss_fn)
+        self._modules = list(self._step.modules())
+        self._mode = self._current_mode()
+        self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
+        self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
+
+    def __call__(self, *batch: object) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """One forward pass on `batch`.
+
+        Raises:
+            MismatchError: the batch or the model is not as it was when the step was captured.
+        """
+        leaves = pytree.tree_leaves(batch)
+        self._check(leaves)
+        static = self.program.gather(self._step, leaves)
+        results: tuple[torch.Tensor, ...] = _Step.apply(self, *static)  # type: ignore[no-untyped-call]
+        return results if self.program.extras else results[0]
+
+    def _check(self, leaves: Sequence[object]) -> None:
+        for source in self.program.sources:
+            if source.kind is not Kind.INPUT or source.is_tangent:
+                continue
+            planned, index = self.graph.tensors[source.tensor], int(source.name)
+            given = leaves[index] if index < len(leaves) else None
+            if not isinstance(given, torch.Tensor):
+                raise MismatchError(
+                    f"input {index} of the batch is {type(given).__name__}, but the step was planned for a tensor "
+                    f"{planned.dtype}{list(planned.shape)}"
+                )
+            dtype = str(given.dtype).removeprefix("torch.")
+            if tuple(given.shape) != planned.shape or dtype != planned.dtype:
+                raise MismatchError(
+                    f"input {index} of the batch is {dtype}{list(given.shape)}, but the step was planned for "
+                    f"{planned.dtype}{list(planned.shape)}: make another plan for this shape"
+                )
+        if self._current_mode() != self._mode:
+            raise MismatchError(
+                "the model is not in the mode it was planned in: train() or eval() was called, or requires_grad changed, on one "
+                "of its modules; switch back, or make another plan"
+            )
+
+    def _current_mode(self) -> list[bool]:
+        modes = [module.training for module in self._modules]
+        modes += [p.requires_grad for module in self._modules for p in module._parameters.values() if p is not None]
+        return modes
+
+    def save(self, ctx: Any, static: Sequence[Any]) -> None:
+        """Keep what the backward pass reads; autograd checks that nobody has changed it in between.
+
+        Buffers that the step itself overwrites are excepted: a second forward pass may have done so,
+        and the backward pass reads them only where their values do not matter.
+        """
+        overwritten = {t for op in self.graph.ops for t in op.mutates}
+        checked = [
+            i
+            for i, source in enumerate(self.program.sources)
+            if self.code.backward_reads[i] and source.tensor not in overwritten and i != self._tangent
+        ]
+        ctx.save_for_backward(*(static[i] for i in checked))
+        ctx.checked = checked
+        ctx.unchecked = [
+            static[i] if self.code.backward_reads[i] and source.tensor in overwritten else None
+            for i, source in enumerate(self.program.sources)
+        ]
+
+    def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
+        """The static tensors for the backward pass."""
+        static = list(ctx.unchecked)
+        for i, tensor in zip(ctx.checked, ctx.saved_tensors, strict=True):
+            static[i] = tensor
+        static[self._tangent] = tangent
+        return static
+
+    def place_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """`gradients` in the order of the static tensors, None for those that get none."""
+        placed: list[torch.Tensor | None] = [None] * len(self.program.sources)
+        for (tensor, _), gradient in zip(self.program.gradients, gradients, strict=True):
+            placed[self._static_order[tensor]] = gradient
+        return placed
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, executor: Executor, *static: Any) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.executor = executor
+        with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
+            loss, extras, ctx.alive = executor.code.forward(static)
+        executor.save(ctx, static)
+        ctx.mark_non_differentiable(*extras)
+        return (loss, *extras)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        executor: Executor = ctx.executor
+        if ctx.alive is None:
+            raise RuntimeError("backward() was called twice on one planned step: its tensors are freed after the first")
+        alive, ctx.alive = ctx.alive, None
+        static = executor.restore(ctx, tangent)
+        with torch.autocast(_device_type(static), enabled=False):
+            return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+
+
+def _device_type(static: Sequence[Any]) -> str:
+    device_type: str = next(t.device.type for t in static if t is not None)
+    return device_type

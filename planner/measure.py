@@ -1,0 +1,148 @@
+"""What a training step really takes: peak memory, time, and whether its results are the same."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.profile_memory import cpu_allocations
+
+# step(*batch) -> loss, or a tuple that begins with the loss
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one forward and backward pass.
+
+    Attributes:
+        peak_bytes: most in use at once (CUDA: allocated), static bytes included.
+        reserved_bytes: most held by the CUDA allocator; None on the CPU.
+        timeline: (seconds, bytes) after each event of the CPU allocator; empty on CUDA.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int | None
+    timeline: tuple[tuple[float, int], ...]
+
+
+def measure_memory(step: Step, batch: Sequence[object], *, static_bytes: int, device: torch.device) -> Memory:
+    """Run `step` forward and backward once and follow the allocator: tensors and workspaces.
+
+    Args:
+        static_bytes: of parameters, buffers, inputs and optimizer state, which are there before.
+    """
+
+    def run(_: object = None) -> None:
+        returned = step(*batch)  # held, as a training loop holds it
+        loss_of(returned).backward()
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        peak = static_bytes + torch.cuda.max_memory_allocated(device) - before
+        return Memory(peak, torch.cuda.max_memory_reserved(device), ())
+    events = cpu_allocations(run)
+    level, timeline = static_bytes, []
+    for event in events:
+        level += event.size_bytes or 0
+        timeline.append(((event.time_ns - events[0].time_ns) / 1e9, level))
+    return Memory(max((level for _, level in timeline), default=static_bytes), None, tuple(timeline))
+
+
+def median_times(
+    steps: Mapping[str, Step], batch: Sequence[object], *, parameters: Sequence[nn.Parameter], repeats: int
+) -> dict[str, float]:
+    """Median seconds of a forward and backward pass of each step; the steps take turns, after one turn to warm up."""
+    device = parameters[0].device
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            for parameter in parameters:
+                parameter.grad = None
+            _synchronize(device)
+            start = time.perf_counter()
+            loss_of(step(*batch)).backward()
+            _synchronize(device)
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that a training step leaves behind, by name: loss, gradients, buffers, random state."""
+
+    values: Mapping[str, torch.Tensor | None]
+
+    def differences(self, other: "Outcome") -> tuple[str, ...]:
+        """Names of what is not equal to the last bit."""
+        return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
+
+
+def outcome(step: Step, model: nn.Module, batch: Sequence[object], *, seed: int) -> Outcome:
+    """Run `step` forward and backward from the random state `seed`; `model` and `batch` are afterwards as they were."""
+    with unchanged(model, batch):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = loss_of(step(*batch))
+        loss.backward()
+        values: dict[str, torch.Tensor | None] = {"loss": loss.detach().clone()}
+        values |= {f"gradient of {name}": _copy(p.grad) for name, p in model.named_parameters()}
+        values |= {f"buffer {name}": _copy(b) for name, b in model.named_buffers()}
+        values["random state"] = torch.get_rng_state()
+        if loss.device.type == "cuda":
+            values["CUDA random state"] = torch.cuda.get_rng_state(loss.device)
+        return Outcome(values)
+
+
+@contextmanager
+def unchanged(model: nn.Module, batch: Sequence[object]) -> Iterator[None]:
+    """Afterwards the buffers and gradients of `model`, the batch and the random state are as before."""
+    inputs = [leaf for leaf in pytree.tree_leaves(tuple(batch)) if isinstance(leaf, torch.Tensor)]
+    written = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *inputs)]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in written:
+                tensor.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def loss_of(returned: Any) -> torch.Tensor:
+    """The loss: what a step returns, or the first of what it returns."""
+    loss: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return loss
+
+
+def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    # NaN is the same as NaN: a diverged step is still the same step.
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

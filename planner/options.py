@@ -1,0 +1,77 @@
+"""Amounts that users write, as the command reads them."""
+
+import argparse
+import math
+import re
+
+from graphs.errors import BudgetError, ModelError
+from graphs.units import parse_budget
+from planner.workload import ModelSpec, parse_spec
+
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
+
+
+def budget(text: str) -> str:
+    """`text`, if it is an amount of memory; what a percentage refers to is known only later."""
+    try:
+        parse_budget(text, peak_bytes=10**15)
+    except BudgetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def size(text: str) -> int:
+    """Bytes, from an amount of memory that is no percentage."""
+    if text.strip().endswith("%"):
+        raise argparse.ArgumentTypeError(f"{text!r} is a part of a peak that changes with the batch: write 80GB or 79GiB")
+    return parse_budget(budget(text), peak_bytes=0)
+
+
+def budgets(text: str) -> int | tuple[str, ...]:
+    """How many budgets, or the budgets themselves, separated by commas."""
+    if text.strip().isdecimal():
+        return count(text.strip())
+    return tuple(budget(part.strip()) for part in text.split(","))
+
+
+def duration(text: str) -> float:
+    """Seconds above 0, from ``90``, ``90s``, ``10m`` or ``1.5h``."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _UNITS_S or not 0 < (time_s := float(match[1]) * _UNITS_S[match[2]]) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0: write seconds, or 90s, 10m, 1.5h")
+    return time_s
+
+
+def fraction(text: str) -> float:
+    """A fraction, 0 or more, from ``0.001`` or ``0.1%``."""
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number) / (100 if number != text.strip() else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction, 0 or more: write 0.1% or 0.001")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or not 0 < int(text) < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """A whole number, 0 or more, that torch takes as a seed."""
+    if not text.isdecimal() or not int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
+    return int(text)
+
+
+def model(text: str) -> ModelSpec:
+    """What is trained."""
+    try:
+        return parse_spec(text)
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,98 @@
+"""Figures: pure functions of what was measured."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphs.errors import OutputError, PlannerError
+from graphs.jsonfile import check_writable
+from graphs.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from planner.api import RunReport
+    from planner.curve import Curve
+
+
+def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> None:
+    """Measured memory over one step, a line for each report, with the budgets as dashed lines.
+
+    The step runs faster or slower from report to report; the axis is the part of it that has passed.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    figure = _new_figure()
+    axes = figure.add_subplot()
+    for i, report in enumerate(reports):
+        end = report.timeline[-1][0]
+        label = f"budget {format_bytes(report.budget_bytes)}, step time {report.measured_ratio:.2f}x"
+        xs, ys = [t / end for t, _ in report.timeline], [size / 1e6 for _, size in report.timeline]
+        axes.step(xs, ys, where="post", color=f"C{i}", linewidth=0.8, label=label)
+        axes.axhline(report.budget_bytes / 1e6, color=f"C{i}", linestyle="--", linewidth=1)
+    axes.set(title=title, xlabel="part of the step", ylabel="memory in MB", xlim=(0, 1))
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def check_plot(path: Path) -> None:
+    """Find out, before work is spent, whether a figure can be written to `path`.
+
+    Raises:
+        OutputError: the folder is not there or not writable, or the name's ending is no format of figures.
+        PlannerError: matplotlib is not installed.
+    """
+    check_writable(path)
+    formats = _new_figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise OutputError(f"{path} does not end in a format of figures: choose one of {', '.join(sorted(formats))}")
+
+
+def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
+    """Overhead against budget; what is below the bound is shaded.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    figure = _new_figure()
+    axes = figure.add_subplot()
+    bounded = [(p.budget_bytes / 1e9, 100 * o) for p in curve.points if (o := curve.overhead(p.bound_s)) is not None]
+    solved = [(p.budget_bytes / 1e9, 100 * o) for p in curve.points if (o := curve.overhead(p.time_s)) is not None]
+    if bounded:
+        xs, ys = zip(*bounded, strict=True)
+        # A bound holds at all smaller budgets too: between two points, that of the larger one.
+        axes.fill_between(xs, ys, step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
+    if solved:
+        xs, ys = zip(*solved, strict=True)
+        # A schedule serves all larger budgets: between two points, that of the smaller one.
+        axes.step(xs, ys, where="post", color="C0", marker="o", markersize=4, label="best schedule")
+    for budget in [p.budget_bytes / 1e9 for p in curve.points if p.status == "infeasible"]:
+        axes.axvline(budget, color="C3", linestyle=":", linewidth=1)
+    axes.set(title=title, xlabel="budget in GB", ylabel="overhead in %")
+    axes.margins(x=0.02)
+    axes.set_ylim(bottom=0)
+    if bounded or solved:
+        axes.legend()
+    _save(figure, path)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """Write the figure, whole or not at all."""
+    temporary = path.with_name(f".planner-{secrets.token_hex(8)}{path.suffix}")
+    try:
+        figure.savefig(temporary, dpi=120)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _new_figure() -> "Figure":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlannerError("plots need matplotlib: pip install 'remat-planner[plots]'") from error
+    return Figure(figsize=(9, 5), layout="constrained")

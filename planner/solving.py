@@ -1,0 +1,106 @@
+"""From a graph and a budget to a plan. Never imports torch."""
+
+import math
+from collections.abc import Callable
+
+from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError
+from graphs.ir import Graph
+from graphs.plan import GraphSummary, Plan
+from graphs.simulate import simulate
+from graphs.units import parse_budget
+from solvers.policies.store_all import store_all
+from solvers.registry import get_solver
+from solvers.result import Progress, Result, Status
+
+
+def solve(
+    graph: Graph,
+    budget: str | int,
+    *,
+    solver: str = "windows",
+    tolerance: float = 1e-3,
+    time_limit_s: float = 3600.0,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Plan:
+    """The plan of `graph` for `budget`.
+
+    Args:
+        graph: what is planned.
+        budget: memory of the step, static bytes included: bytes, or ``8GB``, ``7.5GiB``, or ``60%`` of the
+            peak without recomputation.
+        solver: a name in ``solvers.registry``.
+        tolerance: on the gap, relative to the whole step.
+        time_limit_s: seconds the whole solve may take.
+        on_progress: called as the solve advances.
+        should_stop: polled; once True, the best schedule so far is the answer.
+
+    Raises:
+        BudgetError: the budget cannot be read, or is not above zero.
+        InfeasibleError: no schedule meets it.
+        LimitError: time was up, or the solve was stopped, before a schedule was found.
+        PlannerError: no such solver, options out of range, or the solver failed.
+    """
+    run = get_solver(solver)
+    if not math.isfinite(tolerance) or tolerance < 0:
+        raise PlannerError(f"tolerance is {tolerance!r}: must be a fraction of the step time, 0 or more, such as 0.001")
+    if not math.isfinite(time_limit_s) or time_limit_s <= 0:
+        raise PlannerError(f"time limit is {time_limit_s!r}: must be seconds, above 0")
+    summary = summarize(graph)
+    result = run(
+        graph,
+        budget_in_bytes(budget, summary.store_all_peak_bytes),
+        tolerance=tolerance,
+        time_limit_s=time_limit_s,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+    return _plan_from(result, summary)
+
+
+def summarize(graph: Graph) -> GraphSummary:
+    """What a plan says about the graph it is for."""
+    return GraphSummary(
+        fingerprint=graph.fingerprint,
+        ops=len(graph.ops),
+        tensors=len(graph.tensors),
+        static_bytes=graph.static_bytes,
+        store_all_peak_bytes=simulate(graph, store_all(graph)).peak_bytes,
+        time_s=graph.time_s,
+        provenance=graph.provenance,
+    )
+
+
+def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
+    """A budget as ``solve`` takes it, in bytes.
+
+    Raises:
+        BudgetError: it cannot be read, or is not above zero.
+    """
+    if isinstance(budget, str):
+        return parse_budget(budget, peak_bytes=peak_bytes)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise BudgetError(f"budget is {budget!r}: must be whole bytes, above 0, or text such as '8GB' or '60%'")
+    return budget
+
+
+def _plan_from(result: Result, summary: GraphSummary) -> Plan:
+    if result.status is Status.INFEASIBLE:
+        raise InfeasibleError(result.message)
+    if result.status is Status.LIMIT:
+        raise LimitError(result.message)
+    if result.schedule is None or result.peak_bytes is None or result.time_s is None:
+        raise PlannerError(f"the solver {result.solver} failed: {result.message}")
+    return Plan(
+        graph=summary,
+        schedule=result.schedule,
+        budget_bytes=result.budget_bytes,
+        peak_bytes=result.peak_bytes,
+        time_s=result.time_s,
+        bound_s=result.bound_s,
+        status=str(result.status),
+        solver=result.solver,
+        seconds=result.seconds,
+        settings=result.settings,
+        versions=result.versions,
+    )

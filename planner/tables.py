@@ -1,0 +1,60 @@
+"""Result tables: rows of what was promised and what was measured, as Markdown and CSV."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphs.plan import Plan
+from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.api import RunReport
+
+COLUMNS = (
+    "budget",
+    "of peak",
+    "predicted peak",
+    "measured peak",
+    "predicted time",
+    "measured time",
+    "predicted",
+    "measured",
+    "bound",
+    "gap",
+    "identical",
+)
+
+
+def kept(report: RunReport) -> bool:
+    """Whether the run kept what its plan promised: the budget, and the results to the last bit."""
+    return report.measured_peak_bytes <= report.budget_bytes and report.identical
+
+
+def run_row(plan: Plan, report: RunReport) -> tuple[str, ...]:
+    """The cells of COLUMNS for one run: times in seconds, then as multiples of keeping everything, as the bound is."""
+    return (
+        format_bytes(report.budget_bytes),
+        f"{100 * report.budget_bytes / plan.graph.store_all_peak_bytes:.0f}%",
+        format_bytes(report.predicted_peak_bytes),
+        format_bytes(report.measured_peak_bytes),
+        format_seconds(report.predicted_time_s),
+        format_seconds(report.measured_time_s),
+        f"{report.predicted_ratio:.3f}x",
+        f"{report.measured_ratio:.3f}x",
+        "none" if plan.bound_s is None else f"{plan.bound_s / plan.graph.time_s:.3f}x",
+        "none" if plan.gap is None else format_ratio(plan.gap),
+        "yes" if not report.eager_differences else "to keeping all" if report.identical else "NO",
+    )
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """`rows`, the first of them the header, as a Markdown table."""
+    header, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"
+
+
+def write_report(path: Path, title: str, notes: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A Markdown page with one table, and the same rows as CSV beside it."""
+    import pandas as pd
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join((f"# {title}", *notes, as_markdown(rows))))
+    header, *body = rows
+    pd.DataFrame(body, columns=list(header)).to_csv(path.with_suffix(".csv"), index=False)

@@ -1,0 +1,42 @@
+"""A 7B model is planned for a device that is not here, without being allocated."""
+
+import resource
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphs.errors import InfeasibleError
+from graphs.ir import Graph, Kind
+from graphs.zoo import build
+from planner.api import trace
+from planner.solving import solve, summarize
+from solvers.bounds import least_budget_bound
+
+
+@pytest.fixture(scope="module")
+def llama() -> Graph:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = build("llama", layers=32, seq=4096, batch=1, dtype="bfloat16")
+        return trace(*workload, roofline="h200")
+
+
+def test_it_is_traced_without_being_allocated(llama: Graph) -> None:
+    assert llama.provenance["parameters"] == 6_738_415_616
+    assert llama.static_bytes_by_kind[Kind.PARAMETER] > 13 * 10**9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 * 10**9
+    assert llama.provenance["times"] == "modelled"
+
+
+@pytest.mark.parametrize("share", [0.6, 0.4])
+def test_it_is_solved_nearly_to_optimality(llama: Graph, share: float) -> None:
+    # Parameters and gradients alone are 68% of the peak: the shares are of what lies above the least budget.
+    peak, least = summarize(llama).store_all_peak_bytes, least_budget_bound(llama).budget_bytes
+    plan = solve(llama, int(least + share * (peak - least)), time_limit_s=60.0)
+    assert plan.gap is not None
+    assert plan.gap < 0.005
+    assert 0 < plan.overhead < 0.05
+
+
+def test_parameters_and_gradients_must_fit(llama: Graph) -> None:
+    with pytest.raises(InfeasibleError, match=r"GB of tensors that must be kept and .* GB that live throughout"):
+        solve(llama, "60%")

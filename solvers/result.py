@@ -51,6 +51,7 @@ class Result:
         seconds: wall time of the solve.
         settings: time limit, tolerance and other options, as used.
         versions: of the libraries that did the work.
+        model_rows, model_columns: of the largest program that was solved, where one was.
         message: for INFEASIBLE, LIMIT and ERROR: what, the value, the limit and the way out.
         time_s, peak_bytes: of the schedule.
 
@@ -69,6 +70,8 @@ class Result:
     settings: Mapping[str, object] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
+    model_rows: int | None = None
+    model_columns: int | None = None
     time_s: float | None = field(init=False)
     peak_bytes: int | None = field(init=False)
 

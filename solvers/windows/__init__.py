@@ -47,6 +47,8 @@ def solve(
         settings={"tolerance": tolerance, "time_limit_s": time_limit_s},
         versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
         message=message,
+        model_rows=search.largest[0],
+        model_columns=search.largest[1],
     )
 
 

@@ -62,6 +62,7 @@ class Search:
         self.infeasible = False
         self.solved_at: float | None = None
         self.activity = "keeping everything"
+        self.largest = (0, 0)  # rows and columns of a program that was solved
         self._on_progress = on_progress
         self._should_stop = should_stop
         self._told = 0.0
@@ -150,6 +151,7 @@ class Search:
     def solve_model(self, model: Model, *, until: float, is_relaxation: bool) -> tuple[Answer, Detail]:
         """Solve, offering every solution on the way; comes with what the last one says is to be refined."""
         closer = [model.detail]
+        self.largest = max(self.largest, model.program.matrix.shape)
 
         def try_solution(values: Floats, objective: float) -> bool:
             choice = read_choice(model, values)

@@ -1,5 +1,6 @@
 """Tiny training steps that the tests of capture and execution share."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -9,8 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Graph
+from graphs.plan import Plan
 from graphs.schedule import Schedule, schedule_of
 from graphs.zoo import Workload, build
+from planner.solving import solve
+from solvers.result import Progress
 
 
 class TiedWeights(nn.Module):
@@ -129,3 +133,18 @@ def random_schedule(graph: Graph, seed: int) -> Schedule:
             computed += [other.id for other in graph.ops[: op.id] if other.id in wanted]
         computed.append(op.id)
     return schedule_of(graph, computed)
+
+
+def solve_for(seconds: float, graph: Graph, budget: int | str, *, tolerance: float = 0.05) -> Plan:
+    """The plan after so many seconds, or the first one: a busy machine is slower, but gives a plan too."""
+    end = time.monotonic() + seconds
+    found = False
+
+    def look(progress: Progress) -> None:
+        nonlocal found
+        found |= progress.best_s is not None
+
+    def should_stop() -> bool:
+        return found and time.monotonic() > end
+
+    return solve(graph, budget, tolerance=tolerance, time_limit_s=600.0, on_progress=look, should_stop=should_stop)

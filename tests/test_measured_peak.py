@@ -5,9 +5,9 @@ import pytest
 from graphs.profile import profile
 from graphs.trace import TrainingStep, capture
 from planner.api import run
-from planner.solving import solve, summarize
+from planner.solving import summarize
 from solvers.least import least_budget
-from tests.steps import STEPS, make
+from tests.steps import STEPS, make, solve_for
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -16,7 +16,7 @@ def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     graph = profile(capture(*workload), TrainingStep(workload.model, workload.loss_fn), workload.batch, passes=1)
     peak, least = summarize(graph).store_all_peak_bytes, least_budget(graph, time_limit_s=4.0).found_bytes
     for share in (1.0, 0.6, 0.3, 0.1):
-        plan = solve(graph, int(least + share * (peak - least)), tolerance=0.05, time_limit_s=5.0)
+        plan = solve_for(5.0, graph, int(least + share * (peak - least)))
         report = run(plan, *workload, repeats=1)
         assert report.measured_peak_bytes <= plan.budget_bytes
         assert abs(report.measured_peak_bytes - plan.peak_bytes) <= 0.01 * plan.peak_bytes

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.api import run, trace
-from planner.solving import solve
 from solvers.least import least_budget
+from tests.steps import solve_for
 
 
 class Call(nn.Module):
@@ -151,7 +151,7 @@ def test_a_tight_plan_holds(make: Callable[[], Workload]) -> None:
     workload = make()
     graph = trace(*workload, passes=1)
     least = least_budget(graph, time_limit_s=2.0).found_bytes
-    plan = solve(graph, int(1.02 * least), tolerance=0.1, time_limit_s=10.0)
+    plan = solve_for(10.0, graph, int(1.02 * least), tolerance=0.1)
     assert simulate(graph, plan.schedule).peak_bytes <= plan.budget_bytes
     report = run(plan, *workload, repeats=1)
     assert report.differences == ()

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
-from graphs.simulate import simulate
-from graphs.units import format_bytes
-from solvers.result import Progress, Result, Status
+from solvers.policies.replay import Trial, answer
+from solvers.result import Progress, Result
 
 
 def store_all(graph: Graph) -> Schedule:
@@ -26,21 +25,5 @@ def solve(
 ) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when keeping everything does not fit."""
     start = time.perf_counter()
-    schedule = store_all(graph)
-    peak_bytes = simulate(graph, schedule).peak_bytes
-    fits = peak_bytes <= budget_bytes
-    return Result(
-        graph,
-        budget_bytes=budget_bytes,
-        status=Status.OPTIMAL if fits else Status.LIMIT,
-        schedule=schedule if fits else None,
-        bound_s=graph.time_s,
-        solver="store_all",
-        seconds=time.perf_counter() - start,
-        message=""
-        if fits
-        else (
-            f"keeping everything needs {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}: "
-            "use a solver that recomputes, such as windows"
-        ),
-    )
+    trial = Trial(store_all(graph))
+    return answer(graph, budget_bytes, [trial], solver="store_all", start=start, tolerance=tolerance, what="keeping everything")

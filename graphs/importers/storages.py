@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 _RANDOM = re.compile(r"d?rou?pout|bernoulli|multinomial|randn?(_|$)|normal_$|uniform_$", re.IGNORECASE)
+_HOLD, _HELD = "hold", " held"  # target of an op that stands for a reference held on, and suffix of what it makes
 
 
 @dataclass(slots=True)
@@ -98,6 +99,36 @@ class Record:
         return self.storages[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A reference held beyond the last reader, as it stands in a graph.
+
+    Attributes:
+        storage: id of the tensor that the program went on to hold.
+        tensor: id of the one that stands for it from then on.
+        hold, release: ids of the ops that make and read that one.
+    """
+
+    storage: int
+    tensor: int
+    hold: int
+    release: int
+
+
+def held_storages(graph: Graph) -> tuple[Held, ...]:
+    """What the program that `graph` records held beyond the last reader; () for other graphs."""
+    if "log_ops" not in graph.provenance:
+        return ()
+    ids = {t.name: t.id for t in graph.tensors}
+    held = []
+    for op in graph.ops:
+        if op.target == _HOLD:
+            (t,) = op.outputs
+            (release,) = graph.consumers[t]
+            held.append(Held(ids[graph.tensors[t].name.removesuffix(_HELD)], t, op.id, release))
+    return tuple(held)
+
+
 class _Draft:
     """The ops of a record, with those between that stand for references held beyond the last reader."""
 
@@ -119,8 +150,8 @@ class _Draft:
             for storage in ends.get(index, ()):
                 self._op(f"release.{storage.name}", "release", (held[storage.id],), (), executed.phase)
             for storage in begins.get(index, ()):
-                held[storage.id] = t = self.tensor(f"{storage.name} held", storage.size_bytes, len(self.ops), Kind.ACTIVATION)
-                self._op(f"hold.{storage.name}", "hold", (), (t,), executed.phase)
+                held[storage.id] = t = self.tensor(storage.name + _HELD, storage.size_bytes, len(self.ops), Kind.ACTIVATION)
+                self._op(f"hold.{storage.name}", _HOLD, (), (t,), executed.phase)
         kept = [s for s in storages if s.maker is not None and (s.stays or s.released is None)]
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.number[s.id] for s in kept), provenance)
 

@@ -1,7 +1,8 @@
 """Solvers by name. Adding a method is adding one file and one line here."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Protocol
 
@@ -34,11 +35,14 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solver's module (imported when asked for) and one line about it."""
+    """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with."""
 
     module: str
     description: str
+    options: Mapping[str, object] = field(default_factory=dict)
 
+
+DTR = "solvers.policies.dtr"
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry("solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)"),
@@ -48,6 +52,13 @@ SOLVERS: dict[str, Entry] = {
     "checkpoint_blocks": Entry(
         "solvers.policies.checkpoint_blocks", "recompute each numbered module's forward before its backward"
     ),
+    "dtr": Entry(DTR, "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
+    "dtr-full": Entry(DTR, "DTR online, with the exact cost of the evicted neighbourhood", {"rule": "dtr-full"}),
+    "dtr-local": Entry(DTR, "DTR online, with a tensor's own cost only", {"rule": "dtr-local"}),
+    "lru": Entry(DTR, "online: evict what was read least recently", {"rule": "lru"}),
+    "largest": Entry(DTR, "online: evict the largest", {"rule": "largest"}),
+    "msps": Entry(DTR, "online: evict by cost with evicted ancestors / bytes (MSPS)", {"rule": "msps"}),
+    "dtr-random": Entry(DTR, "online: evict at random", {"rule": "dtr-random"}),
 }
 
 
@@ -59,5 +70,7 @@ def get_solver(name: str) -> Solver:
     """
     if name not in SOLVERS:
         raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
-    solve: Solver = import_module(SOLVERS[name].module).solve
+    entry = SOLVERS[name]
+    function = import_module(entry.module).solve
+    solve: Solver = partial(function, **entry.options) if entry.options else function
     return solve

@@ -1,0 +1,92 @@
+"""Dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021) and the heuristics it was compared with.
+
+The run itself is in ``online``; here is what is evicted: the tensor of least score
+
+    h = (own cost + cost of its evicted neighbourhood) / (bytes x staleness),
+
+staleness being the time since it was last read. The neighbourhood of h_DTR is what was made from it or it was
+made from, as far as that is reachable through evicted tensors; that of h_DTR-eq, the published default, the
+classes of a union-find of evicted tensors: evicting merges neighbouring classes, recomputing takes the cost off
+a class and never splits it; h_DTR-local has none. For comparison: least recently used, largest, random, and
+MSPS (Peng et al., 2020): (own cost + evicted ancestors) / bytes.
+
+Feasibility is not monotone in the budget. A failure proves nothing.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from graphs.ir import Graph
+from solvers.policies.heuristics import Cost, CostByClasses, CostByRegions, Largest, LeastRecentlyUsed, Random
+from solvers.policies.online import Deallocation, Heuristic, online_result
+from solvers.result import Progress, Result
+
+
+class Rule(StrEnum):
+    """A heuristic, by its name in the registry."""
+
+    DTR = "dtr"
+    FULL = "dtr-full"
+    LOCAL = "dtr-local"
+    LRU = "lru"
+    LARGEST = "largest"
+    MSPS = "msps"
+    RANDOM = "dtr-random"
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    tolerance: float = 1e-3,
+    time_limit_s: float = 3600.0,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    rule: str = Rule.DTR,
+    deallocation: str = Deallocation.EAGER,
+    thrash_factor: float = 2.0,
+    seed: int = 0,
+) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when the run is out of memory or thrashes.
+
+    Args:
+        rule: what to evict; see ``Rule``.
+        deallocation: what happens after a tensor's last use; see ``Deallocation``.
+        thrash_factor: a step longer than this times the one without recomputation is a failure.
+        seed: of the rule ``dtr-random``.
+
+    Raises:
+        ValueError: no such rule or deallocation.
+    """
+    settings = {"rule": str(rule), "deallocation": str(deallocation), "thrash_factor": thrash_factor, "seed": seed}
+    return online_result(
+        graph,
+        budget_bytes,
+        heuristic(Rule(rule), seed),
+        name=str(rule),
+        tolerance=tolerance,
+        time_limit_s=time_limit_s,
+        should_stop=should_stop,
+        deallocation=Deallocation(deallocation),
+        thrash_factor=thrash_factor,
+        settings=settings,
+    )
+
+
+def heuristic(rule: Rule, seed: int = 0) -> Heuristic:
+    """The heuristic called `rule`; `seed` is for the random one."""
+    match rule:
+        case Rule.DTR:
+            return CostByClasses()
+        case Rule.FULL:
+            return CostByRegions(ancestors=True, descendants=True)
+        case Rule.MSPS:
+            return CostByRegions(ancestors=True, descendants=False, stale=False)
+        case Rule.LOCAL:
+            return Cost()
+        case Rule.LRU:
+            return LeastRecentlyUsed()
+        case Rule.LARGEST:
+            return Largest()
+        case Rule.RANDOM:
+            return Random(seed)

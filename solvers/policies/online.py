@@ -1,0 +1,339 @@
+"""Runs a step as an online system does: ops in program order, and when memory runs out, something is evicted.
+
+The runtime of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021), as their simulator has it;
+which tensor goes is up to a ``Heuristic``. Before an op its inputs are touched and those in memory locked;
+the missing ones are made again in order, recursively, and locked. Then, while memory with the outputs (and
+the workspace) is over the budget, an unlocked tensor is evicted. An op that runs again makes all its outputs;
+those still in memory are there twice meanwhile, those that were gone are evictable again.
+
+Never evicted: what is static or kept (constants and outputs are pinned), and what cannot be made again.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.importers.storages import held_storages
+from graphs.ir import Graph
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.units import format_bytes, format_seconds
+from solvers.policies.replay import Trial, answer, failure, last_needed, repeatable
+from solvers.result import Result
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Deallocation(StrEnum):
+    """What happens when the program has no further use for a tensor."""
+
+    EAGER = "eager"  # it is evicted; recomputing another may bring it back, to be evicted when memory runs out
+    IGNORE = "ignore"  # nothing
+    BANISH = "banish"  # once all that was made from it is in memory, it goes for good, and that is pinned
+
+
+class FailedError(Exception):
+    """The run cannot go on: its message says why."""
+
+
+class Heuristic(ABC):
+    """Which tensor to evict: that of least score; told what is evicted and made as it happens."""
+
+    def begin(self, run: "Online") -> None:
+        """A run begins: nothing has been computed."""
+        self.run = run
+
+    def evicted(self, t: int) -> None:  # noqa: B027 (not all listen)
+        """`t` has left memory."""
+
+    def restored(self, t: int) -> None:  # noqa: B027
+        """`t`, which was evicted, is in memory again, or has been banished."""
+
+    @abstractmethod
+    def scores(self, candidates: Ints) -> Floats:
+        """The score of each of `candidates`, tensor ids."""
+
+    def choose(self, candidates: Ints) -> int:
+        """One of `candidates`: of equal scores the one that became evictable last, but of scores of 0 first."""
+        scores = self.scores(candidates)
+        least = scores.min()
+        tied = candidates[scores == least]
+        since = self.run.since[tied]
+        return int(tied[since.argmin() if least == 0 else since.argmax()])
+
+
+class Online:
+    """One run of a graph under a budget; `run` may be called once.
+
+    Attributes, for heuristics (indexed by tensor id):
+        size_bytes: of each tensor.
+        own_s: time of the op that makes it.
+        touched_s: when it was made first, or last read.
+        gone: it has been computed and is not in memory; banished ones do not count.
+        live: it is in memory.
+        since: when it became evictable, a running number.
+        parents, children: what it is made from, and what is made from it, static tensors left out.
+        clock_s: seconds of execution so far.
+        again: how often each op (by id) has run beyond the first time.
+        budget_bytes, memory_bytes: static bytes included.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        heuristic: Heuristic,
+        *,
+        deallocation: Deallocation = Deallocation.EAGER,
+        thrash_factor: float = math.inf,
+        stop: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            graph: what is run.
+            budget_bytes: static bytes included.
+            heuristic: what to evict.
+            deallocation: what happens to a tensor after its last use in the program.
+            thrash_factor: the run fails once recomputation takes more than this factor less 1 times the step.
+            stop: polled; a reason ends the run.
+        """
+        self.graph, self.budget_bytes, self.heuristic = graph, budget_bytes, heuristic
+        self.deallocation, self.stop = deallocation, stop
+        self.thrash_s = (thrash_factor - 1.0) * graph.time_s
+        count = len(graph.tensors)
+        self.size_bytes: Floats = np.array([t.size_bytes for t in graph.tensors], dtype=np.float64)
+        self.own_s: Floats = np.array(
+            [0.0 if t.producer is None else graph.ops[t.producer].time_s for t in graph.tensors], dtype=np.float64
+        )
+        self.touched_s: Floats = np.zeros(count)
+        self.since: Ints = np.zeros(count, dtype=np.int64)
+        self.live = np.zeros(count, dtype=np.bool_)
+        self.gone = np.zeros(count, dtype=np.bool_)
+        self.pool = np.zeros(count, dtype=np.bool_)
+        self.locks = [0] * count
+        self.released = [False] * count
+        self.banished = [False] * count
+        self.clock_s = self.recomputed_s = 0.0
+        self.again = [0] * len(graph.ops)
+        self.memory_bytes = graph.static_bytes
+        self.steps: list[Step] = []
+        self.numbers = 0
+        fit = repeatable(graph)
+        self.evictable = [t.producer is not None and t.id not in graph.kept and fit[t.producer] for t in graph.tensors]
+        held = held_storages(graph)
+        self.held = {h.storage: h for h in held}
+        self.parents, self.children = self._relations({h.tensor for h in held})
+        self.dies = self._deaths()
+
+    def run(self) -> Schedule:
+        """The schedule of the run.
+
+        Raises:
+            FailedError: out of memory, thrashing, or stopped.
+        """
+        self.heuristic.begin(self)
+        skipped = {h.hold: -1 for h in self.held.values()} | {h.release: h.storage for h in self.held.values()}
+        for op in self.graph.ops:
+            if op.id not in skipped:
+                self._execute(op.id)
+                for t in op.outputs:
+                    self.touched_s[t] = self.clock_s
+                for t in self.dies.get(op.id, ()):
+                    self._release(t)
+            elif skipped[op.id] >= 0:
+                self._release(skipped[op.id])
+            if reason := self.stop():
+                raise FailedError(reason)
+        for t in tuple(self.held):
+            self._leave(t)
+        return Schedule(tuple(self.steps))
+
+    def _relations(self, stand_ins: set[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        parents: list[tuple[int, ...]] = [()] * len(self.graph.tensors)
+        children: list[list[int]] = [[] for _ in self.graph.tensors]
+        for op in self.graph.ops:
+            read = tuple(t for t in op.inputs if self.graph.tensors[t].producer is not None and t not in stand_ins)
+            for t in op.outputs:
+                parents[t] = read
+            for t in read:
+                children[t] += op.outputs
+        return tuple(parents), tuple(map(tuple, children))
+
+    def _deaths(self) -> dict[int, list[int]]:
+        """By op: what the program reads for the last time then; what cannot be made again: nothing can need any more."""
+        needed = last_needed(self.graph)
+        dies: dict[int, list[int]] = {}
+        for t in self.graph.tensors:
+            if t.producer is None or t.id in self.graph.kept or t.id in self.held:
+                continue
+            readers = self.graph.consumers[t.id]
+            last = readers[-1] if readers else t.producer
+            if not self.evictable[t.id]:
+                last = max((needed[r] for r in readers), default=t.producer)
+            dies.setdefault(last, []).append(t.id)
+        return dies
+
+    # Executing.
+
+    def _execute(self, op_id: int) -> None:
+        """Op `op_id`, and before it what it takes; without recursion, for chains may be long."""
+        stack = [(op_id, -1, self._begin(op_id))]
+        while stack:
+            op, wanted, missing = stack[-1]
+            while missing and self.live[missing[-1]]:
+                self._lock(missing.pop())
+            if missing:
+                producer = self.graph.tensors[missing[-1]].producer
+                assert producer is not None
+                stack.append((producer, missing[-1], self._begin(producer)))
+                continue
+            stack.pop()
+            self._compute(op, wanted)
+            for t in self._inputs(op):
+                self._unlock(t)
+                if self.deallocation is Deallocation.BANISH:
+                    self._try_to_banish(t)
+            if self.recomputed_s > self.thrash_s:
+                raise FailedError(
+                    f"it thrashes: recomputation takes more than {self.thrash_s / self.graph.time_s:.0%} of the step"
+                )
+
+    def _inputs(self, op_id: int) -> tuple[int, ...]:
+        return tuple(t for t in self.graph.ops[op_id].inputs if self.graph.tensors[t].producer is not None)
+
+    def _begin(self, op_id: int) -> list[int]:
+        """Touch the inputs and lock those in memory; returns the others, the first one last."""
+        inputs = self._inputs(op_id)
+        for t in inputs:
+            if self.deallocation is not Deallocation.BANISH or not self.released[t]:
+                self.touched_s[t] = self.clock_s
+        missing = [t for t in reversed(inputs) if not self.live[t]]
+        for t in inputs:
+            if self.live[t]:
+                self._lock(t)
+        return missing
+
+    def _compute(self, op_id: int, wanted: int) -> None:
+        """Run op `op_id` for the sake of output `wanted`, -1 for the first time."""
+        op = self.graph.ops[op_id]
+        self._make_room(op_id, sum(self.graph.tensors[t].size_bytes for t in op.outputs) + op.workspace_bytes)
+        self.steps.append(Compute(op_id))
+        self.clock_s += op.time_s
+        if wanted >= 0:
+            self.recomputed_s += op.time_s
+            self.again[op_id] += 1
+        asked = wanted if wanted >= 0 else op.outputs[0] if op.outputs else -1
+        for t in (*(t for t in op.outputs if t != asked), *((asked,) if asked >= 0 else ())):
+            if self.live[t]:
+                continue
+            if self.banished[t]:
+                self.steps.append(Free(t))
+                continue
+            self.live[t] = True
+            self.memory_bytes += self.graph.tensors[t].size_bytes
+            self._offer(t)
+            if self.gone[t]:
+                self.gone[t] = False
+                self.heuristic.restored(t)
+
+    def _make_room(self, op_id: int, wanted_bytes: int) -> None:
+        while self.memory_bytes + wanted_bytes > self.budget_bytes:
+            candidates = np.flatnonzero(self.pool)
+            if not len(candidates):
+                raise FailedError(
+                    f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(wanted_bytes)} more, "
+                    f"{format_bytes(self.memory_bytes)} are in use, and nothing is left to evict"
+                )
+            self._free(self.heuristic.choose(candidates))
+
+    # Tensors.
+
+    def _lock(self, t: int) -> None:
+        self.locks[t] += 1
+        self.pool[t] = False
+
+    def _unlock(self, t: int) -> None:
+        self.locks[t] -= 1
+        if not self.locks[t]:
+            self._offer(t)
+
+    def _offer(self, t: int) -> None:
+        """`t` may be evicted from now on, unless it is pinned."""
+        if self.evictable[t]:
+            self.pool[t] = True
+            self.since[t] = self.numbers
+            self.numbers += 1
+
+    def _free(self, t: int) -> None:
+        self._leave(t)
+        self.gone[t] = True
+        self.heuristic.evicted(t)
+
+    def _leave(self, t: int) -> None:
+        """Take `t` out of memory; where it had gone, the references to it are let go of for nothing."""
+        if self.live[t]:
+            self.live[t] = self.pool[t] = False
+            self.memory_bytes -= self.graph.tensors[t].size_bytes
+            self.steps.append(Free(t))
+        if held := self.held.pop(t, None):
+            self.steps += [Compute(held.hold), Compute(held.release), Free(held.tensor)]
+
+    # The program has no further use for a tensor.
+
+    def _release(self, t: int) -> None:
+        self.released[t] = True
+        if self.deallocation is Deallocation.EAGER and self.live[t]:
+            self._free(t)
+        if self.deallocation is Deallocation.BANISH:
+            self._try_to_banish(t)
+
+    def _try_to_banish(self, t: int) -> None:
+        """Banish `t` if the program is done with it and all that was made from it is in memory."""
+        if not self.released[t] or self.banished[t] or self.locks[t] or any(self.gone[c] for c in self.children[t]):
+            return
+        if self.gone[t]:
+            self.gone[t] = False
+            self.heuristic.restored(t)
+        self._leave(t)
+        self.banished[t] = True
+        for child in self.children[t]:
+            if not self.banished[child]:
+                self.evictable[child] = self.pool[child] = False
+
+
+def online_result(
+    graph: Graph,
+    budget_bytes: int,
+    rule: Heuristic,
+    *,
+    name: str,
+    tolerance: float,
+    time_limit_s: float,
+    should_stop: Callable[[], bool] | None,
+    deallocation: Deallocation,
+    thrash_factor: float,
+    settings: dict[str, object],
+) -> Result:
+    """The result of one run with the heuristic `rule`; `name` is the solver's in the registry. See ``Online``."""
+    start = time.perf_counter()
+
+    def stop() -> str:
+        if time.perf_counter() - start > time_limit_s:
+            return f"not done within the limit of {format_seconds(time_limit_s)}"
+        return "stopped" if should_stop is not None and should_stop() else ""
+
+    run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
+    try:
+        trial = Trial(run.run())
+    except FailedError as error:
+        why = (
+            f"{name} fails at {format_bytes(budget_bytes)}: {error}. Raise --budget, or use a solver that plans, such as windows"
+        )
+        return failure(graph, budget_bytes, why, solver=name, start=start, settings=settings)
+    return answer(graph, budget_bytes, [trial], solver=name, start=start, tolerance=tolerance, what=name, settings=settings)

@@ -23,8 +23,8 @@ lint: $(STAMP) ## style, types and layers only
 demo: $(STAMP) ## plan and run a small GPT at several budgets
 	$(BIN)/python examples/demo.py
 
-bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve
-	$(BIN)/python results/bench_solve.py
+bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve (ARGS='--suites zoo --fresh')
+	$(BIN)/python -m results.bench_solve $(ARGS)
 
 results-gpu: $(STAMP) ## measure GPT-2 medium and ResNet-50 at four budgets on a CUDA device, into results/gpu
 	$(BIN)/python examples/measured_table.py

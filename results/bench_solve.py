@@ -1,201 +1,156 @@
 """How fast the windows solver is and how near to optimal: ``make bench-solve`` writes results/solve/.
 
 Every row is one solve in a process of its own, so that its peak memory is its own. Rows that are in
-the CSV are not solved again; the table and the plot are made from the CSV alone.
+the CSV are not solved again; the table and the plots are made from the CSV alone.
 """
 
 import argparse
+import csv
+import io
 import multiprocessing
-import platform
-import resource
-import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TypeVar
 
-import pandas as pd
+from graphs.jsonfile import write_text
+from graphs.jsonio import read_graph
+from results.solve_case import Case, Outcome, make_graph, solve_case
+from results.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
 
-from graphs.importers import import_graph
-from graphs.ir import Graph
-from graphs.jsonio import read_graph, write_graph
-from planner.solving import summarize
-from solvers.least import least_budget
-from solvers.registry import get_solver
-
-ZOO = {
-    "gpt2-12": "zoo:gpt2,layers=12,batch=8,dtype=bfloat16",
-    "gpt2-24": "zoo:gpt2,layers=24,batch=8,dtype=bfloat16",
-    "gpt2-48": "zoo:gpt2,layers=48,batch=8,dtype=bfloat16",
-    "gpt2-96": "zoo:gpt2,layers=96,batch=8,dtype=bfloat16",
-    "llama-32": "zoo:llama,layers=32,batch=8,dtype=bfloat16",
-    "vit-l": "zoo:vit,layers=24,width=1024,heads=16,batch=64,dtype=bfloat16",
-    "resnet50": "zoo:resnet50,batch=64",
-    "resnet152": "zoo:resnet152,batch=64",
-    "unet": "zoo:unet,batch=4",
-    "mobilenet_v2": "zoo:mobilenet_v2,batch=64",
-    "densenet121": "zoo:densenet121,batch=64",
-}
-ZOO_SHARES = (0.75, 0.5, 0.25, 0.1, 0.03)  # of the way from the least budget to the peak
-GROWTH = {f"gpt2-{n}": f"zoo:gpt2,layers={n},batch=8,dtype=bfloat16" for n in (6, 12, 24, 48, 96)}
+T = TypeVar("T")
+KEY = ("suite", "graph", "budget", "solver", "run")
+COLUMNS = (*(field.name for field in fields(Case)), *(field.name for field in fields(Outcome)))
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One solve to be done; `reference_time_s` is what another solver reached at this budget."""
+class Book:
+    """The rows of the CSV: what was solved so far. The file is whole after every row."""
 
-    suite: str
-    graph: str
-    file: Path
-    share: str
-    budget_bytes: int
-    solver: str = "windows"
-    time_limit_s: float = 60.0
-    reference_time_s: float | None = None
-    reference_seconds: float | None = None
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, str]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                self.rows = list(reader)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise SystemExit(f"{path} has other columns than this script writes: move it away, or delete it")
 
+    def drop(self, suites: list[str]) -> None:
+        """Forget the rows of `suites`."""
+        self.rows = [row for row in self.rows if row["suite"] not in suites]
 
-def solve_case(case: Case) -> dict[str, object]:
-    """The row of one case; runs in a process of its own."""
-    graph = read_graph(case.file) if case.suite in ("zoo", "growth") else import_graph(case.file)
-    first_s: float | None = None
-    began = time.perf_counter()
+    def add(self, case: Case, outcome: Outcome) -> None:
+        """Write a row more."""
+        row = {**asdict(case), **asdict(outcome)}
+        self.rows.append({name: "" if value is None else str(value) for name, value in row.items()})
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(self.path, text.getvalue())
 
-    def on_progress(progress: object) -> None:
-        nonlocal first_s
-        if first_s is None and getattr(progress, "best_s", None) is not None:
-            first_s = time.perf_counter() - began
-
-    tolerance = 1e-3
-    result = get_solver(case.solver)(
-        graph, case.budget_bytes, tolerance=tolerance, time_limit_s=case.time_limit_s, on_progress=on_progress
-    )
-    row = {key: value for key, value in asdict(case).items() if key != "file"}
-    return {
-        **row,
-        "ops": len(graph.ops),
-        "status": str(result.status),
-        "overhead": None if result.time_s is None else result.time_s / graph.time_s - 1,
-        "bound": None if result.bound_s is None else result.bound_s / graph.time_s - 1,
-        "gap": result.gap,
-        "to_reference": None if case.reference_time_s is None or result.time_s is None else result.time_s / case.reference_time_s,
-        "first_s": first_s,
-        "seconds": result.seconds,
-        "resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "commit": subprocess.run(
-            ("git", "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores",
-        "versions": ", ".join(f"{name} {number}" for name, number in result.versions.items()),
-    }
+    def find(self, *key: str | int) -> list[dict[str, str]]:
+        """The rows whose first columns, as in KEY, are `key`."""
+        return [row for row in self.rows if all(row[name] == str(value) for name, value in zip(KEY, key, strict=False))]
 
 
-def checkmate_cases(instances: Path) -> Iterator[Case]:
-    """The instances published with Gurobi's results."""
-    for file in sorted((instances / "checkmate-24h").glob("*.json")):
-        graph = import_graph(file)
-        for reference in graph.provenance["reference"]:  # type: ignore[attr-defined]
-            budget = reference["budget_bytes"]
-            label = f"{budget / summarize(graph).store_all_peak_bytes:.2f} of peak"
-            yield Case(
-                "checkmate-24h", file.stem, file, label, budget, "windows", 60.0, reference["time_s"], reference["seconds"]
-            )
+def solve_instance(instance: Instance, book: Book) -> None:
+    """Add the rows of `instance` that are not in `book` yet.
 
-
-def moccasin_cases(instances: Path) -> Iterator[Case]:
-    """Training graphs at shares of their peak, and random layered graphs."""
-    for file in sorted((instances / "moccasin").glob("*.json")):
-        graph = import_graph(file)
-        peak = summarize(graph).store_all_peak_bytes
-        random = file.stem.startswith("random")
-        for share in (0.9, 0.8) if random else (0.9, 0.8, 0.7, 0.6, 0.5):
-            yield Case("moccasin", file.stem, file, f"{share} of peak", int(share * peak))
-        if not random:
-            least = least_budget(graph, time_limit_s=10.0).found_bytes
-            yield Case("moccasin", file.stem, file, "half way from least to 0.5", (least + peak // 2) // 2)
-
-
-def zoo_cases(folder: Path, suite: str, models: dict[str, str], shares: tuple[float, ...]) -> Iterator[Case]:
-    """Models traced for an H200, between their least budget and their peak."""
-    for name, spec in models.items():
-        file = folder / f"{name}.json"
-        if not file.exists():
-            write_graph(trace(spec), file)
-        graph = read_graph(file)
-        peak, least = summarize(graph).store_all_peak_bytes, least_budget(graph, time_limit_s=10.0).found_bytes
-        for share in shares:
-            yield Case(suite, name, file, f"least + {share}", int(least + share * (peak - least)))
-
-
-def trace(spec: str) -> Graph:
-    """A zoo model's graph for an H200; torch is imported only here."""
-    from planner import api, workload
-
-    built = workload.load(workload.parse_spec(spec), fake=True)
-    return api.trace(*built, roofline="h200", name=spec)
-
-
-def main() -> None:
-    """Solve what is not in the CSV yet, then write table and plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=Path, default=Path("../shared/instances"), help="folder of public instances")
-    parser.add_argument("--suites", default="checkmate-24h,growth,zoo,moccasin")
-    parser.add_argument("--out", type=Path, default=Path("results/solve"))
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    csv = arguments.out / "rows.csv"
-    rows = pd.read_csv(csv).to_dict("records") if csv.exists() else []
-    done = {(row["suite"], row["graph"], row["share"], row["solver"]) for row in rows}
+    Times are worth comparing only of solves that end: what a solver did not end within the limit is not run again.
+    Later runs are at the budget of the first, though the least budget may be found otherwise the next time.
+    """
+    made: Path | None = None
+    marks: Landmarks | None = None
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(arguments.suites.split(","), arguments.instances, Path(folder)):
-            if (case.suite, case.graph, case.share, case.solver) in done:
-                continue
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                row = pool.submit(solve_case, case).result()
-            rows.append(row)
-            pd.DataFrame(rows).to_csv(csv, index=False)
-            print(
-                ", ".join(f"{key} {row[key]}" for key in ("suite", "graph", "share", "status", "overhead", "gap", "seconds")),
-                flush=True,
-            )
-    (arguments.out / "table.md").write_text(table_text(pd.DataFrame(rows)))
+        for budget in instance.budgets:
+            at = (instance.suite, instance.graph, budget.label)
+            for run, solver in [(run, solver) for run in range(1, instance.runs + 1) for solver in instance.solvers]:
+                if book.find(*at, solver, run) or (run > 1 and not all_solved(book, at, instance.solvers)):
+                    continue
+                if made is None or marks is None:
+                    made = Path(folder, "graph.json")
+                    in_process(make_graph, instance.make, made)
+                    marks = Landmarks(read_graph(made))
+                known = book.find(*at)
+                case = Case(
+                    *at,
+                    solver,
+                    run,
+                    int(known[0]["budget_bytes"]) if known else budget.bytes_at(marks),
+                    instance.time_limit_s,
+                    budget.reference_time_s,
+                    budget.reference_seconds,
+                )
+                outcome = in_process(solve_case, case, made)
+                book.add(case, outcome)
+                print(f"{', '.join(map(str, (*at, solver, run)))}: {outcome.status}, {outcome.seconds:.2f} s", flush=True)
 
 
-def cases(suites: list[str], instances: Path, folder: Path) -> Iterator[Case]:
-    """All cases of `suites`; those of public instances only where their folder is."""
-    for suite in suites:
-        if suite == "zoo":
-            yield from zoo_cases(folder, suite, ZOO, ZOO_SHARES)
-        elif suite == "growth":
-            yield from zoo_cases(folder, suite, GROWTH, (0.5,))
-        elif instances.is_dir():
-            yield from (checkmate_cases if suite == "checkmate-24h" else moccasin_cases)(instances)
+def all_solved(book: Book, at: tuple[str, str, str], solvers: tuple[str, ...]) -> bool:
+    """Whether each of `solvers` ended its first run by itself."""
+    return all(row["status"] in ("optimal", "infeasible") for solver in solvers for row in book.find(*at, solver, 1))
 
 
-def table_text(rows: pd.DataFrame) -> str:
-    """The rows as Markdown, with a line of what they say together for each suite."""
-    parts = ["# The windows solver\n"]
-    for suite, group in rows.groupby("suite", sort=False):
-        near = (group["gap"] <= 0.005).sum()
-        parts.append(f"## {suite}\n")
-        parts.append(
-            f"{len(group)} solves: a schedule in {group['overhead'].notna().sum()}, gap at most 0.5% in {near}, median "
-            f"{group['seconds'].median():.1f} s, at most {group['resident_mb'].max()} MB resident.\n"
+def in_process(function: Callable[..., T], *arguments: object) -> T:
+    """Call `function` in a new process, which ends with the call.
+
+    Raises:
+        SystemExit: the process was killed, say for want of memory.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise SystemExit(f"the process of {function.__name__}{arguments} was killed: is there memory enough?") from None
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Solve what is not in the CSV yet, then make the table and the plots."""
+    parser = argparse.ArgumentParser(
+        prog="bench_solve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--instances", type=Path, default=Path("../shared/instances"), help="folder of public instances")
+    parser.add_argument("--suites", default=",".join(SUITES), help="which to solve, with commas (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("results/solve"), help="where CSV, table and plots are written")
+    parser.add_argument("--fresh", action="store_true", help="solve all of these suites anew")
+    arguments = parser.parse_args(words)
+    suites = arguments.suites.split(",")
+    if unknown := set(suites) - set(SUITES):
+        parser.error(f"no suite {', '.join(sorted(unknown))}: choose from {', '.join(SUITES)}")
+    if not arguments.instances.is_dir():
+        print(
+            f"there is no folder {arguments.instances}: {', '.join(PUBLISHED)} and parts of reference are left out",
+            file=sys.stderr,
         )
-        shown = pd.DataFrame({"graph": group["graph"], "ops": group["ops"], "budget": group["share"], "status": group["status"]})
-        for column in ("overhead", "bound", "gap"):
-            shown[column] = [f"{100 * value:.2f}%" if value == value else "-" for value in group[column]]
-        if suite == "checkmate-24h":
-            shown["cost / Gurobi's"] = [f"{value:.4f}" for value in group["to_reference"]]
-            shown["Gurobi's seconds"] = [f"{value:.0f}" for value in group["reference_seconds"]]
-        shown["first schedule"] = [f"{value:.1f} s" if value == value else "-" for value in group["first_s"]]
-        shown["seconds"] = [f"{value:.1f}" for value in group["seconds"]]
-        header = f"| {' | '.join(shown.columns)} |\n|{' --- |' * len(shown.columns)}\n"
-        parts.append(header + "".join(f"| {' | '.join(map(str, row))} |\n" for row in shown.itertuples(index=False)))
-    machine, versions = rows["machine"].iloc[-1], rows["versions"].iloc[-1]
-    return "\n".join([*parts, f"Machine: {machine}; {versions}. Time limit 60 s, tolerance 0.1%. Made by `make bench-solve`.\n"])
+        suites = [suite for suite in suites if suite not in PUBLISHED]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    book = Book(arguments.out / "rows.csv")
+    if arguments.fresh:
+        book.drop(suites)
+    try:
+        for suite in suites:
+            for instance in SUITES[suite](arguments.instances):
+                solve_instance(instance, book)
+    finally:
+        write_report(book, arguments.out)
+
+
+def write_report(book: Book, folder: Path) -> None:
+    """Table and plots of what is in `book`, in `folder`; nothing if that is nothing."""
+    from results.solve_table import growth_plot, read_rows, solves_plot, table_text  # heavy: the solving processes go without
+
+    if book.rows:
+        rows = read_rows(book.path)
+        write_text(folder / "table.md", table_text(rows))
+        if book.find("growth"):
+            growth_plot(rows, folder / "growth.png")
+        solves_plot(rows, folder / "solves.png")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What policies share: which ops may run again and for how long, segments that do, and the result of a policy."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Phase
 from graphs.plan import relative_gap
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers.result import Result, Status
@@ -103,3 +104,65 @@ def failure(
         settings=settings or {},
         message=why,
     )
+
+
+def free_source(graph: Graph, op_id: int) -> bool:
+    """Whether making the outputs of op `op_id` again costs nothing and takes nothing."""
+    op = graph.ops[op_id]
+    return op.time_s == 0.0 and all(graph.tensors[t].producer is None for t in op.inputs)
+
+
+def droppable(graph: Graph) -> frozenset[int]:
+    """Tensors of the forward pass that may be dropped and made again: not kept, and their op may run again."""
+    fit = repeatable(graph)
+    return frozenset(t for op in graph.ops if op.phase is Phase.FORWARD and fit[op.id] for t in op.outputs if t not in graph.kept)
+
+
+def read_later(graph: Graph) -> frozenset[int]:
+    """Tensors that ops after the forward pass read."""
+    return frozenset(t for op in graph.ops if op.phase is not Phase.FORWARD for t in op.inputs)
+
+
+def needed_for(graph: Graph, wanted: Iterable[int], ops: Iterable[int], absent: AbstractSet[int]) -> list[int]:
+    """Those of `ops` that make `wanted`, and what of `absent` that takes; in program order."""
+    needed = set(wanted)
+    again = []
+    for op_id in sorted(ops, reverse=True):
+        op = graph.ops[op_id]
+        if needed.intersection(op.outputs):
+            needed.update(t for t in op.inputs if t in absent)
+            again.append(op_id)
+    return again[::-1]
+
+
+def recompute_groups(graph: Graph, groups: Sequence[Hashable]) -> Schedule:
+    """The schedule that drops what lies inside a group of forward ops, and makes it again at once when it is needed.
+
+    Of a group stays what forward ops outside it read, what is kept and what cannot be made again. The rest is made
+    again just before the first op after the forward pass that reads some of it, as far as such ops need it.
+
+    Args:
+        graph: what is scheduled.
+        groups: for each op the group it is in; None: its outputs stay.
+    """
+    groups = [group if op.phase is Phase.FORWARD else None for op, group in zip(graph.ops, groups, strict=True)]
+    dropped = {t for t in droppable(graph) if _is_inside(graph, groups, t)}
+    members: dict[Hashable, list[int]] = {}
+    for op_id, group in enumerate(groups):
+        members.setdefault(group, []).append(op_id)
+    wanted = read_later(graph) & dropped
+    again = {group: needed_for(graph, wanted, ops, dropped) for group, ops in members.items()}
+    computed: list[int] = []
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            for t in op.inputs:
+                if t in dropped:
+                    computed += again.pop(groups[graph.tensors[t].producer or 0], ())
+        computed.append(op.id)
+    return schedule_of(graph, computed)
+
+
+def _is_inside(graph: Graph, groups: Sequence[Hashable], t: int) -> bool:
+    group = groups[graph.tensors[t].producer or 0]
+    readers = (r for r in graph.consumers[t] if graph.ops[r].phase is Phase.FORWARD)
+    return group is not None and all(groups[reader] == group for reader in readers)

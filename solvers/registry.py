@@ -42,6 +42,7 @@ class Entry:
     options: Mapping[str, object] = field(default_factory=dict)
 
 
+CHEN = "solvers.policies.chen"
 DTR = "solvers.policies.dtr"
 
 SOLVERS: dict[str, Entry] = {
@@ -52,6 +53,10 @@ SOLVERS: dict[str, Entry] = {
     "checkpoint_blocks": Entry(
         "solvers.policies.checkpoint_blocks", "recompute each numbered module's forward before its backward"
     ),
+    "chen-sqrt": Entry(CHEN, "recompute about sqrt(n) segments (Chen et al.)"),
+    "chen-greedy": Entry(CHEN, "recompute segments that end after a number of bytes, searched", {"rule": "chen-greedy"}),
+    "griewank": Entry("solvers.policies.griewank", "binomial checkpointing of a chain (revolve)"),
+    "rotor": Entry("solvers.policies.rotor", "the optimal schedule of a chain (dynamic programme)"),
     "dtr": Entry(DTR, "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
     "dtr-full": Entry(DTR, "DTR online, with the exact cost of the evicted neighbourhood", {"rule": "dtr-full"}),
     "dtr-local": Entry(DTR, "DTR online, with a tensor's own cost only", {"rule": "dtr-local"}),

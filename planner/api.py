@@ -103,6 +103,7 @@ def compile(  # noqa: A001
     tolerance: float = 1e-3,
     time_limit_s: float = 60.0,
     passes: int = 5,
+    reorder: bool | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -114,7 +115,7 @@ def compile(  # noqa: A001
         model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``.
         budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
             inputs, gradients and optimizer state included.
-        solver, tolerance, time_limit_s, on_progress: as in ``solve``.
+        solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``.
 
     Raises:
         TraceError: the step cannot be captured as one static graph.
@@ -128,7 +129,15 @@ def compile(  # noqa: A001
     allowed: str | int = budget
     wanted_bytes: int | None = None
     for _ in range(_CORRECTIONS):
-        plan = solve(graph, allowed, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, on_progress=on_progress)
+        plan = solve(
+            graph,
+            allowed,
+            solver=solver,
+            tolerance=tolerance,
+            time_limit_s=time_limit_s,
+            reorder=reorder,
+            on_progress=on_progress,
+        )
         wanted_bytes = wanted_bytes or plan.budget_bytes
         executor = Executor(captured, plan.schedule, model, loss_fn)
         peak_bytes = _measured_peak(captured, executor, model, batch).peak_bytes

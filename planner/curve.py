@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
@@ -10,10 +10,11 @@ from graphs.plan import GraphSummary, relative_gap
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.curve_jobs import Job, solve_here, solve_in_processes
-from planner.solving import budget_in_bytes, summarize
+from planner.solving import budget_in_bytes, order_for, summarize
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
+from solvers.reorder import Reordering
 from solvers.result import Result, Status
 
 _LEAST_S = 30.0  # to spend at most on the least feasible budget, where the grid begins
@@ -56,12 +57,14 @@ class Curve:
         points: by budget, least first; times and bounds never rise from one to the next.
         least: what is known of the least feasible budget; None where the budgets were given.
         complete: False when it was stopped before every budget had its turn.
+        reordered: whether schedules and bounds are those of another order of the ops than the program's.
     """
 
     graph: GraphSummary
     points: tuple[Point, ...]
     least: LeastBudgetBracket | None
     complete: bool
+    reordered: bool
 
     def overhead(self, time_s: float | None) -> float | None:
         """`time_s` as a fraction above the step without recomputation."""
@@ -78,6 +81,7 @@ def curve(
     solver: str = "windows",
     tolerance: float = 1e-3,
     time_limit_s: float = 60.0,
+    reorder: bool | None = None,
     on_point: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Curve:
@@ -95,6 +99,7 @@ def curve(
         solver: a name in ``solvers.registry``.
         tolerance: on the gap, relative to the whole step.
         time_limit_s: seconds for each budget.
+        reorder: as in ``planner.solving.solve``.
         on_point: told how many budgets have had their turn, and of how many.
         should_stop: polled; once True, what is known so far is the answer.
 
@@ -106,12 +111,13 @@ def curve(
     if jobs < 1:
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     summary = summarize(graph)
-    known = _Known(graph, tolerance)
+    order = order_for(graph, solver, reorder=reorder)
+    known = _Known(order.graph, tolerance)
     least = None
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = least_budget(graph, time_limit_s=min(_LEAST_S, time_limit_s), should_stop=should_stop)
+        least = least_budget(order.graph, time_limit_s=min(_LEAST_S, time_limit_s), should_stop=should_stop)
         known.learn_schedule(least.schedule)
         known.infeasible_bytes = least.proved_bytes - 1
         wanted = evenly(least.found_bytes, summary.store_all_peak_bytes, budgets)
@@ -120,12 +126,20 @@ def curve(
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
     plan = _Turns(known, wanted, on_point)
-    job = Job(graph, solver, tolerance, time_limit_s)
+    job = Job(order.graph, solver, tolerance, time_limit_s)
     stop = should_stop or (lambda: False)
     run = solve_here(job, plan.take, stop) if jobs == 1 else solve_in_processes(job, plan.take, stop, jobs)
     for result in run:
         plan.learn(result)
-    return Curve(summary, tuple(plan.point(budget) for budget in wanted), least, plan.finished)
+    points = tuple(_of_source(plan.point(budget), order) for budget in wanted)
+    if least is not None:
+        least = replace(least, schedule=order.schedule_of_source(least.schedule))
+    return Curve(summary, points, least, plan.finished, order.changed)
+
+
+def _of_source(point: Point, order: Reordering) -> Point:
+    """`point`, found on the reordered graph, with its schedule as one of the original graph."""
+    return point if point.schedule is None else replace(point, schedule=order.schedule_of_source(point.schedule))
 
 
 def evenly(low_bytes: int, high_bytes: int, count: int) -> tuple[int, ...]:

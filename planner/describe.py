@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.plan import GraphSummary, Plan
+from graphs.simulate import simulate
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.solving import summarize
 from solvers.bounds import describe_need, least_budget_bound
+from solvers.policies.store_all import store_all
+from solvers.reorder import reordered
 
 if TYPE_CHECKING:
     from planner.api import RunReport
@@ -48,12 +51,15 @@ class GraphFacts:
     """What ``planner info`` says about a graph.
 
     No schedule needs less than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how.
+    It holds in the order that a solve finds for the ops (``solvers.reorder``), in which keeping everything
+    takes `reordered_peak_bytes`.
     """
 
     summary: GraphSummary
     kept_tensors: int
     static_bytes_by_kind: Mapping[str, int]
     time_s_by_phase: Mapping[str, float]
+    reordered_peak_bytes: int
     least_budget_bytes: int
     least_budget_op: str
     least_budget_reason: str
@@ -63,7 +69,8 @@ class GraphFacts:
 
 def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of `graph`, with the largest ops and tensors first."""
-    least = least_budget_bound(graph)
+    order = reordered(graph).graph
+    least = least_budget_bound(order)
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if t.producer is not None), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -71,9 +78,10 @@ def graph_facts(graph: Graph) -> GraphFacts:
         kept_tensors=len(graph.kept),
         static_bytes_by_kind={str(kind): size for kind, size in graph.static_bytes_by_kind.items()},
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
+        reordered_peak_bytes=simulate(order, store_all(order)).peak_bytes,
         least_budget_bytes=least.budget_bytes,
-        least_budget_op=graph.ops[least.need.op].name,
-        least_budget_reason=describe_need(graph, least.need),
+        least_budget_op=order.ops[least.need.op].name,
+        least_budget_reason=describe_need(order, least.need),
         largest_ops=tuple(ops[:LISTED]),
         largest_tensors=tuple(_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
     )
@@ -96,7 +104,7 @@ def graph_text(facts: GraphFacts) -> str:
         ("step time", f"{format_seconds(summary.time_s)} ({times})" if times else format_seconds(summary.time_s)),
         ("static memory", format_bytes(summary.static_bytes)),
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
-        ("peak", f"{format_bytes(summary.store_all_peak_bytes)} without recomputation"),
+        ("peak", f"{format_bytes(summary.store_all_peak_bytes)} without recomputation{_reordered(facts)}"),
         ("least budget", f"no less than {format_bytes(facts.least_budget_bytes)}: {visible(facts.least_budget_reason)}"),
         ("fingerprint", summary.fingerprint),
     ]
@@ -116,6 +124,12 @@ def graph_text(facts: GraphFacts) -> str:
             table(("size", "tensor", "shape", "made by"), tensor_rows, numbers=1),
         )
     )
+
+
+def _reordered(facts: GraphFacts) -> str:
+    if facts.reordered_peak_bytes == facts.summary.store_all_peak_bytes:
+        return ""
+    return f", {format_bytes(facts.reordered_peak_bytes)} with the ops in a better order"
 
 
 def plan_data(plan: Plan) -> dict[str, object]:
@@ -230,9 +244,9 @@ def aligned(lines: Iterable[tuple[str, str]]) -> str:
 def _bound_of(plan: Plan) -> str:
     """What the bound is a bound of: solvers that search a smaller class of schedules name it in their settings."""
     narrower = plan.settings.get("schedules")
-    if narrower:
-        return f"no schedule that fits, and takes {visible(str(narrower))}, is faster"
-    return "no schedule that fits, and takes each op first in program order, is faster"
+    taken = visible(str(narrower)) if narrower else "each op first in program order"
+    order = " as reordered" if plan.settings.get("reordered") else ""
+    return f"no schedule that fits, and takes {taken}{order}, is faster"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:

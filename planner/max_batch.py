@@ -11,7 +11,9 @@ from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.scaled import Line
 from graphs.units import format_bytes, format_ratio
+from planner.solving import order_for
 from solvers.registry import get_solver
+from solvers.reorder import Reordering
 from solvers.result import Progress, Result, Status
 
 OPTIMAL = "windows"
@@ -67,6 +69,7 @@ class Wanted:
         first: the batch to begin with.
         tolerance: on the gap of the schedule in the answer.
         time_limit_s: for each solve.
+        reorder: as in ``planner.solving.solve``; what is done by hand is in program order in any case.
     """
 
     budget_bytes: int
@@ -75,6 +78,7 @@ class Wanted:
     first: int = 1
     tolerance: float = 1e-3
     time_limit_s: float = 60.0
+    reorder: bool = True
 
 
 def max_batch(
@@ -233,14 +237,16 @@ class _Search:
         enough = Enough(
             graph.time_s * (1 + (self.wanted.max_overhead or 0.0)), self.wanted.max_overhead is None, self.should_stop
         )
+        order = self.order(solver, graph)
         result = get_solver(solver)(
-            graph,
+            order.graph,
             self.wanted.budget_bytes,
             tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
             time_limit_s=self.wanted.time_limit_s,
             on_progress=enough,
             should_stop=enough.reached,
         )
+        result = order.result_of_source(result)
         if result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
             return Decision(True, result)
         settled = solver != OPTIMAL or result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s)
@@ -250,17 +256,20 @@ class _Search:
         """The fastest schedule at `batch`, which has one."""
         self.tell(f"{activity}, its fastest schedule")
         if not self.should_stop():
-            self.keep(
-                batch,
-                get_solver(OPTIMAL)(
-                    self.graph(batch),
-                    self.wanted.budget_bytes,
-                    tolerance=self.wanted.tolerance,
-                    time_limit_s=self.wanted.time_limit_s,
-                    should_stop=self.should_stop,
-                ),
+            order = self.order(OPTIMAL, self.graph(batch))
+            result = get_solver(OPTIMAL)(
+                order.graph,
+                self.wanted.budget_bytes,
+                tolerance=self.wanted.tolerance,
+                time_limit_s=self.wanted.time_limit_s,
+                should_stop=self.should_stop,
             )
+            self.keep(batch, order.result_of_source(result))
         return min(self.found[batch], key=lambda result: result.time_s or 0.0)
+
+    def order(self, solver: str, graph: Graph) -> Reordering:
+        """`graph` as `solver` gets it."""
+        return order_for(graph, solver, reorder=self.wanted.reorder and solver == OPTIMAL)
 
     def guess(self, solver: str, method: str, beyond: int) -> int:
         """A batch near the largest that fits, from graphs on a straight line; the first to try where there is none."""

@@ -38,6 +38,7 @@ def curve_data(curve: Curve) -> dict[str, object]:
     return {
         "holds": "curve",
         "complete": curve.complete,
+        "reordered": curve.reordered,
         "fingerprint": curve.graph.fingerprint,
         "store_all_peak_bytes": curve.graph.store_all_peak_bytes,
         "store_all_time_s": curve.graph.time_s,

@@ -10,7 +10,11 @@ from graphs.simulate import simulate
 from graphs.units import parse_budget
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
+from solvers.reorder import Reordering, in_program_order, reordered
 from solvers.result import Progress, Result, Status
+
+# Other solvers stand for what others do: in program order, unless they are told otherwise.
+_REORDERED = frozenset({"windows"})
 
 
 def solve(
@@ -20,6 +24,7 @@ def solve(
     solver: str = "windows",
     tolerance: float = 1e-3,
     time_limit_s: float = 3600.0,
+    reorder: bool | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Plan:
@@ -32,6 +37,8 @@ def solve(
         solver: a name in ``solvers.registry``.
         tolerance: on the gap, relative to the whole step.
         time_limit_s: seconds the whole solve may take.
+        reorder: look for an order of the ops that needs less memory before solving (``solvers.reorder``);
+            None: for the solver ``windows`` only.
         on_progress: called as the solve advances.
         should_stop: polled; once True, the best schedule so far is the answer.
 
@@ -47,15 +54,22 @@ def solve(
     if not math.isfinite(time_limit_s) or time_limit_s <= 0:
         raise PlannerError(f"time limit is {time_limit_s!r}: must be seconds, above 0")
     summary = summarize(graph)
+    order = order_for(graph, solver, reorder=reorder)
     result = run(
-        graph,
+        order.graph,
         budget_in_bytes(budget, summary.store_all_peak_bytes),
         tolerance=tolerance,
         time_limit_s=time_limit_s,
         on_progress=on_progress,
         should_stop=should_stop,
     )
-    return _plan_from(result, summary)
+    return _plan_from(order.result_of_source(result), summary)
+
+
+def order_for(graph: Graph, solver: str, *, reorder: bool | None) -> Reordering:
+    """`graph` in the order in which `solver` gets it; `reorder` as in ``solve``."""
+    wanted = solver in _REORDERED if reorder is None else reorder
+    return reordered(graph) if wanted else in_program_order(graph)
 
 
 def summarize(graph: Graph) -> GraphSummary:

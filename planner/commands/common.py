@@ -64,6 +64,16 @@ def add_quiet(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
+    """Whether the ops are put into a better order first; `said` is what the help says of the default."""
+    parser.add_argument(
+        "--reorder",
+        action=argparse.BooleanOptionalAction,
+        default=default,
+        help=f"first look for an order of the ops that needs less memory, at no cost in time (default: {said})",
+    )
+
+
 def add_how_to_trace(parser: Parser) -> None:
     """Options of what a step is traced on, and with."""
     where = parser.add_mutually_exclusive_group()

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from planner import options
-from planner.commands.common import DONE, INFEASIBLE, LIMIT, Commands, add_command, add_quiet, print_json
+from planner.commands.common import DONE, INFEASIBLE, LIMIT, Commands, add_command, add_quiet, add_reorder, print_json
 from solvers.registry import SOLVERS
 
 
@@ -37,6 +37,7 @@ def add(commands: Commands) -> None:
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each budget: 90, 90s, 10m (default: 1m)"
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_reorder(parser, default=None, said="with --solver windows")
     add_quiet(parser)
 
 
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             solver=arguments.solver,
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
+            reorder=arguments.reorder,
             on_point=lambda done, count: progress.say(f"{done} of {count} budgets done"),
             should_stop=interrupt,
         )

@@ -3,7 +3,7 @@
 import argparse
 
 from planner import options
-from planner.commands.common import DONE, MODEL_HELP, Commands, add_command, add_how_to_trace, add_quiet, print_json
+from planner.commands.common import DONE, MODEL_HELP, Commands, add_command, add_how_to_trace, add_quiet, add_reorder, print_json
 
 
 def add(commands: Commands) -> None:
@@ -36,6 +36,7 @@ def add(commands: Commands) -> None:
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each solve: 90, 90s, 10m (default: 1m)"
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_reorder(parser, default=True, said="yes")
     add_quiet(parser)
 
 
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             first=batches.first,
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
+            reorder=arguments.reorder,
         )
         answers = max_batch(batches.graph, wanted, on_activity=progress.say, should_stop=interrupt)
     if arguments.json:

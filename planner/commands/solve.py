@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError
 from planner import options
-from planner.commands.common import DONE, Commands, add_command, add_quiet, print_json
+from planner.commands.common import DONE, Commands, add_command, add_quiet, add_reorder, print_json
 from solvers.registry import SOLVERS
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="with --solver checkmate: write its program as well, for other solvers (.lp or .mps)",
     )
+    add_reorder(parser, default=None, said="with --solver windows")
     add_quiet(parser)
 
 
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             solver=arguments.solver,
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
+            reorder=arguments.reorder,
             on_progress=progress,
             should_stop=interrupt,
         )
@@ -90,8 +92,9 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     if arguments.solver != "checkmate":
         raise PlannerError("--write-model writes the program of the solver checkmate: add --solver checkmate")
     from graphs.units import parse_budget
-    from planner.solving import summarize
+    from planner.solving import order_for, summarize
     from solvers.checkmate import write_model
 
     peak_bytes = summarize(graph).store_all_peak_bytes
-    write_model(graph, parse_budget(arguments.budget, peak_bytes=peak_bytes), arguments.write_model)
+    ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
+    write_model(ordered, parse_budget(arguments.budget, peak_bytes=peak_bytes), arguments.write_model)

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 NEAR = 0.005  # gap up to which a solve counts as near to optimal
 TOLERANCE = 1e-3  # of the solves: costs that differ by no more are the same
 FIRST_LIMITS = ((1_500, 5.0), (5_000, 20.0))  # ops, and by when a graph of so many has a first schedule, in seconds
 WHOLE = ("run", "budget_bytes", "ops", "model_rows", "model_columns", "resident_mb")
 REFERENCE = "checkmate"
+BY_REFERENCE = "reference: Checkmate's program"
 SOLVE = ["suite", "graph", "budget", "solver"]
 NOTE = {
     "checkmate-24h": "Profiled training graphs, with what Gurobi (12 threads, up to 24 h) reached on Checkmate's program.",
@@ -187,6 +189,8 @@ def growth_plot(rows: pd.DataFrame, path: Path) -> None:
         right.plot(sizes["ops"], sizes[column].astype(float), color=f"C{i}", marker="o", markersize=4, label=label)
     right.set(title="largest program solved", xlabel="ops", ylabel="number", xscale="log", yscale="log")
     for axes in (left, right):
+        axes.set_xticks(solves["ops"].astype(float), [f"{ops:,}" for ops in solves["ops"]])
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.legend()
     figure.suptitle("GPT-2 of more and more layers, half way from the least budget to the peak")
     save(figure, path)
@@ -197,19 +201,20 @@ def solves_plot(rows: pd.DataFrame, path: Path) -> None:
     solves = medians(rows)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    names = solves["suite"].where(solves["solver"] != REFERENCE, "the reference's program")
+    names = solves["suite"].where(solves["solver"] != REFERENCE, BY_REFERENCE)
     for i, (name, group) in enumerate(solves.groupby(names, sort=False)):
         done = solved(group)
-        marker = "D" if name == "the reference's program" else "o"
+        marker = "D" if name == BY_REFERENCE else "o"
         left.scatter(group["ops"][done], group["seconds"][done], color=f"C{i}", marker=marker, s=16)
         left.scatter(group["ops"][~done], group["seconds"][~done], edgecolors=f"C{i}", facecolors="none", marker=marker, s=16)
         ends = group["seconds"][done].sort_values().tolist()
         shares = [100 * (k + 1) / len(group) for k in range(len(ends))]
         limit_s = group["time_limit_s"].max()
-        right.step([*ends, limit_s], [*shares, shares[-1] if shares else 0], where="post", color=f"C{i}", label=f"{name}")
+        times, heights = [*ends[:1], *ends, limit_s], [0.0, *shares, *(shares[-1:] or [0.0])]
+        right.step(times, heights[-len(times) :], where="post", color=f"C{i}", label=f"{name}")
     left.set(title=f"solves; hollow: gap above {NEAR:.1%}", xlabel="ops", ylabel="seconds", xscale="log", yscale="log")
     right.set(title=f"solved to a gap of {NEAR:.1%}", xlabel="seconds", ylabel="% of solves", xscale="log", ylim=(0, 102))
-    right.legend(loc="lower right", fontsize="small")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     save(figure, path)
 
 

@@ -44,6 +44,7 @@ class Entry:
 
 CHEN = "solvers.policies.chen"
 DTR = "solvers.policies.dtr"
+MEGENGINE = "solvers.policies.megengine"
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry("solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)"),
@@ -64,6 +65,8 @@ SOLVERS: dict[str, Entry] = {
     "largest": Entry(DTR, "online: evict the largest", {"rule": "largest"}),
     "msps": Entry(DTR, "online: evict by cost with evicted ancestors / bytes (MSPS)", {"rule": "msps"}),
     "dtr-random": Entry(DTR, "online: evict at random", {"rule": "dtr-random"}),
+    "megengine": Entry(MEGENGINE, "MegEngine online: DTR with costs by bytes and small tensors spared"),
+    "megengine-static": Entry(MEGENGINE, "MegEngine with the step known: by next use", {"rule": "megengine-static"}),
 }
 
 

@@ -67,17 +67,20 @@ class CostByClasses(Cost):
     def begin(self, run: Online) -> None:
         """As in ``Heuristic``."""
         super().begin(run)
-        pairs = [(t, p) for t, parents in enumerate(run.parents) for p in parents]
-        both = np.array([*pairs, *((p, t) for t, p in pairs)], dtype=np.int64).reshape(-1, 2)
-        self.here, self.there = both[:, 0], both[:, 1]
+        pairs = [(t, n) for t in range(len(run.parents)) for n in self.neighbours(t)]
+        self.here, self.there = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         self.label: Ints = np.full(len(run.parents), -1, dtype=np.int64)  # class of each evicted tensor
         self.members: list[list[int]] = []  # of each class; some may have left it
         self.value: Floats = np.zeros(1024)  # cost of each class
 
+    def neighbours(self, t: int) -> tuple[int, ...]:
+        """Whose classes `t` joins, and is scored by."""
+        return (*self.run.parents[t], *self.run.children[t])
+
     def evicted(self, t: int) -> None:
         """A class of its own, merged with those of its evicted neighbours."""
         run = self.run
-        around = {int(self.label[n]) for n in (*run.parents[t], *run.children[t]) if run.gone[n]} - {-1}
+        around = {int(self.label[n]) for n in self.neighbours(t) if run.gone[n]} - {-1}
         new = len(self.members)
         if new == len(self.value):
             self.value = np.concatenate([self.value, np.zeros(new)])

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.importers.storages import held_storages
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes, format_seconds
 from solvers.policies.replay import Trial, answer, failure, last_needed, repeatable
@@ -42,7 +42,21 @@ class FailedError(Exception):
 
 
 class Heuristic(ABC):
-    """Which tensor to evict: that of least score; told what is evicted and made as it happens."""
+    """Which tensor to evict: that of least score; told what is evicted and made as it happens.
+
+    Attributes:
+        keeps_siblings: whether an op that runs again for one output leaves the others in memory as well.
+    """
+
+    keeps_siblings = True
+
+    def spares(self, graph: Graph, t: int) -> bool:
+        """Whether `t` is never evicted."""
+        return False
+
+    def estimate_s(self, graph: Graph, op: Op) -> float:
+        """What the heuristic takes `op` to need."""
+        return op.time_s
 
     def begin(self, run: "Online") -> None:
         """A run begins: nothing has been computed."""
@@ -72,13 +86,14 @@ class Online:
 
     Attributes, for heuristics (indexed by tensor id):
         size_bytes: of each tensor.
-        own_s: time of the op that makes it.
+        own_s: time of the op that makes it, by the heuristic's estimate.
         touched_s: when it was made first, or last read.
         gone: it has been computed and is not in memory; banished ones do not count.
         live: it is in memory.
         since: when it became evictable, a running number.
         parents, children: what it is made from, and what is made from it, static tensors left out.
-        clock_s: seconds of execution so far.
+        clock_s: seconds of execution so far, by the heuristic's estimate.
+        now: the op of the program that is due.
         again: how often each op (by id) has run beyond the first time.
         budget_bytes, memory_bytes: static bytes included.
     """
@@ -108,8 +123,9 @@ class Online:
         self.thrash_s = (thrash_factor - 1.0) * graph.time_s
         count = len(graph.tensors)
         self.size_bytes: Floats = np.array([t.size_bytes for t in graph.tensors], dtype=np.float64)
+        self.estimates_s = [heuristic.estimate_s(graph, op) for op in graph.ops]
         self.own_s: Floats = np.array(
-            [0.0 if t.producer is None else graph.ops[t.producer].time_s for t in graph.tensors], dtype=np.float64
+            [0.0 if t.producer is None else self.estimates_s[t.producer] for t in graph.tensors], dtype=np.float64
         )
         self.touched_s: Floats = np.zeros(count)
         self.since: Ints = np.zeros(count, dtype=np.int64)
@@ -123,9 +139,12 @@ class Online:
         self.again = [0] * len(graph.ops)
         self.memory_bytes = graph.static_bytes
         self.steps: list[Step] = []
-        self.numbers = 0
+        self.numbers = self.now = 0
         fit = repeatable(graph)
-        self.evictable = [t.producer is not None and t.id not in graph.kept and fit[t.producer] for t in graph.tensors]
+        self.evictable = [
+            t.producer is not None and t.id not in graph.kept and fit[t.producer] and not heuristic.spares(graph, t.id)
+            for t in graph.tensors
+        ]
         held = held_storages(graph)
         self.held = {h.storage: h for h in held}
         self.parents, self.children = self._relations({h.tensor for h in held})
@@ -140,6 +159,7 @@ class Online:
         self.heuristic.begin(self)
         skipped = {h.hold: -1 for h in self.held.values()} | {h.release: h.storage for h in self.held.values()}
         for op in self.graph.ops:
+            self.now = op.id
             if op.id not in skipped:
                 self._execute(op.id)
                 for t in op.outputs:
@@ -224,7 +244,7 @@ class Online:
         op = self.graph.ops[op_id]
         self._make_room(op_id, sum(self.graph.tensors[t].size_bytes for t in op.outputs) + op.workspace_bytes)
         self.steps.append(Compute(op_id))
-        self.clock_s += op.time_s
+        self.clock_s += self.estimates_s[op_id]
         if wanted >= 0:
             self.recomputed_s += op.time_s
             self.again[op_id] += 1
@@ -232,7 +252,7 @@ class Online:
         for t in (*(t for t in op.outputs if t != asked), *((asked,) if asked >= 0 else ())):
             if self.live[t]:
                 continue
-            if self.banished[t]:
+            if self.banished[t] or (wanted >= 0 and t != wanted and not self.heuristic.keeps_siblings):
                 self.steps.append(Free(t))
                 continue
             self.live[t] = True

@@ -25,7 +25,9 @@ from planner.measure import outcome
 from planner.solving import summarize
 from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
+from solvers.registry import get_solver
 from solvers.reorder import Reordering, permuted, reordered
+from solvers.result import Status
 from tests.steps import make, random_schedule
 
 
@@ -162,6 +164,14 @@ def test_a_plan_is_for_the_graph_as_it_was() -> None:
     kept = planner.solve(graph, 53_000, reorder=False)
     assert kept.settings["reordered"] is False
     assert kept.overhead > 0
+
+
+def test_what_fits_only_in_program_order_is_found_there() -> None:
+    graph, budget_bytes = synthetic.random_graph(350, 12), 27
+    in_new_order = get_solver("windows")(reordered(graph).graph, budget_bytes)
+    assert in_new_order.status is Status.INFEASIBLE
+    plan = planner.solve(graph, budget_bytes)
+    assert (plan.status, plan.settings["reordered"]) == ("optimal", False)
 
 
 def test_what_others_do_is_in_program_order_unless_told() -> None:

@@ -45,6 +45,7 @@ class Entry:
 CHEN = "solvers.policies.chen"
 DTR = "solvers.policies.dtr"
 MEGENGINE = "solvers.policies.megengine"
+SAC = "solvers.policies.sac"
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry("solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)"),
@@ -58,6 +59,10 @@ SOLVERS: dict[str, Entry] = {
     "chen-greedy": Entry(CHEN, "recompute segments that end after a number of bytes, searched", {"rule": "chen-greedy"}),
     "griewank": Entry("solvers.policies.griewank", "binomial checkpointing of a chain (revolve)"),
     "rotor": Entry("solvers.policies.rotor", "the optimal schedule of a chain (dynamic programme)"),
+    "sac": Entry(SAC, "selective checkpointing: save matmuls, convolutions and attention"),
+    "sac-every-second": Entry(SAC, "selective checkpointing: as sac, without every second matmul", {"rule": "sac-every-second"}),
+    "sac-attention": Entry(SAC, "selective checkpointing: save attention only", {"rule": "sac-attention"}),
+    "memory-budget": Entry("solvers.policies.memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
     "dtr": Entry(DTR, "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
     "dtr-full": Entry(DTR, "DTR online, with the exact cost of the evicted neighbourhood", {"rule": "dtr-full"}),
     "dtr-local": Entry(DTR, "DTR online, with a tensor's own cost only", {"rule": "dtr-local"}),

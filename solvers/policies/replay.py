@@ -135,29 +135,38 @@ def needed_for(graph: Graph, wanted: Iterable[int], ops: Iterable[int], absent: 
     return again[::-1]
 
 
-def recompute_groups(graph: Graph, groups: Sequence[Hashable]) -> Schedule:
-    """The schedule that drops what lies inside a group of forward ops, and makes it again at once when it is needed.
+def recompute_groups(
+    graph: Graph, groups: Sequence[Hashable], *, saved: AbstractSet[int] = frozenset(), at_once: bool = True
+) -> Schedule:
+    """The schedule that drops what lies inside a group of forward ops, and makes it again when it is needed.
 
-    Of a group stays what forward ops outside it read, what is kept and what cannot be made again. The rest is made
-    again just before the first op after the forward pass that reads some of it, as far as such ops need it.
+    Of a group stays what forward ops outside it read, what is saved or kept, and what cannot be made again. The rest
+    is made again before ops after the forward pass that read it, once, as far as such ops need it.
 
     Args:
         graph: what is scheduled.
         groups: for each op the group it is in; None: its outputs stay.
+        saved: tensors that stay.
+        at_once: with the first tensor of a group that is needed all others are made again; otherwise each when
+            it is needed itself.
     """
     groups = [group if op.phase is Phase.FORWARD else None for op, group in zip(graph.ops, groups, strict=True)]
-    dropped = {t for t in droppable(graph) if _is_inside(graph, groups, t)}
+    dropped = {t for t in droppable(graph) - saved if _is_inside(graph, groups, t)}
     members: dict[Hashable, list[int]] = {}
     for op_id, group in enumerate(groups):
         members.setdefault(group, []).append(op_id)
     wanted = read_later(graph) & dropped
-    again = {group: needed_for(graph, wanted, ops, dropped) for group, ops in members.items()}
+    absent = set(dropped)
     computed: list[int] = []
     for op in graph.ops:
         if op.phase is not Phase.FORWARD:
             for t in op.inputs:
-                if t in dropped:
-                    computed += again.pop(groups[graph.tensors[t].producer or 0], ())
+                if t not in absent:
+                    continue
+                inside = members[groups[graph.tensors[t].producer or 0]]
+                again = needed_for(graph, wanted & absent if at_once else [t], inside, absent)
+                computed += again
+                absent.difference_update(made for i in again for made in graph.ops[i].outputs)
         computed.append(op.id)
     return schedule_of(graph, computed)
 

@@ -1,5 +1,6 @@
 """DTR and what it was compared with: the published simulator's figures, and schedules that hold on any graph."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from graphs import synthetic
 from graphs.importers import import_graph
+from graphs.importers.storages import held_storages
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free
 from graphs.simulate import simulate
@@ -119,6 +121,33 @@ def test_recomputation_on_a_linear_network(rule: Rule, length: int, again: float
     simulation = simulate(graph, schedule)
     assert simulation.peak_bytes <= 2 * math.isqrt(length)
     assert simulation.recomputed / length == pytest.approx(again, rel=0.05)
+
+
+def test_a_reference_held_on_is_evicted_as_the_simulator_would(tmp_path: Path) -> None:
+    # The program holds y after its last reader, z, until after w: 10 + 10 + 10 beside x. With 25, y goes for w.
+    def call(name: str, argument: str) -> list[dict[str, object]]:
+        return [
+            {"INSTRUCTION": "CALL", "NAME": "f", "ARGS": [argument], "RESULT": [name], "TIME": "1000"},
+            {"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": "10"},
+            {"INSTRUCTION": "ALIAS", "NAME": name, "ALIAS": "-1"},
+        ]
+
+    lines = [
+        {"INSTRUCTION": "CONSTANT", "NAME": "x"},
+        {"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "5"},
+        *(line for name, argument in ("yx", "zy", "wz") for line in call(name, argument)),
+        *({"INSTRUCTION": "RELEASE", "NAME": name} for name in "yzw"),
+    ]
+    path = tmp_path / "held.log"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    graph = import_graph(path)
+    (held,) = held_storages(graph)
+    assert [graph.tensors[t].name for t in (held.storage, held.tensor)] == ["y", "y held"]
+    assert [graph.ops[op].name for op in (held.hold, held.release)] == ["hold.y", "release.y"]
+    assert simulate(graph, store_all(graph)).peak_bytes == 35
+    for budget in (35, 25):
+        result = solve(graph, budget)
+        assert (result.peak_bytes, result.time_s) == (budget, graph.time_s)
 
 
 # --- any graph ------------------------------------------------------------------------------------

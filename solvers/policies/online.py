@@ -145,9 +145,8 @@ class Online:
             t.producer is not None and t.id not in graph.kept and fit[t.producer] and not heuristic.spares(graph, t.id)
             for t in graph.tensors
         ]
-        held = held_storages(graph)
-        self.held = {h.storage: h for h in held}
-        self.parents, self.children = self._relations({h.tensor for h in held})
+        self.held = {h.storage: h for h in held_storages(graph)}
+        self.parents, self.children = self._relations()
         self.dies = self._deaths()
 
     def run(self) -> Schedule:
@@ -157,28 +156,27 @@ class Online:
             FailedError: out of memory, thrashing, or stopped.
         """
         self.heuristic.begin(self)
-        skipped = {h.hold: -1 for h in self.held.values()} | {h.release: h.storage for h in self.held.values()}
+        stand_ins = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
         for op in self.graph.ops:
             self.now = op.id
-            if op.id not in skipped:
+            if op.id not in stand_ins:
                 self._execute(op.id)
                 for t in op.outputs:
                     self.touched_s[t] = self.clock_s
-                for t in self.dies.get(op.id, ()):
-                    self._release(t)
-            elif skipped[op.id] >= 0:
-                self._release(skipped[op.id])
+            for t in self.dies.get(op.id, ()):
+                self._release(t)
             if reason := self.stop():
                 raise FailedError(reason)
         for t in tuple(self.held):
             self._leave(t)
         return Schedule(tuple(self.steps))
 
-    def _relations(self, stand_ins: set[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    def _relations(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """What each tensor is made from, and what is made from it."""
         parents: list[tuple[int, ...]] = [()] * len(self.graph.tensors)
         children: list[list[int]] = [[] for _ in self.graph.tensors]
         for op in self.graph.ops:
-            read = tuple(t for t in op.inputs if self.graph.tensors[t].producer is not None and t not in stand_ins)
+            read = self._inputs(op.id)
             for t in op.outputs:
                 parents[t] = read
             for t in read:
@@ -186,17 +184,17 @@ class Online:
         return tuple(parents), tuple(map(tuple, children))
 
     def _deaths(self) -> dict[int, list[int]]:
-        """By op: what the program reads for the last time then; what cannot be made again: nothing can need any more."""
+        """By op: what the program has no further use for then; of what is never evicted: what nothing can need any more."""
         needed = last_needed(self.graph)
+        stand_ins = {h.tensor for h in self.held.values()}
         dies: dict[int, list[int]] = {}
         for t in self.graph.tensors:
-            if t.producer is None or t.id in self.graph.kept or t.id in self.held:
+            if t.producer is None or t.id in self.graph.kept or t.id in stand_ins:
                 continue
-            readers = self.graph.consumers[t.id]
-            last = readers[-1] if readers else t.producer
-            if not self.evictable[t.id]:
-                last = max((needed[r] for r in readers), default=t.producer)
-            dies.setdefault(last, []).append(t.id)
+            uses = [t.producer, *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
+            if t.id in self.held:
+                uses.append(self.held[t.id].release)
+            dies.setdefault(max(uses), []).append(t.id)
         return dies
 
     # Executing.

@@ -17,7 +17,7 @@ from solvers.policies.griewank import plan, runs
 from solvers.policies.stages import Cuts, Forward, Stages, crossings, cut_places, evenly
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
-from solvers.result import Status
+from solvers.result import Progress, Status
 
 CHAIN_SOLVERS = ("chen-sqrt", "chen-greedy", "griewank", "rotor")
 
@@ -202,6 +202,15 @@ def test_a_transformer_takes_less_time_than_by_segments() -> None:
     budget = int(0.5 * peak_bytes(graph))
     times = {name: get_solver(name)(graph, budget).time_s or math.inf for name in CHAIN_SOLVERS}
     assert times["rotor"] < times["chen-greedy"] < 1.4 * graph.time_s
+
+
+def test_what_was_found_when_time_was_up_is_the_answer() -> None:
+    graph = synthetic.training_chain(40)
+    said: list[Progress] = []
+    late = griewank.solve(graph, 1000, time_limit_s=0.0, on_progress=said.append)
+    assert (late.status, len(said), said[0].best_s) == (Status.FEASIBLE, 1, late.time_s)
+    stopped = griewank.solve(graph, 2, should_stop=lambda: True)
+    assert "(of what was tried before it was stopped), over the budget of 2 B" in stopped.message
 
 
 # --- any graph ------------------------------------------------------------------------------------

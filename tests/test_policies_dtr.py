@@ -282,4 +282,4 @@ def test_a_stopped_run_says_so() -> None:
     assert result.status is Status.LIMIT
     assert "stopped" in result.message
     late = solve(synthetic.chain(5), 10, time_limit_s=0.0)
-    assert "not done within the limit" in late.message
+    assert "the limit of 0 s was reached" in late.message

@@ -10,12 +10,11 @@ read, and what the step returns or cannot compute again). The rest is dropped, a
 once, just before the first backward op that reads some of it.
 """
 
-import time
 from collections.abc import Callable
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.policies.replay import Trial, answer, failure, recompute_groups
+from solvers.policies.replay import Task, Trial, answer, failure, recompute_groups
 from solvers.result import Progress, Result
 
 
@@ -49,17 +48,13 @@ def solve(
 
     The policy proves nothing; its bound is the step without recomputation.
     """
-    start = time.perf_counter()
+    task = Task(graph, budget_bytes, "checkpoint_blocks", tolerance, time_limit_s, on_progress, should_stop)
     trials = [Trial(checkpoint_blocks(graph, level), {"level": level}) for level in range(1, levels(graph) + 1)]
     if not trials:
         why = "the graph has no blocks: no op belongs to a numbered module, such as model.layers.0"
-        return failure(graph, budget_bytes, why, solver="checkpoint_blocks", start=start)
+        return failure(task, why)
     return answer(
-        graph,
-        budget_bytes,
+        task,
         trials,
-        solver="checkpoint_blocks",
-        start=start,
-        tolerance=tolerance,
         what="checkpointing every block",
     )

@@ -10,13 +10,12 @@ Graphs that are no chains are cut at articulation points and, linearised, anywhe
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.policies.replay import Trial, answer, recompute_groups
+from solvers.policies.replay import Task, Trial, answer, recompute_groups
 from solvers.policies.stages import Cuts, Stages, crossings, cut_places, evenly
 from solvers.result import Progress, Result
 
@@ -46,9 +45,9 @@ def solve(
     Raises:
         ValueError: no such rule.
     """
-    start = time.perf_counter()
+    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
     trials = (trial for cuts in Cuts for trial in (sqrt_trials if Rule(rule) is Rule.SQRT else greedy_trials)(graph, cuts))
-    return answer(graph, budget_bytes, trials, solver=str(rule), start=start, tolerance=tolerance, what="recomputing segments")
+    return answer(task, trials, what="recomputing segments")
 
 
 def sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:

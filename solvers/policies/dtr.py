@@ -19,6 +19,7 @@ from enum import StrEnum
 from graphs.ir import Graph
 from solvers.policies.heuristics import Cost, CostByClasses, CostByRegions, Largest, LeastRecentlyUsed, Random
 from solvers.policies.online import Deallocation, Heuristic, online_result
+from solvers.policies.replay import Task
 from solvers.result import Progress, Result
 
 
@@ -58,15 +59,11 @@ def solve(
     Raises:
         ValueError: no such rule or deallocation.
     """
+    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
     settings = {"rule": str(rule), "deallocation": str(deallocation), "thrash_factor": thrash_factor, "seed": seed}
     return online_result(
-        graph,
-        budget_bytes,
+        task,
         heuristic(Rule(rule), seed),
-        name=str(rule),
-        tolerance=tolerance,
-        time_limit_s=time_limit_s,
-        should_stop=should_stop,
         deallocation=Deallocation(deallocation),
         thrash_factor=thrash_factor,
         settings=settings,

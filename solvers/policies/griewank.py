@@ -13,12 +13,11 @@ searched, and the fastest schedule that fits is taken.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 
 from graphs.ir import Graph
-from solvers.policies.replay import Trial, answer
+from solvers.policies.replay import Task, Trial, answer
 from solvers.policies.stages import Cuts, Forward, Stages, cut_places
 from solvers.result import Progress, Result
 
@@ -35,9 +34,9 @@ def solve(
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when no number of snapshots fits."""
-    start = time.perf_counter()
+    task = Task(graph, budget_bytes, "griewank", tolerance, time_limit_s, on_progress, should_stop)
     trials = (trial for cuts in Cuts for trial in snapshot_trials(graph, cuts))
-    return answer(graph, budget_bytes, trials, solver="griewank", start=start, tolerance=tolerance, what="binomial checkpointing")
+    return answer(task, trials, what="binomial checkpointing")
 
 
 def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:

@@ -26,6 +26,7 @@ import numpy as np
 from graphs.ir import Graph, Op
 from solvers.policies.heuristics import CostByClasses, ratio
 from solvers.policies.online import Deallocation, Floats, Heuristic, Ints, Online, online_result
+from solvers.policies.replay import Task
 from solvers.result import Progress, Result
 
 _MIB = 2**20
@@ -62,14 +63,10 @@ def solve(
     Raises:
         ValueError: no such rule.
     """
+    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
     return online_result(
-        graph,
-        budget_bytes,
+        task,
         Dynamic(least_bytes) if Rule(rule) is Rule.DYNAMIC else Static(least_bytes),
-        name=str(rule),
-        tolerance=tolerance,
-        time_limit_s=time_limit_s,
-        should_stop=should_stop,
         deallocation=Deallocation.EAGER,
         thrash_factor=thrash_factor,
         settings={"rule": str(rule), "least_bytes": least_bytes, "thrash_factor": thrash_factor},

@@ -11,7 +11,6 @@ fused are left out, for here nothing is fused; op times are those of the graph (
 bounds saved bytes and not the peak, all fractions are tried, and the fastest schedule that fits is taken.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -21,7 +20,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphs.ir import Graph, Op, Phase
-from solvers.policies.replay import Trial, answer, droppable, read_later, recompute_groups
+from solvers.policies.replay import Task, Trial, answer, droppable, read_later, recompute_groups
 from solvers.policies.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
 from solvers.result import Progress, Result
 
@@ -45,14 +44,10 @@ def solve(
     Args:
         fractions: of the bytes saved at 1, each from 0 to 1.
     """
-    start = time.perf_counter()
+    task = Task(graph, budget_bytes, "memory-budget", tolerance, time_limit_s, on_progress, should_stop)
     return answer(
-        graph,
-        budget_bytes,
+        task,
         trials(graph, fractions),
-        solver="memory-budget",
-        start=start,
-        tolerance=tolerance,
         what="a memory budget",
     )
 

@@ -10,7 +10,6 @@ Never evicted: what is static or kept (constants and outputs are pinned), and wh
 """
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import StrEnum
@@ -21,8 +20,8 @@ from numpy.typing import NDArray
 from graphs.importers.storages import held_storages
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
-from graphs.units import format_bytes, format_seconds
-from solvers.policies.replay import Trial, answer, failure, last_needed, repeatable
+from graphs.units import format_bytes
+from solvers.policies.replay import Task, Trial, answer, failure, last_needed, repeatable
 from solvers.result import Result
 
 Floats = NDArray[np.float64]
@@ -326,32 +325,14 @@ class Online:
 
 
 def online_result(
-    graph: Graph,
-    budget_bytes: int,
-    rule: Heuristic,
-    *,
-    name: str,
-    tolerance: float,
-    time_limit_s: float,
-    should_stop: Callable[[], bool] | None,
-    deallocation: Deallocation,
-    thrash_factor: float,
-    settings: dict[str, object],
+    task: Task, rule: Heuristic, *, deallocation: Deallocation, thrash_factor: float, settings: dict[str, object]
 ) -> Result:
-    """The result of one run with the heuristic `rule`; `name` is the solver's in the registry. See ``Online``."""
-    start = time.perf_counter()
-
-    def stop() -> str:
-        if time.perf_counter() - start > time_limit_s:
-            return f"not done within the limit of {format_seconds(time_limit_s)}"
-        return "stopped" if should_stop is not None and should_stop() else ""
-
-    run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
+    """The result of one run with the heuristic `rule`. See ``Online``."""
+    graph, budget_bytes = task.graph, task.budget_bytes
+    run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=task.ended)
     try:
         trial = Trial(run.run())
     except FailedError as error:
-        why = (
-            f"{name} fails at {format_bytes(budget_bytes)}: {error}. Raise --budget, or use a solver that plans, such as windows"
-        )
-        return failure(graph, budget_bytes, why, solver=name, start=start, settings=settings)
-    return answer(graph, budget_bytes, [trial], solver=name, start=start, tolerance=tolerance, what=name, settings=settings)
+        why = f"{task.solver} fails at {format_bytes(budget_bytes)}: {error}. Raise --budget, or use the solver windows"
+        return failure(task, why, settings=settings)
+    return answer(task, [trial], what=task.solver, settings=settings)

@@ -1,7 +1,7 @@
 """What policies share: which ops may run again and for how long, segments that do, and the result of a policy."""
 
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -9,8 +9,8 @@ from graphs.ir import Graph, Phase
 from graphs.plan import relative_gap
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
-from graphs.units import format_bytes
-from solvers.result import Result, Status
+from graphs.units import format_bytes, format_seconds
+from solvers.result import Progress, Result, Status
 
 
 def repeatable(graph: Graph) -> tuple[bool, ...]:
@@ -44,63 +44,89 @@ class Trial:
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
-def answer(
-    graph: Graph,
-    budget_bytes: int,
-    trials: Iterable[Trial],
-    *,
-    solver: str,
-    start: float,
-    tolerance: float,
-    what: str,
-    settings: Mapping[str, object] | None = None,
-) -> Result:
-    """The fastest of `trials` that fits; LIMIT when none does.
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a policy is asked for: as in ``solvers.registry.Solver``, with its name there and when it began."""
+
+    graph: Graph
+    budget_bytes: int
+    solver: str
+    tolerance: float
+    time_limit_s: float
+    on_progress: Callable[[Progress], None] | None
+    should_stop: Callable[[], bool] | None
+    start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self.start
+
+    def ended(self) -> str:
+        """Why no more may be tried; "" if more may."""
+        if self.seconds > self.time_limit_s:
+            return f"the limit of {format_seconds(self.time_limit_s)} was reached"
+        return "it was stopped" if self.should_stop is not None and self.should_stop() else ""
+
+    def tell(self, activity: str, best_s: float | None) -> None:
+        """Report progress."""
+        if self.on_progress is not None:
+            self.on_progress(Progress(self.seconds, activity, best_s, self.graph.time_s))
+
+
+def answer(task: Task, trials: Iterable[Trial], *, what: str, settings: Mapping[str, object] | None = None) -> Result:
+    """The fastest of `trials` that fits; LIMIT when none does, or time was up before one did.
 
     A policy proves nothing: its bound is the step without recomputation, and where it fails none.
 
     Args:
-        graph: what is planned.
-        budget_bytes: static bytes included.
-        trials: one or more.
-        solver: name in the registry.
-        start: ``time.perf_counter()`` when the solve began.
-        tolerance: on the gap.
+        task: what is asked for.
+        trials: made as they are tried.
         what: does what the message says to need too much: "keeping everything".
         settings: besides those of the trial.
     """
-    judged = [(trial, simulate(graph, trial.schedule)) for trial in trials]
-    fitting = [pair for pair in judged if pair[1].peak_bytes <= budget_bytes]
-    if not fitting:
-        least = format_bytes(min(simulation.peak_bytes for _, simulation in judged))
-        why = f"{what} needs {least}, over the budget of {format_bytes(budget_bytes)}: use a solver that chooses, such as windows"
-        return failure(graph, budget_bytes, why, solver=solver, start=start, settings=settings)
-    best, simulation = min(fitting, key=lambda pair: (pair[1].time_s, pair[1].peak_bytes))
-    gap = relative_gap(simulation.time_s, graph.time_s)
+    best: tuple[float, int, Trial] | None = None
+    least: int | None = None
+    ended = ""
+    for trial in trials:
+        simulation = simulate(task.graph, trial.schedule)
+        peak_bytes = simulation.peak_bytes
+        least = peak_bytes if least is None else min(least, peak_bytes)
+        if peak_bytes <= task.budget_bytes and (best is None or (simulation.time_s, peak_bytes) < best[:2]):
+            best = (simulation.time_s, peak_bytes, trial)
+        task.tell(task.solver, best[0] if best else None)
+        if ended := task.ended():
+            break
+    if least is None:
+        return failure(task, f"{what} is not for this graph: it has no forward pass", settings=settings)
+    if best is None:
+        found = f"{what} needs {format_bytes(least)}" + (f" (of what was tried before {ended})" if ended else "")
+        budget = format_bytes(task.budget_bytes)
+        why = f"{found}, over the budget of {budget}: use a solver that chooses, such as windows"
+        return failure(task, why, settings=settings)
+    gap = relative_gap(best[0], task.graph.time_s)
     return Result(
-        graph,
-        budget_bytes=budget_bytes,
-        status=Status.OPTIMAL if gap is not None and gap <= tolerance else Status.FEASIBLE,
-        schedule=best.schedule,
-        bound_s=graph.time_s,
-        solver=solver,
-        seconds=time.perf_counter() - start,
-        settings={**(settings or {}), **best.settings},
+        task.graph,
+        budget_bytes=task.budget_bytes,
+        status=Status.OPTIMAL if gap is not None and gap <= task.tolerance else Status.FEASIBLE,
+        schedule=best[2].schedule,
+        bound_s=task.graph.time_s,
+        solver=task.solver,
+        seconds=task.seconds,
+        settings={**(settings or {}), **best[2].settings},
     )
 
 
-def failure(
-    graph: Graph, budget_bytes: int, why: str, *, solver: str, start: float, settings: Mapping[str, object] | None = None
-) -> Result:
+def failure(task: Task, why: str, *, settings: Mapping[str, object] | None = None) -> Result:
     """The policy found nothing, which says nothing about other schedules."""
     return Result(
-        graph,
-        budget_bytes=budget_bytes,
+        task.graph,
+        budget_bytes=task.budget_bytes,
         status=Status.LIMIT,
         schedule=None,
         bound_s=None,
-        solver=solver,
-        seconds=time.perf_counter() - start,
+        solver=task.solver,
+        seconds=task.seconds,
         settings=settings or {},
         message=why,
     )

@@ -20,7 +20,6 @@ neighbours are merged.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
-from solvers.policies.replay import Trial, answer, needed_for
+from solvers.policies.replay import Task, Trial, answer, needed_for
 from solvers.policies.stages import Cuts, Forward, Stages, cut_places, evenly
 from solvers.result import Progress, Result
 
@@ -54,15 +53,11 @@ def solve(
         most_stages: above it neighbours are merged.
         slots: what the memory of keeping everything is divided into.
     """
-    start = time.perf_counter()
+    task = Task(graph, budget_bytes, "rotor", tolerance, time_limit_s, on_progress, should_stop)
     trials = (trial for cuts in Cuts for trial in chain_trials(graph, budget_bytes, cuts, most_stages, slots))
     return answer(
-        graph,
-        budget_bytes,
+        task,
         trials,
-        solver="rotor",
-        start=start,
-        tolerance=tolerance,
         what="the chain's schedule",
         settings={"most_stages": most_stages, "slots": slots},
     )

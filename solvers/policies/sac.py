@@ -9,13 +9,12 @@ A region is computed again at once, as in eager PyTorch, or each tensor when it 
 the fastest schedule that fits is taken.
 """
 
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import StrEnum
 
 from graphs.ir import Graph, Op, Phase
 from solvers.policies.checkpoint_blocks import block_of, levels
-from solvers.policies.replay import Trial, answer, failure, recompute_groups
+from solvers.policies.replay import Task, Trial, answer, failure, recompute_groups
 from solvers.policies.torch_ops import ATTENTION, COMPUTE_INTENSIVE, MATMUL, is_one_of
 from solvers.result import Progress, Result
 
@@ -48,12 +47,12 @@ def solve(
     Raises:
         ValueError: no such rule.
     """
-    start = time.perf_counter()
+    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
     settings = {"rule": str(rule), **({"save": list(save)} if save else {})}
     ops = saved_ops(graph, Rule(rule), frozenset(save))
     if not ops:
         why = f"no op of the forward pass is one of those that {rule} saves: planner info shows what ops there are"
-        return failure(graph, budget_bytes, why, solver=str(rule), start=start, settings=settings)
+        return failure(task, why, settings=settings)
     saved = frozenset(t for op in ops for t in op.outputs)
     trials = (
         Trial(recompute_groups(graph, groups, saved=saved, at_once=at_once), {"region": name, "at_once": at_once})
@@ -61,12 +60,8 @@ def solve(
         for at_once in (True, False)
     )
     return answer(
-        graph,
-        budget_bytes,
+        task,
         trials,
-        solver=str(rule),
-        start=start,
-        tolerance=tolerance,
         what=f"saving the outputs of {len(ops)} ops",
         settings=settings,
     )

@@ -1,11 +1,10 @@
 """Keep everything: the schedule without recomputation, the reference for time and memory."""
 
-import time
 from collections.abc import Callable
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
-from solvers.policies.replay import Trial, answer
+from solvers.policies.replay import Task, Trial, answer
 from solvers.result import Progress, Result
 
 
@@ -24,6 +23,6 @@ def solve(
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when keeping everything does not fit."""
-    start = time.perf_counter()
+    task = Task(graph, budget_bytes, "store_all", tolerance, time_limit_s, on_progress, should_stop)
     trial = Trial(store_all(graph))
-    return answer(graph, budget_bytes, [trial], solver="store_all", start=start, tolerance=tolerance, what="keeping everything")
+    return answer(task, [trial], what="keeping everything")

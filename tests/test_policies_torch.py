@@ -155,6 +155,12 @@ def test_a_smaller_fraction_saves_less_and_takes_longer() -> None:
     assert len(set(times)) == 4
 
 
+def test_without_names_the_knapsack_is_over_all_ops() -> None:
+    graph = synthetic.training_chain(20)
+    partition = Partition(graph)
+    assert [len(partition.saved(fraction)) for fraction in (1.0, 0.5, 0.0)] == [20, 10, 0]
+
+
 def test_a_budget_in_bytes_finds_its_fraction() -> None:
     graph = network(6)
     result = memory_budget.solve(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes))

@@ -6,6 +6,8 @@ all but elementwise ops and moves of data are banned. Below, only what costs: co
 reductions to less than a quarter; if their cut is small enough it is taken. Else a knapsack chooses which banned ops
 to save, the most time within the fraction, and the others are no longer banned. At 0 nothing is saved.
 
+In a graph whose ops do not have PyTorch's names all ops count as compute-intensive.
+
 What is not saved is made again when the backward needs it. Stages of the partitioner that differ only in what may be
 fused are left out, for here nothing is fused; op times are those of the graph (its "profile" estimator). As the fraction
 bounds saved bytes and not the peak, all fractions are tried, and the fastest schedule that fits is taken.
@@ -73,7 +75,9 @@ class Partition:
         self.read = read_later(graph) & self.absent
         self.distance = self._distances()
         forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
-        self.costly = {op.id for op in forward if op.random or is_one_of(op, COMPUTE_INTENSIVE) or self._reduces(op)}
+        named = any(is_one_of(op, COMPUTE_INTENSIVE | CHEAP) for op in forward)
+        costly = (op for op in forward if not named or op.random or is_one_of(op, COMPUTE_INTENSIVE) or self._reduces(op))
+        self.costly = {op.id for op in costly}
         self.most = self.cut(self.costly | {op.id for op in forward if not is_one_of(op, CHEAP)})
         self.least = self.cut(self.costly)
 

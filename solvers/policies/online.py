@@ -164,8 +164,6 @@ class Online:
                     self.touched_s[t] = self.clock_s
             for t in self.dies.get(op.id, ()):
                 self._release(t)
-            if reason := self.stop():
-                raise FailedError(reason)
         for t in tuple(self.held):
             self._leave(t)
         return Schedule(tuple(self.steps))
@@ -216,6 +214,8 @@ class Online:
                 self._unlock(t)
                 if self.deallocation is Deallocation.BANISH:
                     self._try_to_banish(t)
+            if reason := self.stop():
+                raise FailedError(reason)
             if self.recomputed_s > self.thrash_s:
                 raise FailedError(
                     f"it thrashes: recomputation takes more than {self.thrash_s / self.graph.time_s:.0%} of the step"

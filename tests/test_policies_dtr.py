@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import synthetic
-from graphs.importers import import_graph
+from graphs.importers import import_graph, simrd
 from graphs.importers.storages import held_storages
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free
@@ -31,15 +31,15 @@ OOM = math.inf
 FIGURES = {
     "resnet32": {0.9: 1.013, 0.7: 1.046, 0.5: 1.107, 0.4: 1.140, 0.3: 1.179, 0.2: 1.332},
     "unet": {0.9: 1.033, 0.7: 1.085, 0.5: 1.159, 0.4: OOM},
-    "transformer": {0.9: 1.009, 0.7: 1.031, 0.5: 1.058, 0.4: 1.091, 0.3: 1.124},
+    "transformer": {0.9: 1.009, 0.7: 1.031, 0.5: 1.058, 0.4: 1.091, 0.3: 1.124, 0.2: 1.545},
 }
 
 
-def public(name: str) -> Graph:
+def public(name: str, *, views: bool = False) -> Graph:
     path = INSTANCES / "simrd" / f"{name}.log.gz"
     if not path.exists():
         pytest.skip(f"the public instances are not here: no {path}")
-    return import_graph(path)
+    return simrd.read(path, name=name, views=views)
 
 
 def overhead(graph: Graph, ratio: float, rule: str = Rule.DTR) -> float:
@@ -71,14 +71,18 @@ def linear_network(length: int) -> Graph:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_published_overheads(name: str) -> None:
+    graph = public(name, views=True)
+    assert {ratio: round(overhead(graph, ratio), 3) for ratio in FIGURES[name]} == pytest.approx(FIGURES[name], abs=0.001)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_about_the_published_overheads_with_views_at_no_cost_of_their_own(name: str) -> None:
+    # At .2 of the transformer's peak it depends on every byte: from .198 to .2005 the simulator's figure goes from 1.542
+    # to 1.615.
     graph = public(name)
-    assert {ratio: round(overhead(graph, ratio), 3) for ratio in FIGURES[name]} == pytest.approx(FIGURES[name], abs=0.002)
-
-
-def test_the_published_overhead_where_it_depends_on_every_byte() -> None:
-    # The simulator's own figure goes from 1.542 to 1.615 between .198 and .2005 of the peak. Views are ops of their
-    # own to it; here their time is part of the op that made the storage, which is enough to be elsewhere in that range.
-    assert 1.54 < overhead(public("transformer"), 0.2) < 1.62
+    for ratio, figure in FIGURES[name].items():
+        slack = 0.07 if (name, ratio) == ("transformer", 0.2) else 0.002
+        assert overhead(graph, ratio) == pytest.approx(figure, abs=slack)
 
 
 def test_the_published_overhead_of_the_exact_neighbourhood() -> None:
@@ -148,6 +152,54 @@ def test_a_reference_held_on_is_evicted_as_the_simulator_would(tmp_path: Path) -
     for budget in (35, 25):
         result = solve(graph, budget)
         assert (result.peak_bytes, result.time_s) == (budget, graph.time_s)
+
+
+def test_a_view_goes_with_its_base_and_is_made_again_when_it_is_read(tmp_path: Path) -> None:
+    # y is made from x, v is a view of y, z is made from v, w from z, and u from v and w; y is evicted before u.
+    def call(name: str, arguments: str, *, alias: int = -1) -> list[dict[str, object]]:
+        return [
+            {"INSTRUCTION": "CALL", "NAME": "f", "ARGS": arguments.split(), "RESULT": [name], "TIME": "1000"},
+            {"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": "10"},
+            {"INSTRUCTION": "ALIAS", "NAME": name, "ALIAS": str(alias)},
+        ]
+
+    lines = [
+        {"INSTRUCTION": "CONSTANT", "NAME": "x"},
+        {"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "5"},
+        *(*call("y", "x"), *call("v", "y", alias=0), *call("z", "v"), *call("w", "z")),
+        {"INSTRUCTION": "RELEASE", "NAME": "z"},
+        *call("u", "v w"),
+        *({"INSTRUCTION": "RELEASE", "NAME": name} for name in "yvwu"),
+    ]
+    path = tmp_path / "view.log"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    graph = simrd.read(path, name="view", views=True)
+    assert [(op.target, [graph.tensors[t].name for t in op.inputs]) for op in graph.ops] == [
+        ("f", ["x"]),
+        ("view of f", ["y"]),
+        ("f", ["y", "v"]),
+        ("f", ["z"]),
+        ("f", ["y", "v", "w"]),
+    ]
+    assert [t.size_bytes for t in graph.tensors] == [5, 10, 0, 10, 10, 10]
+    run = Online(graph, 45, heuristic(Rule.LRU))
+    assert run.run().computed == (0, 1, 2, 3, 4)
+    assert run.own_s[1] == pytest.approx(2e-6)
+    run = Online(graph, 45, heuristic(Rule.LRU))
+    run.heuristic.begin(run)
+    for op in range(4):
+        run._execute(op)
+    run._free(1)
+    run._execute(4)
+    assert run.steps[4:] == [Free(2), Free(1), Compute(0), Compute(1), Compute(4)]
+
+
+@pytest.mark.parametrize("rule", [Rule.DTR, Rule.FULL, Rule.LRU])
+@pytest.mark.parametrize("deallocation", Deallocation)
+def test_schedules_with_views_run_and_fit(rule: Rule, deallocation: Deallocation) -> None:
+    graph = public("resnet32", views=True)
+    result = solve(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes), rule=rule, deallocation=deallocation)
+    assert result.status is Status.FEASIBLE
 
 
 # --- any graph ------------------------------------------------------------------------------------

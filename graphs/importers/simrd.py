@@ -5,7 +5,7 @@ What its instructions mean here:
 - CONSTANT: memory from outside that stays to the end. Before the first call it is static; later ones are
   outputs of an op that takes no time, must not run again, and whose outputs are kept.
 - CALL: an op, unless all its results alias an argument. Then it is a view, which is neither op nor tensor:
-  its time goes to the op that made the storage, of a constant to the next op.
+  its time goes to the op that made the storage, of a constant to the next op. (``read`` can keep it.)
 - MUTATE: copy on write, as DTR does it. The op reads the storage and makes a new one of the same size; other
   references stay with the old one.
 - COPY, COPY_FROM, RELEASE: references to a storage come and go. A storage is in memory until the last of
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from graphs.errors import FormatError
-from graphs.importers.storages import Record, Storage
+from graphs.importers.storages import Record, Storage, view_target
 from graphs.ir import Graph, Phase
 from graphs.jsonfields import Fields, shown
 
@@ -45,8 +45,14 @@ def is_log(path: str | os.PathLike[str]) -> bool:
     return head.startswith(_GZIP) or b'"INSTRUCTION"' in head.lstrip().split(b"\n", 1)[0]
 
 
-def read(path: str | os.PathLike[str], *, name: str) -> Graph:
-    """The graph of the log in the file `path`; `name` goes into its provenance.
+def read(path: str | os.PathLike[str], *, name: str, views: bool = False) -> Graph:
+    """The graph of the log in the file `path`.
+
+    Args:
+        path: of the log, which may be gzipped.
+        name: for the provenance.
+        views: make each view an op of its own, that reads its base and makes a tensor of no bytes; what reads the
+            view reads both. So DTR has it: evicting a storage loses its views, and what makes them takes time.
 
     Raises:
         FormatError: the file is cut short or damaged, or a line is not what it should be; names the line.
@@ -55,7 +61,7 @@ def read(path: str | os.PathLike[str], *, name: str) -> Graph:
     starts = [
         i for i, (_, line) in enumerate(lines) if line.take("INSTRUCTION") == "ANNOTATE" and line.take("ANNOTATION") == "START"
     ]
-    return _Log(str(path), lines[starts[0] + 1 :] if starts else lines).graph(name)
+    return _Log(str(path), lines[starts[0] + 1 :] if starts else lines, views=views).graph(name)
 
 
 def _lines(path: str | os.PathLike[str]) -> list[tuple[int, Fields]]:
@@ -91,8 +97,10 @@ def _text(path: str | os.PathLike[str]) -> str:
 class _Log:
     """Replays the lines of a log into a record: a name stands for the storage it refers to."""
 
-    def __init__(self, source: str, lines: list[tuple[int, Fields]]) -> None:
+    def __init__(self, source: str, lines: list[tuple[int, Fields]], *, views: bool) -> None:
         self.source = source
+        self.keeps_views = views
+        self.handles: dict[str, Storage] = {}  # of names of views that are ops: the tensor of no bytes
         self.rest: Iterator[tuple[int, Fields]] = iter(lines)
         self.line = 0
         self.record = Record()
@@ -140,24 +148,31 @@ class _Log:
 
     def call(self, fields: Fields) -> None:
         """CALL, then for each result MEMORY and ALIAS (the index of an argument, or -1)."""
-        arguments, time_ns, target = self.storages(fields, "ARGS"), self.integer(fields, "TIME"), fields.string("NAME")
+        bases, time_ns, target = self.storages(fields, "ARGS"), self.integer(fields, "TIME"), fields.string("NAME")
+        arguments = self.with_handles(fields, bases)
         made: list[tuple[str, int]] = []
         views: list[tuple[str, Storage]] = []
         for result in self.strings(fields, "RESULT"):
             if result in self.names or result in dict(made):
                 fields.refuse("RESULT", f"new names: {shown(result)} is taken")
             size_bytes = self.detail("MEMORY", result)
-            alias = self.detail("ALIAS", result, least=-1, below=len(arguments))
+            alias = self.detail("ALIAS", result, least=-1, below=len(bases))
             if alias < 0:
                 made.append((result, size_bytes))
             else:
-                views.append((result, arguments[alias]))
+                views.append((result, bases[alias]))
         if made or not views:
             storages = self.record.op(target, arguments, made, time_ns)
             self.names.update(zip((name for name, _ in made), storages, strict=True))
         else:
-            self.record.view([base for _, base in views], time_ns)
             self.views += 1
+            if self.keeps_views:
+                handles = self.record.op(view_target(target), arguments, [(name, 0) for name, _ in views], time_ns)
+                self.handles.update(zip((name for name, _ in views), handles, strict=True))
+                for handle in handles:
+                    self.record.release(handle)  # it goes with its base
+            else:
+                self.record.view([base for _, base in views], time_ns)
         for name, base in views:
             base.references += 1
             self.names[name] = base
@@ -170,9 +185,11 @@ class _Log:
         made = [(f"{names[i]}@{count}", arguments[i].size_bytes) for i in written]
         if len(set(made)) < len(made):
             fields.refuse("MUTATE", "a list of different arguments")
-        storages = self.record.op(fields.string("NAME"), arguments, made, self.integer(fields, "TIME"))
+        read = self.with_handles(fields, arguments)
+        storages = self.record.op(fields.string("NAME"), read, made, self.integer(fields, "TIME"))
         for i, storage in zip(written, storages, strict=True):
             self.names[names[i]] = storage
+            self.handles.pop(names[i], None)
             self.record.release(arguments[i])
 
     def copy(self, fields: Fields) -> None:
@@ -180,6 +197,7 @@ class _Log:
         storage = self.storage(fields, "SRC", fields.string("SRC"))
         self.names[self.new_name(fields, "DST")] = storage
         storage.references += 1
+        self.copy_handle(fields)
 
     def copy_from(self, fields: Fields) -> None:
         """COPY_FROM: the name DST, which refers to something, now refers to the storage of SRC."""
@@ -187,6 +205,7 @@ class _Log:
         storage.references += 1
         self.names[fields.string("DST")] = storage
         self.record.release(old)
+        self.copy_handle(fields)
 
     def release(self, fields: Fields) -> None:
         """RELEASE: the name refers to nothing any more. Names from before the log are passed over."""
@@ -200,6 +219,18 @@ class _Log:
         """ANNOTATE: BACKWARD begins the backward."""
         if fields.string("ANNOTATION") == "BACKWARD":
             self.record.phase = Phase.BACKWARD
+
+    def copy_handle(self, fields: Fields) -> None:
+        """What DST names is a view if what SRC names is."""
+        source, name = fields.string("SRC"), fields.string("DST")
+        self.handles.pop(name, None)
+        if source in self.handles:
+            self.handles[name] = self.handles[source]
+
+    def with_handles(self, fields: Fields, bases: list[Storage]) -> list[Storage]:
+        """`bases`, the storages of ARGS, and the tensors of no bytes of those that are views."""
+        names = self.strings(fields, "ARGS")
+        return [s for name, base in zip(names, bases, strict=True) for s in (base, self.handles.get(name)) if s is not None]
 
     def storages(self, fields: Fields, key: str) -> list[Storage]:
         """The storages that the names in the list `key` refer to."""

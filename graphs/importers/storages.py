@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 _RANDOM = re.compile(r"d?rou?pout|bernoulli|multinomial|randn?(_|$)|normal_$|uniform_$", re.IGNORECASE)
+_VIEW = "view of "  # begins the target of an op that is but a view
 _HOLD, _HELD = "hold", " held"  # target of an op that stands for a reference held on, and suffix of what it makes
 
 
@@ -97,6 +98,16 @@ class Record:
         self.storages.append(Storage(len(self.storages), name, size_bytes, maker, maker, stays=stays))
         self.ops[maker].outputs.append(self.storages[-1].id)
         return self.storages[-1]
+
+
+def view_target(target: str) -> str:
+    """The target of an op that is but a view."""
+    return _VIEW + target
+
+
+def views(graph: Graph) -> dict[int, int]:
+    """For each tensor that is but a view the one that it is a view of."""
+    return {t: op.inputs[0] for op in graph.ops if op.target.startswith(_VIEW) for t in op.outputs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ the missing ones are made again in order, recursively, and locked. Then, while m
 the workspace) is over the budget, an unlocked tensor is evicted. An op that runs again makes all its outputs;
 those still in memory are there twice meanwhile, those that were gone are evictable again.
 
-Never evicted: what is static or kept (constants and outputs are pinned), and what cannot be made again.
+Views that are ops of the graph (see ``graphs.importers.simrd``) go with their base, add to its cost, and are made
+again when they are read. Never evicted: what is static or kept (constants and outputs are pinned), and what cannot
+be made again.
 """
 
 import math
@@ -17,7 +19,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.importers.storages import held_storages
+from graphs.importers.storages import held_storages, views
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
@@ -85,12 +87,12 @@ class Online:
 
     Attributes, for heuristics (indexed by tensor id):
         size_bytes: of each tensor.
-        own_s: time of the op that makes it, by the heuristic's estimate.
+        own_s: time of the op that makes it, and of those that made views of it, by the heuristic's estimate.
         touched_s: when it was made first, or last read.
         gone: it has been computed and is not in memory; banished ones do not count.
         live: it is in memory.
         since: when it became evictable, a running number.
-        parents, children: what it is made from, and what is made from it, static tensors left out.
+        parents, children: what it is made from, and what is made from it; static tensors and views left out.
         clock_s: seconds of execution so far, by the heuristic's estimate.
         now: the op of the program that is due.
         again: how often each op (by id) has run beyond the first time.
@@ -145,6 +147,12 @@ class Online:
             for t in graph.tensors
         ]
         self.held = {h.storage: h for h in held_storages(graph)}
+        base = views(graph)
+        self.base = [base.get(t, t) for t in range(count)]  # of a view the tensor that it is a view of, of others themselves
+        self.views: dict[int, list[int]] = {}
+        for view in base:
+            self.views.setdefault(base[view], []).append(view)
+            self.evictable[view] = False
         self.parents, self.children = self._relations()
         self.dies = self._deaths()
 
@@ -161,7 +169,9 @@ class Online:
             if op.id not in stand_ins:
                 self._execute(op.id)
                 for t in op.outputs:
-                    self.touched_s[t] = self.clock_s
+                    self.touched_s[self.base[t]] = self.clock_s
+                    if self.base[t] != t:
+                        self.own_s[self.base[t]] += self.estimates_s[op.id]
             for t in self.dies.get(op.id, ()):
                 self._release(t)
         for t in tuple(self.held):
@@ -173,11 +183,12 @@ class Online:
         parents: list[tuple[int, ...]] = [()] * len(self.graph.tensors)
         children: list[list[int]] = [[] for _ in self.graph.tensors]
         for op in self.graph.ops:
-            read = self._inputs(op.id)
-            for t in op.outputs:
+            read = tuple(dict.fromkeys(self.base[t] for t in self._inputs(op.id)))
+            made = [t for t in op.outputs if self.base[t] == t]
+            for t in made:
                 parents[t] = read
             for t in read:
-                children[t] += op.outputs
+                children[t] += made
         return tuple(parents), tuple(map(tuple, children))
 
     def _deaths(self) -> dict[int, list[int]]:
@@ -186,7 +197,7 @@ class Online:
         stand_ins = {h.tensor for h in self.held.values()}
         dies: dict[int, list[int]] = {}
         for t in self.graph.tensors:
-            if t.producer is None or t.id in self.graph.kept or t.id in stand_ins:
+            if t.producer is None or t.id in self.graph.kept or t.id in stand_ins or self.base[t.id] != t.id:
                 continue
             uses = [t.producer, *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
             if t.id in self.held:
@@ -213,7 +224,7 @@ class Online:
             for t in self._inputs(op):
                 self._unlock(t)
                 if self.deallocation is Deallocation.BANISH:
-                    self._try_to_banish(t)
+                    self._try_to_banish(self.base[t])
             if reason := self.stop():
                 raise FailedError(reason)
             if self.recomputed_s > self.thrash_s:
@@ -222,14 +233,17 @@ class Online:
                 )
 
     def _inputs(self, op_id: int) -> tuple[int, ...]:
-        return tuple(t for t in self.graph.ops[op_id].inputs if self.graph.tensors[t].producer is not None)
+        """What op `op_id` reads, static tensors left out, and what it reads as a view."""
+        inputs = [t for t in self.graph.ops[op_id].inputs if self.graph.tensors[t].producer is not None]
+        bases = {self.base[t] for t in inputs if self.base[t] != t}
+        return tuple(t for t in inputs if t not in bases)
 
     def _begin(self, op_id: int) -> list[int]:
         """Touch the inputs and lock those in memory; returns the others, the first one last."""
         inputs = self._inputs(op_id)
         for t in inputs:
-            if self.deallocation is not Deallocation.BANISH or not self.released[t]:
-                self.touched_s[t] = self.clock_s
+            if self.deallocation is not Deallocation.BANISH or not self.released[self.base[t]]:
+                self.touched_s[self.base[t]] = self.clock_s
         missing = [t for t in reversed(inputs) if not self.live[t]]
         for t in inputs:
             if self.live[t]:
@@ -272,13 +286,15 @@ class Online:
     # Tensors.
 
     def _lock(self, t: int) -> None:
-        self.locks[t] += 1
-        self.pool[t] = False
+        base = self.base[t]
+        self.locks[base] += 1
+        self.pool[base] = False
 
     def _unlock(self, t: int) -> None:
-        self.locks[t] -= 1
-        if not self.locks[t]:
-            self._offer(t)
+        base = self.base[t]
+        self.locks[base] -= 1
+        if not self.locks[base]:
+            self._offer(base)
 
     def _offer(self, t: int) -> None:
         """`t` may be evicted from now on, unless it is pinned."""
@@ -293,7 +309,11 @@ class Online:
         self.heuristic.evicted(t)
 
     def _leave(self, t: int) -> None:
-        """Take `t` out of memory; where it had gone, the references to it are let go of for nothing."""
+        """Take `t` out of memory, with its views; the first time, what the program held on to is let go of as well."""
+        for view in self.views.get(t, ()):
+            if self.live[view]:
+                self.live[view] = False
+                self.steps.append(Free(view))
         if self.live[t]:
             self.live[t] = self.pool[t] = False
             self.memory_bytes -= self.graph.tensors[t].size_bytes

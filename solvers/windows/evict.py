@@ -91,7 +91,7 @@ def least_evicting_schedule(graph: Graph) -> Schedule | None:
             budget = (low + high) // 2
             order = evicting_order(graph, budget, rule)
             if order is None:
-                low = budget
+                low = budget + 1
                 continue
             schedule = schedule_of(graph, order)
             peak = simulate(graph, schedule).peak_bytes

@@ -22,6 +22,8 @@ Rows 1 to 7 are a relaxation window by window. Row 8 repeats rows 1 to 3 for spa
 them for whole numbers, but not for fractions, where half a tensor could serve again in every window.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from scipy.sparse import csr_array
 
@@ -67,8 +69,7 @@ class Builder:
             self.add_inputs_of_repeated(k)
             self.add_hand_over(k)
             self.add_memory_at_end(k)
-        for first, last in halves(max(1, self.first_window), self.windows - 1):
-            self.add_span(first, last)
+        self.add_spans()
         for v in sorted(self.detail.firsts):
             self.add_memory_inside(v)
         for end, x in sorted(self.detail.repeats):
@@ -103,13 +104,14 @@ class Builder:
 
         Neither where what i reads has been written over by then.
 
-        S[k,t]: p(t) < a_k, t not kept, and wanted in window k or later.
+        S[k,t]: p(t) < a_k, t not kept, and wanted in window k or later. From one window to the next it is the
+        same variable if nothing can happen to t in between.
         """
         problem = self.problem
         scale = OBJECTIVE_SCALE / problem.base_s if problem.base_s > 0 else 0.0
         for k in range(self.first_window, self.windows):
-            start, end = self.starts[k], self.detail.ends[k]
-            for i in range(end):
+            start = self.starts[k]
+            for i in self.choices(k):
                 # A new op is worth executing once more only for the sake of what comes between.
                 worth = problem.last_worth[i] >= (start if i < start else i + 2)
                 if worth and problem.recomputable[i] and problem.last_again[i] >= start:
@@ -117,13 +119,25 @@ class Builder:
             for i in range(start):
                 for t in problem.outputs[i]:
                     if not problem.kept[t] and problem.last_use[t] >= start:
-                        self.handed[k, t] = self.column()
+                        same = self.handed.get((k - 1, t)) if self.is_idle(k - 1, t) else None
+                        self.handed[k, t] = self.column() if same is None else same
         if self.frame.entering is not None:
             for (k, t), column in self.handed.items():
                 if k == self.first_window:
                     self.lower[column] = self.upper[column] = float(t in self.frame.entering)
         for t in sorted(self.frame.leaving or ()):
             self.handed[self.windows, t] = self.column(lower=1.0)
+
+    def choices(self, k: int) -> Iterable[int]:
+        """Ops that may be executed again in window k, in program order."""
+        return range(self.detail.ends[k])
+
+    def is_idle(self, k: int, t: int) -> bool:
+        """Whether old t is neither made nor read in window k: handed into it, it is handed on, or was for nothing."""
+        if k <= self.first_window or (k, self.problem.producers[t]) in self.again:
+            return False  # what enters the first window may be settled, wanted or not
+        start, end = self.starts[k], self.detail.ends[k]
+        return not any(start <= c <= end or (k, c) in self.again for c in self.problem.graph.consumers[t])
 
     # Rows 1 to 4: what an execution needs is there.
 
@@ -154,7 +168,7 @@ class Builder:
         for i in range(start):
             for t in self.problem.outputs[i]:
                 column = self.handed.get((k + 1, t))
-                if column is not None:
+                if column is not None and column != self.handed[k, t]:
                     sources = [self.handed[k, t], *self.repeat(k, t)]
                     self.rows.add([column, *sources], [-1.0] + [1.0] * len(sources), 0.0, np.inf)
 
@@ -164,6 +178,11 @@ class Builder:
         return [] if column is None else [column]
 
     # Row 8: spans of windows.
+
+    def add_spans(self) -> None:
+        """Row 8 for spans of half the windows, a quarter of them, and so on."""
+        for first, last in halves(max(1, self.first_window), self.windows - 1):
+            self.add_span(first, last)
 
     def add_span(self, first: int, last: int) -> None:
         """Rows 1 to 3 for windows first..last as if they were one, with U <= sum of R over them.

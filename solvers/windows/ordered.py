@@ -12,10 +12,10 @@ from solvers.windows.problem import Problem
 
 def build_ordered(problem: Problem, detail: Detail, frame: Frame | None = None) -> Model:
     """The relaxation that `detail` describes, restricted by the rows of `detail.ordered`."""
-    return _OrderedBuilder(problem, detail, frame).build()
+    return OrderedBuilder(problem, detail, frame).build()
 
 
-class _OrderedBuilder(Builder):
+class OrderedBuilder(Builder):
     def __init__(self, problem: Problem, detail: Detail, frame: Frame | None = None) -> None:
         super().__init__(problem, detail, frame)
         self.wanted: dict[tuple[int, int, int], int] = {}

@@ -1,7 +1,7 @@
 """A graph and a budget as the exact solver sees them: produced tensors only, sizes and uses in tuples."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 
@@ -85,6 +85,35 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         last_use=last_use,
         last_worth=last_worth,
         last_again=_writers_after(graph),
+    )
+
+
+def without_small(problem: Problem, share: float, *, charged: bool) -> Problem:
+    """`problem` with its smallest tensors always there: fewer choices, of no consequence.
+
+    Args:
+        share: of the capacity, that they may take all together.
+        charged: whether the capacity is less by what they take. Then what fits the result fits `problem`; without,
+            what fits `problem` fits the result, which gives bounds.
+    """
+    candidates = sorted((size, t) for t, size in enumerate(problem.sizes) if problem.producers[t] >= 0 and not problem.kept[t])
+    small: set[int] = set()
+    total = 0
+    for size, t in candidates:
+        if total + size > share * problem.capacity_bytes:
+            break
+        total += size
+        small.add(t)
+    kept = tuple(always or t in small for t, always in enumerate(problem.kept))
+    return replace(
+        problem,
+        capacity_bytes=problem.capacity_bytes - (total if charged else 0),
+        sizes=tuple(0 if t in small else size for t, size in enumerate(problem.sizes)),
+        kept=kept,
+        recomputable=tuple(
+            again and not all(kept[t] for t in outputs)
+            for again, outputs in zip(problem.recomputable, problem.outputs, strict=True)
+        ),
     )
 
 

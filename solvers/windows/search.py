@@ -15,9 +15,11 @@ from solvers.windows.chains import build_relaxation
 from solvers.windows.detail import OBJECTIVE_SCALE, Detail, Model
 from solvers.windows.evict import RULES, evicting_order
 from solvers.windows.expand import Choice, Order, Trial, expand, late_writers, order_of, read_choice, try_out
+from solvers.windows.model import Builder
+from solvers.windows.narrow import Known, NarrowBuilder, tight_windows
 from solvers.windows.ordered import build_ordered
 from solvers.windows.orders import choice_of, start_values, without_needless
-from solvers.windows.problem import Problem, problem_of
+from solvers.windows.problem import Problem, problem_of, without_small
 from solvers.windows.refine import halved, refined, with_stages_in_order
 from solvers.windows.repair import Repairs
 from solvers.windows.states import shortest
@@ -35,6 +37,13 @@ _PLACE_S = 4.0  # for each model on the way
 _PLACE_GAP = 5e-3  # of the whole step, likewise
 _RUNS = 20  # of eviction at a time
 _IDLE_RUNS = 200  # of these without better, and it is given a rest
+_SMALL_SHARE = 5e-4  # of the capacity: what tensors that are taken to be always there may take together
+_COARSE_CAPACITIES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of the capacity: what coarse models are solved for
+_COARSE_S = 2.0  # for each of them
+_NARROW_S = 5.0  # for each narrow model at first
+_NARROW_SIZE = 150_000  # windows of a narrow model times tensors that count
+_NARROW_FEW = 40  # windows that it may have in any case
+_NARROW_ROUNDS = 6  # of solving and looking closer
 _STRETCH_S = 2.0  # for each model of a stretch
 _STRETCH_GAP = 1e-4  # of the whole step, likewise; what is gained less is left
 
@@ -148,7 +157,9 @@ class Search:
 
     # The two models.
 
-    def solve_model(self, model: Model, *, until: float, is_relaxation: bool) -> tuple[Answer, Detail]:
+    def solve_model(
+        self, model: Model, *, until: float, is_relaxation: bool, from_best: bool = True
+    ) -> tuple[Answer, Detail]:
         """Solve, offering every solution on the way; comes with what the last one says is to be refined."""
         closer = [model.detail]
         self.largest = max(self.largest, model.program.matrix.shape)
@@ -156,7 +167,7 @@ class Search:
         def try_solution(values: Floats, objective: float) -> bool:
             choice = read_choice(model, values)
             self.repairs.solutions.append((model.detail, choice))
-            closer[0] = self.try_choice(model.detail, choice)
+            closer[0] = self.try_choice(model, choice)
             return self.satisfied()
 
         def on_bound(overhead: float) -> None:
@@ -165,7 +176,7 @@ class Search:
             self.tell()
 
         start = None
-        if self.best is not None:
+        if self.best is not None and from_best:
             start = start_values(model, choice_of(self.problem, model.detail, self.best.order.computed))
         answer = solve_program(
             model.program,
@@ -183,9 +194,10 @@ class Search:
             try_solution(answer.values, 0.0)
         return answer, closer[0]
 
-    def try_choice(self, detail: Detail, choice: Choice) -> Detail:
-        """Expand a solution and offer it; returns `detail`, closer where it does not fit."""
-        order = order_of(detail, expand(self.problem, detail, choice))
+    def try_choice(self, model: Model, choice: Choice) -> Detail:
+        """Expand a solution and offer it; returns the model's detail, closer where it does not fit."""
+        detail = model.detail
+        order = order_of(detail, expand(model.problem, detail, choice))
         if writers := late_writers(self.problem, order):
             return replace(detail, ends=tuple(sorted({*detail.ends, *writers})))
         trial = self.offer(order, detail)
@@ -242,12 +254,11 @@ class Search:
 
     def find(self, coarse: Detail, detail: Detail, peak: int) -> None:
         """Look for schedules until the model that looks for them has no better one."""
+        self.narrow(coarse, _NARROW_S, from_best=False)
         if self.best is None:
             self.advance(coarse, peak)
-        else:
-            self.repair()
-            self.improve()
-            self.advance(coarse, peak)
+        self.improve()
+        self.narrow(coarse, 2 * _NARROW_S, from_best=True)
         self.repair()
         self.improve()
         slice_s = _FIRST_SLICE_S
@@ -255,6 +266,58 @@ class Search:
         while not (exhausted or self.satisfied() or self.stopped()):
             detail, exhausted = self.refine(detail, slice_s, is_relaxation=False)
             slice_s *= 2
+
+    def narrow(self, coarse: Detail, slice_s: float, *, from_best: bool) -> None:
+        """Search among the choices that coarse solutions make, with windows where memory is tight.
+
+        Args:
+            slice_s: for each model.
+            from_best: also among those of the best schedule, and start from it.
+        """
+        small = without_small(self.problem, _SMALL_SHARE, charged=True)
+        known = Known()
+        trials = self.coarse_trials(small, coarse, known)
+        if self.best is not None and from_best:
+            known.learn_order(self.best.order)
+            trials.append(self.best)
+        counted = sum(size > 0 and not kept for size, kept in zip(small.sizes, small.kept, strict=True))
+        limit = max(_NARROW_FEW, _NARROW_SIZE // max(1, counted))
+        detail = tight_windows(self.problem, trials, self.budget_bytes, limit)
+        for _ in range(_NARROW_ROUNDS):
+            if self.enough():
+                return
+            self.activity = f"searching in {len(detail.ends)} windows"
+            self.tell()
+            model = NarrowBuilder(small, detail, known).build()
+            until = time.monotonic() + slice_s
+            _, closer = self.solve_model(model, until=until, is_relaxation=False, from_best=from_best)
+            if closer == detail:
+                return
+            detail = closer
+
+    def coarse_trials(self, small: Problem, coarse: Detail, known: Known) -> list[Trial]:
+        """What solutions of coarse models look like, for several capacities."""
+        trials: list[Trial] = []
+        self.activity = "looking for what is worth executing again"
+        for share in _COARSE_CAPACITIES:
+            if self.enough():
+                break
+            self.tell()
+            model = Builder(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse).build()
+            answer = solve_program(
+                model.program,
+                time_limit_s=min(self.left_s, _COARSE_S),
+                absolute_gap=self.tolerance * OBJECTIVE_SCALE,
+                watch=Watch(should_stop=self.enough),
+            )
+            if answer.values is None:
+                break
+            choice = read_choice(model, answer.values)
+            known.learn(choice)
+            order = order_of(coarse, expand(model.problem, coarse, choice))
+            if not late_writers(self.problem, order):
+                trials.append(self.offer(order, coarse))
+        return trials
 
     def evict(self, whole: Detail) -> None:
         """Offer what simple rules of eviction find."""

@@ -1,0 +1,92 @@
+"""The model that looks for schedules in a narrow space: a window wherever memory is tight, few choices in each.
+
+With a window for every tight op the full model has millions of choices, nearly all of them idle: an op is
+executed again where something near wants it, or not at all. So the choices are taken from solutions of coarse
+models, which show what is worth executing again at all, and from the best schedules so far: in a window may be
+executed again
+
+    what its new ops want, and what that wants in turn, as far as some solution executes it again anywhere;
+    what a schedule did execute again there.
+
+The second makes the best schedule a solution of the model, to start from. Few choices also leave most tensors
+with one column for all the windows between two uses, see ``Builder.add_variables``.
+"""
+
+from collections.abc import Iterable
+
+from solvers.windows.detail import Detail, Frame
+from solvers.windows.expand import Choice, Order, Trial
+from solvers.windows.ordered import OrderedBuilder
+from solvers.windows.problem import Problem
+
+_TIGHT = 0.85  # of the budget
+
+
+class Known:
+    """What solutions and schedules have executed again."""
+
+    def __init__(self) -> None:
+        self.ops: set[int] = set()
+        self.pairs: set[tuple[int, int]] = set()  # (new op, op executed again just before it)
+
+    def learn(self, choice: Choice) -> None:
+        """Take note of a solution."""
+        self.ops.update(*choice.again)
+
+    def learn_order(self, order: Order) -> None:
+        """Take note of a schedule."""
+        again: list[int] = []
+        for op, first in zip(order.computed, order.first, strict=True):
+            if first:
+                self.pairs.update((op, x) for x in again)
+                again = []
+            else:
+                again.append(op)
+
+
+class NarrowBuilder(OrderedBuilder):
+    """The model that looks for schedules, with the choices that are `known`."""
+
+    def __init__(self, problem: Problem, detail: Detail, known: Known, frame: Frame | None = None) -> None:
+        super().__init__(problem, detail, frame)
+        self.known = known
+        self.pairs: dict[int, set[int]] = {}
+        for v, x in known.pairs:
+            self.pairs.setdefault(detail.window_of(v), set()).add(x)
+
+    def choices(self, k: int) -> Iterable[int]:
+        """Ops that may be executed again in window k, in program order."""
+        problem, start, end = self.problem, self.starts[k], self.detail.ends[k]
+        near: set[int] = set()
+        stack = [problem.producers[t] for v in range(start, end + 1) for t in problem.inputs[v]]
+        while stack:
+            i = stack.pop()
+            if i in near or not 0 <= i < start or i not in self.known.ops:
+                continue
+            near.add(i)
+            stack.extend(problem.producers[t] for t in problem.inputs[i])
+        near.update(i for i in range(start, end) if i in self.known.ops)
+        near.update(self.pairs.get(k, ()))
+        return sorted(near)
+
+    def add_spans(self) -> None:
+        """None: they make bounds, and the model larger."""
+
+
+def tight_windows(problem: Problem, trials: Iterable[Trial], budget_bytes: int, limit: int) -> Detail:
+    """A window for each new op that takes nearly the budget in one of `trials`, or before which something does.
+
+    Args:
+        limit: of windows; those that take most.
+    """
+    most = [0] * problem.ops
+    for trial in trials:
+        before = 0
+        for op, first, taken in zip(trial.order.computed, trial.order.first, trial.memory_bytes, strict=True):
+            before = max(before, taken)
+            if first:
+                most[op] = max(most[op], before)
+                before = 0
+    tight = sorted((op for op in range(problem.ops) if most[op] > _TIGHT * budget_bytes), key=lambda op: (-most[op], op))
+    ends = {op - before for op in tight[: limit // 2] for before in (0, 1) if op >= before}
+    return Detail(tuple(sorted({*ends, problem.ops - 1})))

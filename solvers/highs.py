@@ -238,20 +238,25 @@ class _Run:
 
     def finish(self, watch: Watch, time_limit_s: float) -> bool:
         """Run to the end; False if HiGHS had to be left behind."""
+        # A thread inside HiGHS when the interpreter ends would abort the process.
+        atexit.register(self._end)
         self._thread.start()
         try:
             self._look_after(watch, time.monotonic() + time_limit_s)
         finally:
             # Also where a callback of the caller has failed.
             self._stop = True
-            if not self._done.wait(_GRACE_S):
-                # A thread inside HiGHS when the interpreter ends would abort the process.
-                atexit.register(self._thread.join, _LAST_GRACE_S)
+            if self._done.wait(_GRACE_S):
+                atexit.unregister(self._end)
         if self._done.is_set():
             self._hand_over(watch)
         if self.error is not None:
             raise self.error
         return self._done.is_set()
+
+    def _end(self) -> None:
+        self._stop = True
+        self._thread.join(_LAST_GRACE_S)
 
     def _look_after(self, watch: Watch, deadline: float) -> None:
         told = 0.0

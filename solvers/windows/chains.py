@@ -50,7 +50,7 @@ class _ChainBuilder(Builder):
                     if column is not None:
                         columns.append(column)
                         values.append(self.problem.sizes[t])
-        self.add_memory(columns, values, taken)
+        self.add_memory(k, columns, values, taken)
 
     def stays(self, k: int, x: int, t: int, z: int) -> int | None:
         """Column of G[k,t,z], None where it is 0."""

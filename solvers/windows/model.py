@@ -247,7 +247,7 @@ class Builder:
                 elif (column := self.handed.get((k + 1, t))) is not None:
                     columns.append(column)
                     values.append(problem.sizes[t])
-        self.add_memory(columns, values, taken)
+        self.add_memory(k, columns, values, taken)
 
     def add_memory_inside(self, v: int) -> None:
         """Row 6: bytes(io(v)) + w_v + sum over other t, p(t) < v, of b_t h_t <= M for v inside window k.
@@ -278,7 +278,7 @@ class Builder:
                 elif (k + 1, t) in self.handed:
                     columns.append(self.lasts(k, t))
                     values.append(size)
-        self.add_memory(columns, values, taken)
+        self.add_memory(k, columns, values, taken)
 
     def add_memory_of_repeat(self, k: int, x: int) -> None:
         """Row 7: (bytes(io(x)) + w_x) R[k,x] + sum over old t outside io(x) of b_t h_t <= M.
@@ -287,7 +287,7 @@ class Builder:
         Kept outputs of x are in memory already and made a second time.
         """
         if (k, x) in self.again:
-            self.add_memory(*self.memory_of_repeat(k, x))
+            self.add_memory(k, *self.memory_of_repeat(k, x))
 
     def memory_of_repeat(self, k: int, x: int) -> tuple[list[int], list[float], int]:
         """Columns and bytes of row 7, and the bytes taken in any case."""
@@ -313,8 +313,8 @@ class Builder:
                     values.append(size)
         return columns, values, taken
 
-    def add_memory(self, columns: list[int], values: list[float], taken: int) -> None:
-        """The row sum of values * columns <= M - taken, all in bytes."""
+    def add_memory(self, k: int, columns: list[int], values: list[float], taken: int) -> None:
+        """The row sum of values * columns <= M - taken of window k, all in bytes."""
         unit = self.memory_unit
         self.rows.add(columns, [value / unit for value in values], -np.inf, (self.problem.capacity_bytes - taken) / unit)
 

@@ -50,6 +50,7 @@ class NarrowBuilder(OrderedBuilder):
     def __init__(self, problem: Problem, detail: Detail, known: Known, frame: Frame | None = None) -> None:
         super().__init__(problem, detail, frame)
         self.known = known
+        self.totals: dict[int, tuple[int, dict[int, float]]] = {}
         self.pairs: dict[int, set[int]] = {}
         for v, x in known.pairs:
             self.pairs.setdefault(detail.window_of(v), set()).add(x)
@@ -71,6 +72,42 @@ class NarrowBuilder(OrderedBuilder):
 
     def add_spans(self) -> None:
         """None: they make bounds, and the model larger."""
+
+    def add_memory(self, k: int, columns: list[int], values: list[float], taken: int) -> None:
+        """The row of a memory, told as what differs from U_k: most tensors are in both."""
+        total, parts = self.total(k)
+        row = dict.fromkeys(columns, 0.0)
+        for column, value in zip(columns, values, strict=True):
+            row[column] += value
+        for column, value in parts.items():
+            row[column] = row.get(column, 0.0) - value
+        terms = {column: value for column, value in row.items() if value} | {total: self.memory_unit}
+        super().add_memory(k, list(terms), list(terms.values()), taken)
+
+    def total(self, k: int) -> tuple[int, dict[int, float]]:
+        """Column of U_k, in units of memory: what is handed over at the end of window k; and what that sums up.
+
+        U_k = U_(k-1) + what is handed over at the end of k only - what is at the end of k - 1 only. With dense rows
+        instead, models with a thousand windows are too large to solve.
+        """
+        if k not in self.totals:
+            parts = {
+                self.handed[k + 1, t]: float(size)
+                for t, size in enumerate(self.problem.sizes)
+                if size and (k + 1, t) in self.handed
+            }
+            column = self.column(integer=False, upper=2 * self.problem.capacity_bytes / self.memory_unit)
+            terms = {column: self.memory_unit}
+            before: dict[int, float] = {}
+            if k - 1 in self.totals:
+                previous, before = self.totals[k - 1]
+                terms[previous] = -self.memory_unit
+            for other in parts.keys() ^ before.keys():
+                terms[other] = before[other] if other in before else -parts[other]
+            unit = self.memory_unit
+            self.rows.add(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
+            self.totals[k] = column, parts
+        return self.totals[k]
 
 
 def tight_windows(problem: Problem, trials: Iterable[Trial], budget_bytes: int, limit: int) -> Detail:

@@ -16,11 +16,14 @@ def build_ordered(problem: Problem, detail: Detail, frame: Frame | None = None) 
 
 
 class OrderedBuilder(Builder):
+    """Builds it: the rows of the relaxation, and those of `detail.ordered`."""
+
     def __init__(self, problem: Problem, detail: Detail, frame: Frame | None = None) -> None:
         super().__init__(problem, detail, frame)
         self.wanted: dict[tuple[int, int, int], int] = {}
 
     def add_rows(self) -> None:
+        """Add all rows."""
         super().add_rows()
         for v, x in sorted(self.detail.ordered):
             self.add_memory_in_order(self.detail.window_of(v), v, x)
@@ -51,7 +54,7 @@ class OrderedBuilder(Builder):
                 if live is not None:
                     columns.append(live)
                     values.append(size)
-        self.add_memory(columns, values, taken)
+        self.add_memory(k, columns, values, taken)
 
     def wanted_after(self, k: int, t: int, x: int) -> int | None:
         """Column of: t, which the new op does not read, is wanted in window k after x or is handed on."""

@@ -157,9 +157,7 @@ class Search:
 
     # The two models.
 
-    def solve_model(
-        self, model: Model, *, until: float, is_relaxation: bool, from_best: bool = True
-    ) -> tuple[Answer, Detail]:
+    def solve_model(self, model: Model, *, until: float, is_relaxation: bool, from_best: bool = True) -> tuple[Answer, Detail]:
         """Solve, offering every solution on the way; comes with what the last one says is to be refined."""
         closer = [model.detail]
         self.largest = max(self.largest, model.program.matrix.shape)

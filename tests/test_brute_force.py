@@ -14,8 +14,8 @@ from solvers.policies.store_all import store_all
 from solvers.result import Result, Status
 from solvers.windows import solve
 from solvers.windows.chains import build_relaxation
-from solvers.windows.detail import OBJECTIVE_SCALE, Detail
-from solvers.windows.problem import problem_of
+from solvers.windows.detail import Detail
+from solvers.windows.problem import OBJECTIVE_SCALE, problem_of
 
 EXACT = settings(max_examples=5000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 TOLERANCE = 1e-3

@@ -2,7 +2,7 @@
 
 A coarse version of Checkmate's 0-1 program (Jain et al., MLSys 2020) is a relaxation: its optimum is a
 bound, and its solution expands to a real schedule. Where that schedule is over the budget the program
-is refined, and solved again. See ``model.py`` for the program and ``search.py`` for the loop.
+is refined, and solved again. See ``model.py`` for the program and ``loop.py`` for the loop.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
 from solvers.result import Progress, Result, Status
+from solvers.windows.loop import run
 from solvers.windows.search import Search
 
 
@@ -34,7 +35,7 @@ def solve(
     if budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
     else:
-        search.run()
+        run(search)
         status, message = _verdict(search, graph, budget_bytes, least.budget_bytes, time_limit_s)
     return Result(
         graph,

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from solvers.highs import Program
 from solvers.windows.problem import Problem
 
-OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objective
-
 
 @dataclass(frozen=True, slots=True)
 class Detail:

@@ -28,7 +28,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from solvers.highs import Program
-from solvers.windows.detail import OBJECTIVE_SCALE, Detail, Frame, Model, Rows, halves
+from solvers.windows.detail import Detail, Frame, Model, Rows, halves
 from solvers.windows.problem import Problem
 
 _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
@@ -108,14 +108,13 @@ class Builder:
         same variable if nothing can happen to t in between.
         """
         problem = self.problem
-        scale = OBJECTIVE_SCALE / problem.base_s if problem.base_s > 0 else 0.0
         for k in range(self.first_window, self.windows):
             start = self.starts[k]
             for i in self.choices(k):
                 # A new op is worth executing once more only for the sake of what comes between.
                 worth = problem.last_worth[i] >= (start if i < start else i + 2)
                 if worth and problem.recomputable[i] and problem.last_again[i] >= start:
-                    self.again[k, i] = self.column(cost=problem.time_s[i] * scale)
+                    self.again[k, i] = self.column(cost=problem.units(problem.time_s[i]))
             for i in range(start):
                 for t in problem.outputs[i]:
                     if not problem.kept[t] and problem.last_use[t] >= start:

@@ -13,6 +13,7 @@ with one column for all the windows between two uses, see ``Builder.add_variable
 """
 
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
 
 from solvers.windows.detail import Detail, Frame
 from solvers.windows.expand import Choice, Order, Trial
@@ -20,6 +21,8 @@ from solvers.windows.ordered import OrderedBuilder
 from solvers.windows.problem import Problem
 
 _TIGHT = 0.85  # of the budget
+_CHOICES = 2_000  # of what one op may want to be executed again before it, times windows
+_FEW_CHOICES = 15  # what it may want in any case
 
 
 class Known:
@@ -28,6 +31,12 @@ class Known:
     def __init__(self) -> None:
         self.ops: set[int] = set()
         self.pairs: set[tuple[int, int]] = set()  # (new op, op executed again just before it)
+        self.factor = 1
+
+    def more_choices(self, ops: int) -> bool:
+        """Allow twice as many ops to be executed again for the sake of one; False if all `ops` are already."""
+        self.factor *= 2
+        return self.factor < 2 * ops
 
     def learn(self, choice: Choice) -> None:
         """Take note of a solution."""
@@ -57,18 +66,27 @@ class NarrowBuilder(OrderedBuilder):
 
     def choices(self, k: int) -> Iterable[int]:
         """Ops that may be executed again in window k, in program order."""
-        problem, start, end = self.problem, self.starts[k], self.detail.ends[k]
+        start, end = self.starts[k], self.detail.ends[k]
         near: set[int] = set()
-        stack = [problem.producers[t] for v in range(start, end + 1) for t in problem.inputs[v]]
-        while stack:
-            i = stack.pop()
-            if i in near or not 0 <= i < start or i not in self.known.ops:
-                continue
-            near.add(i)
-            stack.extend(problem.producers[t] for t in problem.inputs[i])
+        for v in range(start, end + 1):
+            near |= self.lacking(v, start)
         near.update(i for i in range(start, end) if i in self.known.ops)
         near.update(self.pairs.get(k, ()))
         return sorted(near)
+
+    def lacking(self, v: int, start: int) -> set[int]:
+        """What v may want of what was executed before op `start`: the nearest of it."""
+        most = self.known.factor * max(_FEW_CHOICES, _CHOICES // self.windows)
+        found: set[int] = set()
+        nearest_first = [-self.problem.producers[t] for t in self.problem.inputs[v]]
+        heapify(nearest_first)
+        while nearest_first and len(found) < most:
+            i = -heappop(nearest_first)
+            if 0 <= i < start and i in self.known.ops and i not in found:
+                found.add(i)
+                for t in self.problem.inputs[i]:
+                    heappush(nearest_first, -self.problem.producers[t])
+        return found
 
     def add_spans(self) -> None:
         """None: they make bounds, and the model larger."""
@@ -114,7 +132,7 @@ def tight_windows(problem: Problem, trials: Iterable[Trial], budget_bytes: int, 
     """A window for each new op that takes nearly the budget in one of `trials`, or before which something does.
 
     Args:
-        limit: of windows; those that take most.
+        limit: of windows, about; of ops that follow each other the one that takes most.
     """
     most = [0] * problem.ops
     for trial in trials:
@@ -124,6 +142,8 @@ def tight_windows(problem: Problem, trials: Iterable[Trial], budget_bytes: int, 
             if first:
                 most[op] = max(most[op], before)
                 before = 0
-    tight = sorted((op for op in range(problem.ops) if most[op] > _TIGHT * budget_bytes), key=lambda op: (-most[op], op))
-    ends = {op - before for op in tight[: limit // 2] for before in (0, 1) if op >= before}
+    tight = [op for op in range(problem.ops) if most[op] > _TIGHT * budget_bytes]
+    length = max(1, -(-2 * len(tight) // limit))
+    worst = [max(tight[i : i + length], key=lambda op: most[op]) for i in range(0, len(tight), length)]
+    ends = {op - before for op in worst for before in (0, 1) if op >= before}
     return Detail(tuple(sorted({*ends, problem.ops - 1})))

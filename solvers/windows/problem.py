@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 
+OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -51,6 +53,10 @@ class Problem:
     def base_s(self) -> float:
         """Seconds of the step without recomputation."""
         return self.graph.time_s
+
+    def units(self, seconds: float) -> float:
+        """Seconds in the units of the objectives; 0 if no op takes time."""
+        return seconds * OBJECTIVE_SCALE / self.base_s if self.base_s > 0 else 0.0
 
 
 def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] | None = None) -> Problem:

@@ -44,10 +44,18 @@ class Way:
 class Repairs:
     """Ways to evict, the best of them varied."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, best_s: Callable[[], float], improve: Improve) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        solutions: deque[tuple[Detail, Choice]],
+        best_s: Callable[[], float],
+        improve: Improve,
+    ) -> None:
         """What it needs.
 
         Args:
+            solutions: of models, as they come; those that are taken are removed.
             best_s: time of the best schedule (inf without).
             improve: tries an order out if it is faster than the last argument; the trial, less what is needless,
                 where it fits.
@@ -56,7 +64,7 @@ class Repairs:
         self.budget_bytes = budget_bytes
         self.best_s = best_s
         self.improve = improve
-        self.solutions: deque[tuple[Detail, Choice]] = deque(maxlen=3)
+        self.solutions = solutions
         self.pool: list[tuple[float, Way]] = []
         self.runs = 0
         self._seen: set[Choice] = set()

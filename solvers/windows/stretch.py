@@ -5,7 +5,7 @@ and so do the tensors that enter the stretch and those that leave it; in between
 schedules chooses anew (Shaw, CP 1998, for the principle). Only what may serve in the stretch has variables there.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from solvers.windows.detail import Detail, Frame, Model
@@ -90,14 +90,14 @@ def improve(problem: Problem, trial: Trial, stretch: Stretch, budget_bytes: int,
     return False
 
 
-def improve_all(
+def improvements(
     problem: Problem,
     best: Callable[[], Trial],
     budget_bytes: int,
     solve: Solve,
     offer: Offer,
     should_stop: Callable[[], bool],
-) -> None:
+) -> Iterator[None]:
     """Improve stretch after stretch, the costly ones first; longer ones where no other is better any more."""
     length = _FIRST_LENGTH
     settled: set[Stretch] = set()
@@ -113,6 +113,7 @@ def improve_all(
                 continue
             settled.add(alone)
             better |= improve(problem, trial, stretch, budget_bytes, solve, offer)
+            yield
         if not better:
             length = int(length * _LONGER)
 

@@ -1,0 +1,98 @@
+"""The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
+
+import threading
+
+import numpy as np
+
+from solvers.windows.detail import Detail
+from solvers.windows.evict import RULES, evicting_order
+from solvers.windows.expand import late_writers, order_of
+from solvers.windows.finder import Finder
+from solvers.windows.problem import OBJECTIVE_SCALE
+from solvers.windows.refine import halved
+from solvers.windows.search import Search
+from solvers.windows.states import shortest
+
+_FIRST_SLICE_S = 2.0  # for the relaxation in the first round; twice as much in each further one
+_GRACE_S = 0.5  # how long the end of a solve waits for the thread that looks for schedules
+_SMALL = 30  # ops of a graph for which searching all states comes before more windows
+_MAX_STATES = 1_000_000  # about a gigabyte
+
+
+def run(search: Search) -> None:
+    """Search until solved, stopped, or nothing is left to refine."""
+    ops = search.problem.ops
+    whole = Detail((ops - 1,))
+    trial = search.offer(order_of(whole, range(ops)), whole)
+    peak = int(np.argmax(trial.memory_bytes))
+    coarse = Detail(tuple(sorted({peak, ops - 1})))
+    if search.solved():
+        return
+    detail, _ = search.refine(coarse, _FIRST_SLICE_S, is_relaxation=True)
+    _evict(search, whole)
+    if search.solved() or search.stopped():
+        return
+    finder = Finder(search, coarse, detail)
+    errors: list[Exception] = []
+
+    def find() -> None:
+        try:
+            finder.find()
+        except Exception as error:  # noqa: BLE001 (the thread of the solve raises it)
+            errors.append(error)
+
+    thread = threading.Thread(target=find, daemon=True, name="search for schedules")
+    thread.start()
+    try:
+        _bound(search, detail)
+        while thread.is_alive() and not search.enough():
+            search.tell()
+            thread.join(0.05)
+        if not (search.solved() or search.stopped()):
+            _decide(search)
+    finally:
+        search.halted = True
+        # It may be in the middle of building a large model; it looks up after that, and changes nothing then.
+        thread.join(_GRACE_S)
+        search.closed = True
+    if errors:
+        raise errors[0]
+
+
+def _evict(search: Search, whole: Detail) -> None:
+    """Offer what simple rules of eviction find."""
+    for rule in RULES:
+        if search.solved() or search.stopped():
+            return
+        computed = evicting_order(search.problem.graph, search.budget_bytes, rule)
+        if computed is not None and not late_writers(search.problem, order := order_of(whole, computed)):
+            search.offer(order, whole)
+
+
+def _bound(search: Search, detail: Detail) -> None:
+    """Refine the relaxation for as long as that may help."""
+    slice_s = _FIRST_SLICE_S
+    while not (search.solved() or search.stopped()):
+        detail, exhausted = search.refine(detail, slice_s, is_relaxation=True)
+        if exhausted:
+            if search.problem.ops <= _SMALL or len(detail.ends) == search.problem.ops:
+                return
+            detail = halved(detail)
+        slice_s *= 2
+
+
+def _decide(search: Search) -> None:
+    """Small graphs: search all states."""
+
+    def should_stop() -> bool:
+        search.tell("searching all states")
+        return search.stopped()
+
+    problem = search.problem
+    found = shortest(problem, _MAX_STATES, below_s=search.best_s(), should_stop=should_stop)
+    if found.computed is not None:
+        whole = Detail((problem.ops - 1,))
+        search.offer(order_of(whole, found.computed), whole)
+    search.infeasible = found.decided and search.best is None
+    if not search.infeasible and problem.base_s > 0:
+        search.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)

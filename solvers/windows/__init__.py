@@ -9,10 +9,12 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from graphs.ir import Graph
+from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
 from solvers.result import Progress, Result, Status
+from solvers.windows.evict import least_evicting_schedule
 from solvers.windows.loop import run
 from solvers.windows.search import Search
 
@@ -34,6 +36,8 @@ def solve(
     least = least_budget_bound(graph)
     if budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
+        if schedule := least_evicting_schedule(graph):
+            message += f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
     else:
         run(search)
         status, message = _verdict(search, graph, budget_bytes, least.budget_bytes, time_limit_s)
@@ -57,12 +61,23 @@ def _verdict(search: Search, graph: Graph, budget_bytes: int, least_bytes: int, 
     if search.infeasible:
         return Status.INFEASIBLE, (
             f"budget {format_bytes(budget_bytes)} is proved too small, though every op by itself fits within "
-            f"{format_bytes(least_bytes)}: what must be in memory between them does not. {WAY_OUT}"
+            f"{format_bytes(least_bytes)}: what must be in memory between them does not. "
+            f"{_bracket(search, budget_bytes + 1)} {WAY_OUT}"
         )
     if search.best is not None:
         return (Status.OPTIMAL if search.solved() else Status.FEASIBLE), ""
     return Status.LIMIT, (
         f"no schedule within {format_bytes(budget_bytes)} was found in {format_seconds(search.seconds)} (limit "
-        f"{format_seconds(time_limit_s)}), nor proved not to exist: every schedule needs at least {format_bytes(least_bytes)}. "
+        f"{format_seconds(time_limit_s)}), nor proved not to exist. {_bracket(search, least_bytes)} "
         "Raise --time-limit or --budget."
     )
+
+
+def _bracket(search: Search, proved_bytes: int) -> str:
+    """What is known of the least feasible budget."""
+    found_bytes = search.least_peak_bytes
+    if found_bytes is None:
+        return f"The least feasible budget is at least {format_bytes(proved_bytes)}."
+    if found_bytes == proved_bytes:
+        return f"The least feasible budget is {format_bytes(proved_bytes)}."
+    return f"The least feasible budget is between {format_bytes(proved_bytes)} and {format_bytes(found_bytes)}."

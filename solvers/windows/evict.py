@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs.errors import ScheduleError
 from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
@@ -90,15 +91,22 @@ def least_evicting_schedule(graph: Graph) -> Schedule | None:
         while high - low > 0.005 * high:
             budget = (low + high) // 2
             order = evicting_order(graph, budget, rule)
-            if order is None:
+            schedule = None if order is None else schedule_of(graph, order)
+            peak = None if schedule is None else _peak_bytes(graph, schedule)
+            if peak is None:
                 low = budget + 1
                 continue
-            schedule = schedule_of(graph, order)
-            peak = simulate(graph, schedule).peak_bytes
             if peak < least:
                 best, least = schedule, peak
             high = min(budget, peak)
     return best
+
+
+def _peak_bytes(graph: Graph, schedule: Schedule) -> int | None:
+    try:
+        return simulate(graph, schedule).peak_bytes
+    except ScheduleError:  # it reads what has been written over: eviction does not look at that
+        return None
 
 
 class _FailedError(Exception):

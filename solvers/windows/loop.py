@@ -1,11 +1,13 @@
 """The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
+from graphs.schedule import Compute
 from solvers.windows.detail import Detail
-from solvers.windows.evict import RULES, evicting_order
+from solvers.windows.evict import RULES, evicting_order, least_evicting_schedule
 from solvers.windows.expand import late_writers, order_of
 from solvers.windows.finder import Finder
 from solvers.windows.problem import OBJECTIVE_SCALE
@@ -60,13 +62,21 @@ def run(search: Search) -> None:
 
 
 def _evict(search: Search, whole: Detail) -> None:
-    """Offer what simple rules of eviction find."""
+    """Offer what simple rules of eviction find; failing that, what they find that needs least memory."""
+    graph = search.problem.graph
+
+    def offer(computed: Sequence[int]) -> None:
+        if not late_writers(search.problem, order := order_of(whole, computed)):
+            search.offer(order, whole)
+
     for rule in RULES:
         if search.solved() or search.stopped():
             return
-        computed = evicting_order(search.problem.graph, search.budget_bytes, rule)
-        if computed is not None and not late_writers(search.problem, order := order_of(whole, computed)):
-            search.offer(order, whole)
+        computed = evicting_order(graph, search.budget_bytes, rule)
+        if computed is not None:
+            offer(computed)
+    if search.best is None and (least := least_evicting_schedule(graph)):
+        offer([step.op for step in least.steps if isinstance(step, Compute)])
 
 
 def _bound(search: Search, detail: Detail) -> None:

@@ -9,7 +9,7 @@ from graphs.ir import Graph
 from graphs.plan import GraphSummary, relative_gap
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from planner.curve_jobs import Job, solve_here, solve_in_processes
+from planner.jobs import run_here, run_in_processes
 from planner.solving import budget_in_bytes, order_for, summarize
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.policies.store_all import store_all
@@ -73,6 +73,21 @@ class Curve:
         return time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Solve:
+    """The job: what is solved at every budget, and how."""
+
+    graph: Graph
+    solver: str
+    tolerance: float
+    time_limit_s: float
+
+    def __call__(self, budget_bytes: int, should_stop: Callable[[], bool]) -> Result:
+        return get_solver(self.solver)(
+            self.graph, budget_bytes, tolerance=self.tolerance, time_limit_s=self.time_limit_s, should_stop=should_stop
+        )
+
+
 def curve(
     graph: Graph,
     budgets: int | Sequence[str | int] = 10,
@@ -126,9 +141,9 @@ def curve(
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
     plan = _Turns(known, wanted, on_point)
-    job = Job(order.graph, solver, tolerance, time_limit_s)
+    job = _Solve(order.graph, solver, tolerance, time_limit_s)
     stop = should_stop or (lambda: False)
-    run = solve_here(job, plan.take, stop) if jobs == 1 else solve_in_processes(job, plan.take, stop, jobs)
+    run = run_here(job, plan.take, stop) if jobs == 1 else run_in_processes(job, plan.take, stop, jobs)
     for result in run:
         plan.learn(result)
     points = tuple(_of_source(plan.point(budget), order) for budget in wanted)

@@ -30,8 +30,11 @@ def size(text: str) -> int:
 
 def budgets(text: str) -> int | tuple[str, ...]:
     """How many budgets, or the budgets themselves, separated by commas."""
-    if text.strip().isdecimal():
-        return count(text.strip())
+    return count(text.strip()) if text.strip().isdecimal() else budget_list(text)
+
+
+def budget_list(text: str) -> tuple[str, ...]:
+    """Budgets, separated by commas."""
     return tuple(budget(part.strip()) for part in text.split(","))
 
 

@@ -24,7 +24,7 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    figure = _new_figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     for i, report in enumerate(reports):
         end = report.timeline[-1][0]
@@ -47,7 +47,7 @@ def check_plot(path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     check_writable(path)
-    formats = _new_figure().canvas.get_supported_filetypes()
+    formats = new_figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise OutputError(f"{path} does not end in a format of figures: choose one of {', '.join(sorted(formats))}")
 
@@ -58,7 +58,7 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    figure = _new_figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     bounded = [(p.budget_bytes / 1e9, 100 * o) for p in curve.points if (o := curve.overhead(p.bound_s)) is not None]
     solved = [(p.budget_bytes / 1e9, 100 * o) for p in curve.points if (o := curve.overhead(p.time_s)) is not None]
@@ -77,10 +77,10 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
     axes.set_ylim(bottom=0)
     if bounded or solved:
         axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure, whole or not at all."""
     temporary = path.with_name(f".planner-{secrets.token_hex(8)}{path.suffix}")
     try:
@@ -90,7 +90,12 @@ def _save(figure: "Figure", path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _new_figure() -> "Figure":
+def new_figure() -> "Figure":
+    """A figure of the size that all have.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

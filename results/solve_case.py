@@ -1,8 +1,6 @@
 """One solve of the benchmark, made and measured in a process of its own: nothing here imports torch or pandas."""
 
-import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +8,10 @@ from pathlib import Path
 
 from graphs.ir import Graph
 from graphs.jsonio import read_graph, write_graph
+from planner.machine import commit, machine
 from solvers.registry import get_solver
 from solvers.result import Progress
 
-ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-3
 
 
@@ -117,19 +115,3 @@ def peak_resident_mb() -> int | None:
     file = Path("/proc/self/status")
     sizes = [line.split()[1] for line in file.read_text().splitlines() if line.startswith("VmHWM:")] if file.exists() else []
     return int(sizes[0]) * 1024 // 10**6 if sizes else None
-
-
-def machine() -> str:
-    """The processor's name and how many cores there are."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    """The commit that is checked out, and whether what is solved with was changed since."""
-    say = ("git", "-C", str(ROOT))
-    head = subprocess.run((*say, "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False)
-    changed = subprocess.run((*say, "diff", "--quiet", "HEAD", "--", "graphs", "solvers", "planner"), check=False)
-    return (head.stdout.strip() + (" with changes" if changed.returncode else "")) if not head.returncode else "unknown"

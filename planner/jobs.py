@@ -1,4 +1,4 @@
-"""Solving one graph at many budgets: here, or in processes beside this one."""
+"""One job for many tasks: here, or in processes beside this one."""
 
 import multiprocessing
 import os
@@ -8,42 +8,31 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.synchronize import Event
+from typing import Any, TypeAlias, TypeVar
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph
-from solvers.registry import get_solver
-from solvers.result import Result
 
 _POLL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is solved at every budget, and how."""
-
-    graph: Graph
-    solver: str
-    tolerance: float
-    time_limit_s: float
-
-    def solve(self, budget_bytes: int, should_stop: Callable[[], bool]) -> Result:
-        """Solve at `budget_bytes`."""
-        return get_solver(self.solver)(
-            self.graph, budget_bytes, tolerance=self.tolerance, time_limit_s=self.time_limit_s, should_stop=should_stop
-        )
+Task = TypeVar("Task")
+Done = TypeVar("Done")
+# What is done with a task: can be pickled; the second argument is polled, and once True it ends with what it has.
+Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
 
 
-def solve_here(job: Job, take: Callable[[], int | None], should_stop: Callable[[], bool]) -> Iterator[Result]:
-    """The results at the budgets that `take` names, one after the other, until it names none or `should_stop`."""
-    while not should_stop() and (budget_bytes := take()) is not None:
-        yield job.solve(budget_bytes, should_stop)
+def run_here(job: Job[Task, Done], take: Callable[[], Task | None], should_stop: Callable[[], bool]) -> Iterator[Done]:
+    """What becomes of the tasks that `take` names, one after the other, until it names none or `should_stop`."""
+    while not should_stop() and (task := take()) is not None:
+        yield job(task, should_stop)
 
 
-def solve_in_processes(job: Job, take: Callable[[], int | None], should_stop: Callable[[], bool], jobs: int) -> Iterator[Result]:
-    """The same with `jobs` budgets at a time; once `should_stop`, the solves under way end with what they have.
+def run_in_processes(
+    job: Job[Task, Done], take: Callable[[], Task | None], should_stop: Callable[[], bool], jobs: int
+) -> Iterator[Done]:
+    """The same with `jobs` tasks at a time; once `should_stop`, those under way end with what they have.
 
     Raises:
         PlannerError: a process ended by itself.
@@ -52,12 +41,12 @@ def solve_in_processes(job: Job, take: Callable[[], int | None], should_stop: Ca
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(job, stop))
-    running: set[Future[Result]] = set()
+    running: set[Future[Done]] = set()
     try:
         while True:
-            while len(running) < jobs and not should_stop() and (budget_bytes := take()) is not None:
+            while len(running) < jobs and not should_stop() and (task := take()) is not None:
                 with _uninterrupted():
-                    running.add(pool.submit(_solve, budget_bytes))
+                    running.add(pool.submit(_run, task))
             if not running:
                 return
             done, running = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
@@ -66,7 +55,7 @@ def solve_in_processes(job: Job, take: Callable[[], int | None], should_stop: Ca
             for future in done:
                 yield future.result()
     except BrokenProcessPool:
-        raise PlannerError("a solving process was ended from outside, perhaps because memory ran out: try --jobs 1") from None
+        raise PlannerError("a process was ended from outside, perhaps because memory ran out: try --jobs 1") from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
@@ -85,12 +74,12 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# In the solving process.
+# In the process beside.
 
-_given: tuple[Job, Event] | None = None
+_given: tuple[Job[Any, Any], Event] | None = None
 
 
-def _begin(job: Job, stop: Event) -> None:
+def _begin(job: Job[Any, Any], stop: Event) -> None:
     global _given
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _given = job, stop
@@ -104,7 +93,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _solve(budget_bytes: int) -> Result:
+def _run(task: Any) -> Any:
     assert _given is not None
     job, stop = _given
-    return job.solve(budget_bytes, stop.is_set)
+    return job(task, stop.is_set)

@@ -1,0 +1,96 @@
+"""``planner compare``: a model or a graph in, what every method makes of it out."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner import options
+from planner.commands.common import DONE, LIMIT, MODEL_HELP, Commands, add_command, add_how_to_trace, add_quiet, print_json
+
+if TYPE_CHECKING:
+    from graphs.ir import Graph
+    from planner.progress import ProgressLine
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "compare",
+        "set the optimal schedule against other methods, budget by budget",
+        "Writes rows.csv, table.md, overhead.png and memory.png; rows that are in rows.csv are not computed again.\n"
+        "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 1 anything else\n\n"
+        "examples:\n"
+        "  planner compare model.json --budgets 90%,70%,50%,30% -o results/mine\n"
+        "  planner compare zoo:resnet50,batch=64 --roofline h200 --methods windows,dtr,chen-sqrt -o results/resnet50",
+    )
+    parser.add_argument("model", metavar="MODEL|GRAPH", help=f"a graph that planner trace wrote (.json), or {MODEL_HELP}")
+    budgets = ("90%", "70%", "50%", "30%")
+    parser.add_argument(
+        "--budgets", type=options.budget_list, default=budgets, metavar="LIST", help="default: 90%%,70%%,50%%,30%%"
+    )
+    parser.add_argument("--methods", default="all", metavar="all|LIST", help="names as for planner solve --solver (default: all)")
+    parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="where rows, table and figures are written")
+    parser.add_argument("--jobs", type=options.count, default=2, metavar="N", help="rows computed at a time (default: 2)")
+    parser.add_argument(
+        "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each row: 90, 90s, 10m (default: 1m)"
+    )
+    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_how_to_trace(parser)
+    add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compute the rows that are missing, then write table and figures. Returns the exit code."""
+    from planner.compare import COLUMNS, compare, methods_named
+    from planner.compare_report import table_text, write_report
+    from planner.interrupt import StopOnInterrupt
+    from planner.plots import new_figure
+    from planner.progress import ProgressLine
+
+    methods = methods_named(arguments.methods)
+    new_figure()  # without matplotlib there is no use in computing
+    with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
+        graph, name = _graph(arguments, progress)
+        progress.say(f"comparing {len(methods)} methods")
+        rows = compare(
+            graph,
+            arguments.budgets,
+            methods,
+            Path(arguments.output),
+            model=name,
+            jobs=arguments.jobs,
+            tolerance=arguments.tolerance,
+            time_limit_s=arguments.time_limit,
+            on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
+            should_stop=interrupt,
+        )
+    if rows:
+        write_report(rows, Path(arguments.output))
+    if arguments.json:
+        print_json({"holds": "comparison", "rows": [{column: getattr(row, column) for column in COLUMNS} for row in rows]})
+    elif rows:
+        print(table_text(rows))
+    return DONE if any(row.time_s is not None for row in rows) else LIMIT
+
+
+def _graph(arguments: argparse.Namespace, progress: "ProgressLine") -> "tuple[Graph, str]":
+    from graphs.jsonio import read_graph
+
+    if arguments.model.endswith(".json"):
+        graph = read_graph(arguments.model)
+        return graph, str(graph.provenance.get("model", Path(arguments.model).stem))
+    from planner import api, workload
+
+    spec = workload.parse_spec(arguments.model)
+    progress.say(f"tracing {spec}")
+    built = workload.load(spec, device=arguments.device, seed=arguments.seed, fake=arguments.roofline is not None)
+    graph = api.trace(
+        *built,
+        optimizer=arguments.optimizer,
+        accumulate=arguments.accumulate,
+        roofline=arguments.roofline,
+        passes=arguments.passes,
+        name=str(spec),
+    )
+    return graph, str(spec)

@@ -24,6 +24,7 @@ _IDLE_RUNS = 200  # of these without better, and it is given a rest
 _STRETCH_S = 2.0  # for each model of a stretch
 _STRETCH_GAP = 1e-4  # of the whole step, likewise; what is gained less is left
 _LEAST_SHARE = 0.25  # of the time, for a way that gains nothing, beside the best
+_SLOW = 1e-4  # of what is made smaller, in a second: where no way gains as much, all get about the same time
 _MEMORY = 0.9  # what was gained and spent counts this much less a turn later
 
 
@@ -52,7 +53,7 @@ class Finder:
         restarts, reopenings = self.neighbourhoods.restarts(), self.neighbourhoods.reopenings()
         if search.best is None:
             take_turns([restarts], search.best_s, lambda: search.best is not None or search.enough())
-        take_turns([reopenings, self.improvements(), restarts], search.best_s, search.enough)
+        take_turns([reopenings, self.improvements(), restarts], search.best_s, search.enough, least=(0.25, 0.25, 0.05))
         self.repair()
         take_turns([self.improvements()], search.best_s, search.enough)
         slice_s = _FIRST_SLICE_S
@@ -113,30 +114,36 @@ class Finder:
         return None if answer.values is None else read_choice(model, answer.values)
 
 
-def take_turns(ways: Sequence[Iterator[None]], value: Callable[[], float], should_stop: Callable[[], bool]) -> None:
+def take_turns(
+    ways: Sequence[Iterator[None]],
+    value: Callable[[], float],
+    should_stop: Callable[[], bool],
+    *,
+    least: Sequence[float] | None = None,
+) -> None:
     """Take steps of several ways until all have ended; a way that has gained more lately gets more of the time.
 
     The principle is that of adaptive large-neighbourhood search (Ropke and Pisinger, Transportation Science 2006).
 
     Args:
         value: what they make smaller.
+        least: for each way its share where it gains nothing, beside 1 for the one that gains most; by default even.
     """
-    ways = list(ways)
+    ways, least = list(ways), list(least or [_LEAST_SHARE] * len(ways))
     gained, spent = [0.0] * len(ways), [0.0] * len(ways)
     while ways and not should_stop():
-        most = max(gained)
-        shares = [_LEAST_SHARE + (gain / most if most > 0 else 0.0) for gain in gained]
+        shares = [few + gain / (max(gained) + _SLOW) for few, gain in zip(least, gained, strict=True)]
         turn = min(range(len(ways)), key=lambda i: spent[i] / shares[i])
         before, began = value(), time.monotonic()
         ended = next(ways[turn], _ENDED) is _ENDED
         took = time.monotonic() - began
-        gain = before - value()
+        gain = (before - value()) / before if before > 0 else 0.0
         gained = [_MEMORY * g for g in gained]
         spent = [_MEMORY * s for s in spent]
         gained[turn] += gain / took if np.isfinite(gain) and took > 0 else 0.0
         spent[turn] += took
         if ended:
-            del ways[turn], gained[turn], spent[turn]
+            del ways[turn], least[turn], gained[turn], spent[turn]
 
 
 _ENDED = object()

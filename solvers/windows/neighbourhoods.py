@@ -25,7 +25,8 @@ from solvers.windows.search import Search
 _SMALL_SHARE = 5e-4  # of the capacity: what tensors that are taken to be always there may take together
 _COARSE_CAPACITIES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of the capacity: what coarse models are solved for
 _COARSE_S = 2.0  # for each of them
-_WINDOWS = 120  # of a narrow model at first, about
+_WINDOWS = 120  # of a narrow model at first, about; more in small graphs:
+_SIZE = 120_000  # windows times ops
 _WHOLE_S = 5.0  # for a narrow model with nothing fixed
 _LONGER = 1.5  # times as long for each further
 _ROUNDS = 20  # of fixing and looking closer
@@ -51,7 +52,8 @@ class Neighbourhoods:
     def begin(self) -> None:
         """Take windows and choices from coarse solutions, and find a first schedule."""
         trials = self.coarse_trials()
-        detail = tight_windows(self.search.problem, trials, self.search.budget_bytes, _WINDOWS)
+        windows = max(_WINDOWS, _SIZE // self.search.problem.ops)
+        detail = tight_windows(self.search.problem, trials, self.search.budget_bytes, windows)
         self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
         self.restart(_WHOLE_S)
 

@@ -22,6 +22,7 @@ from solvers.windows.refine import refined, with_stages_in_order
 _TELL_S = 0.4
 _INNER = 0.8  # a model is solved to this part of the tolerance,
 _CLOSE = 0.05  # or this once the tolerance is reached
+_MOMENT_S = 0.5
 # Less strong branching than by default: what looks for schedules wants many nodes rather than a bound.
 _EAGER: dict[str, Option] = {"mip_pscost_minreliable": 1}
 
@@ -90,14 +91,16 @@ class Search:
     def satisfied(self) -> bool:
         """Whether the solve has also had its time to do better than the tolerance asks for.
 
-        Half as long again as it took to get there: solutions are often within the tolerance long
-        before they are as good as they get, and the rest costs little.
+        Solutions are often within the tolerance long before they are as good as they get, and the rest costs
+        little: half as long again as it took to get there, or a moment.
         """
         if not self.solved():
             return False
+        if self.infeasible or self.best_s() <= self.bound_s * (1 + _CLOSE * self.tolerance):
+            return True
         now = time.monotonic()
         self.solved_at = self.solved_at or now
-        return self.infeasible or now - self.solved_at > 0.5 * (self.solved_at - self.began)
+        return now - self.solved_at > _more(self.solved_at - self.began)
 
     def enough(self) -> bool:
         """Whether to stop looking for better schedules."""
@@ -261,8 +264,7 @@ class Search:
             if is_relaxation:
                 closer = replace(closer, ordered=detail.ordered)
             if self.solved():
-                # Within the tolerance: a moment more often makes it as good as it gets.
-                self.solve_model(model, until=time.monotonic() + self.seconds / 2, is_relaxation=is_relaxation)
+                self.solve_model(model, until=time.monotonic() + _more(self.seconds), is_relaxation=is_relaxation)
                 return detail, False
             if answer.outcome is not Outcome.OPTIMAL:
                 return closer, answer.outcome is Outcome.INFEASIBLE
@@ -270,3 +272,8 @@ class Search:
                 return detail, True
             detail = closer
         return detail, False
+
+
+def _more(seconds: float) -> float:
+    """How long a solve that took so long to get within the tolerance goes on."""
+    return max(_MOMENT_S, seconds / 2)

@@ -1,0 +1,147 @@
+"""What the methods that PyTorch ships really take, measured as planned steps are: peak memory, time, and exactness."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import nn
+
+from graphs.errors import PlannerError
+from graphs.trace import TrainingStep
+from graphs.trace_lower import StaticTensors
+from graphs.zoo import Workload
+from planner import measure
+from planner.measure import Outcome, Step
+from planner.stock_methods import Method
+
+
+class Exactness(StrEnum):
+    """Loss and gradients of a method against those of eager PyTorch."""
+
+    IDENTICAL = "identical"  # to the last bit
+    ROUNDED = "rounded"  # to at least half of the digits
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one method takes; what is not known, because the method failed, is None.
+
+    Attributes:
+        method: its name.
+        peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included.
+        reserved_bytes: what the CUDA allocator held; None on the CPU.
+        time_s: median of a forward and backward pass; the methods take turns.
+        exactness: of loss and gradients.
+        loss_error: distance from eager's loss, over its absolute value.
+        gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
+        differences: names of all that is not equal to eager's to the last bit, buffers and random state included.
+        error: why the method does not run on this model and machine.
+    """
+
+    method: str
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    time_s: float | None = None
+    exactness: Exactness | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    differences: tuple[str, ...] = ()
+    error: str | None = None
+
+
+def measure_stock(
+    workload: Workload, methods: Sequence[Method], *, repeats: int = 5, seed: int = 0, extra_bytes: int = 0
+) -> list[Row]:
+    """Run each method on the workload and measure it; model, batch, random state and settings are afterwards as before.
+
+    A method that fails has its error in its row. Gradients are compared after the first step from the same random state.
+
+    Args:
+        workload: real tensors; its model in the mode it is trained in.
+        methods: of different names; see ``planner.stock_methods``.
+        repeats: steps timed, of all methods in turn.
+        seed: of the random state that loss and gradients are compared from.
+        extra_bytes: of what is not made here but counts: optimizer state, gradients of earlier batches.
+    """
+    model, loss_fn, batch = workload
+    step = TrainingStep(model, loss_fn)
+    reference = measure.outcome(step, model, batch, seed=seed)
+    static_bytes = extra_bytes + sum(tensor.size_bytes for tensor in StaticTensors(step, batch, _device(model)).tensors)
+    rows: list[Row] = []
+    steps: dict[str, Step] = {}
+    for method in methods:
+        try:
+            steps[method.name] = method.prepare(model, loss_fn)
+            rows.append(_checked(method.name, steps[method.name], workload, reference, static_bytes, seed))
+        except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
+            steps.pop(method.name, None)
+            rows.append(Row(method.name, error=_one_line(error)))
+    with measure.unchanged(model, batch):
+        times = measure.median_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
+    return [replace(row, time_s=times.get(row.method)) for row in rows]
+
+
+def _checked(name: str, step: Step, workload: Workload, reference: Outcome, static_bytes: int, seed: int) -> Row:
+    """All but the time."""
+    model, _, batch = workload
+    found = measure.outcome(step, model, batch, seed=seed)  # what is compiled, is compiled here
+    with measure.unchanged(model, batch):
+        for parameter in model.parameters():
+            parameter.grad = None
+        memory = measure.measure_memory(step, batch, static_bytes=static_bytes, device=_device(model))
+    gradients = [name for name in reference.values if name.startswith("gradient of ")]
+    loss_error, gradient_error = relative_error(reference, found, ["loss"]), relative_error(reference, found, gradients)
+    return Row(
+        name,
+        peak_bytes=memory.peak_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        exactness=_exactness(reference, found, gradients, (loss_error, gradient_error)),
+        loss_error=loss_error,
+        gradient_error=gradient_error,
+        differences=reference.differences(found),
+    )
+
+
+def relative_error(reference: Outcome, found: Outcome, names: Sequence[str]) -> float:
+    """Euclidean distance of what is named from `reference`, all in one vector, over its length there.
+
+    NaN where a number is, or infinity where there is nothing to compare, is in the result.
+    """
+    distance = length = 0.0
+    for name in names:
+        wanted, given = reference.values[name], found.values.get(name)
+        if wanted is None and given is None:
+            continue
+        if wanted is None or given is None:
+            return math.inf
+        distance = math.hypot(distance, _length(given.double() - wanted.double()))
+        length = math.hypot(length, _length(wanted.double()))
+    if distance == 0:
+        return 0.0
+    return distance / length if length else math.inf
+
+
+def _exactness(reference: Outcome, found: Outcome, gradients: Sequence[str], errors: tuple[float, float]) -> Exactness:
+    names = {"loss", *gradients}
+    if not names.intersection(reference.differences(found)):
+        return Exactness.IDENTICAL
+    dtypes = {value.dtype for name in names if (value := reference.values[name]) is not None}
+    allowed = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
+    return Exactness.ROUNDED if all(error <= allowed for error in errors) else Exactness.WRONG
+
+
+def _length(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _one_line(error: Exception) -> str:
+    """The first line that says something; PyTorch's go on for pages."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if isinstance(error, PlannerError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,117 @@
+"""PyTorch's own methods, measured: what they leave behind is eager's, they take less memory, and failures are rows."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.errors import ModelError
+from graphs.zoo import Workload
+from planner import workload
+from planner.measure import Outcome
+from planner.stock import Exactness, Row, measure_stock, relative_error
+from planner.stock_methods import (
+    Method,
+    auto_sac,
+    block_levels,
+    blocks,
+    checkpoint_blocks,
+    eager,
+    memory_budget,
+    sac,
+    stock_methods,
+)
+from solvers.policies.sac import Rule
+
+SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
+
+
+def gpt2(options: str = "") -> Workload:
+    return workload.load(workload.parse_spec(SPEC + options))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    methods = [eager(), checkpoint_blocks(), sac(), sac(Rule.EVERY_SECOND), auto_sac()]
+    return {row.method: row for row in measure_stock(gpt2(), methods, repeats=1)}
+
+
+def test_checkpointing_leaves_what_eager_leaves(rows: dict[str, Row]) -> None:
+    for name in ("eager", "checkpoint_blocks", "sac", "sac-every-second"):
+        assert rows[name].error is None
+        assert rows[name].exactness is Exactness.IDENTICAL
+        assert rows[name].differences == ()
+        assert rows[name].gradient_error == 0.0
+        assert rows[name].time_s is not None
+        assert rows[name].reserved_bytes is None
+
+
+def test_what_is_not_saved_takes_no_memory(rows: dict[str, Row]) -> None:
+    peaks = {name: row.peak_bytes or 0 for name, row in rows.items() if row.error is None}
+    assert peaks["checkpoint_blocks"] < peaks["eager"]
+    assert peaks["checkpoint_blocks"] <= peaks["sac-every-second"] <= peaks["sac"] <= peaks["eager"]
+
+
+def test_a_method_that_fails_has_its_reason(rows: dict[str, Row]) -> None:
+    assert rows["auto-sac"].peak_bytes is rows["auto-sac"].time_s is None
+    assert "Auto-SAC is not available" in (rows["auto-sac"].error or "")
+
+
+def test_the_memory_budget_is_exact_without_random_ops() -> None:
+    row = measure_stock(gpt2(",dropout=0"), [memory_budget(0.5)], repeats=1)[0]
+    assert row.error is None
+    assert row.exactness in {Exactness.IDENTICAL, Exactness.ROUNDED}
+
+
+def test_model_and_random_state_are_as_before() -> None:
+    built = gpt2()
+    model = built[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    measure_stock(built, [eager(), checkpoint_blocks()], repeats=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_wrong_gradients_are_told() -> None:
+    def prepare(model: nn.Module, loss_fn: object) -> object:
+        step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
+        return lambda *batch: 1.01 * step(*batch)[0]
+
+    row = measure_stock(gpt2(), [Method("wrong", prepare)], repeats=1)[0]  # type: ignore[arg-type]
+    assert row.exactness is Exactness.WRONG
+    assert row.gradient_error == pytest.approx(0.01, rel=1e-3)
+    assert "loss" in row.differences
+
+
+def test_blocks_are_numbered_modules() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert block_levels(model) == 2
+    assert blocks(model, 1) == [model[0], model[1]]
+    assert blocks(model, 2) == [model[0], model[1][0], model[1][1]]
+    with pytest.raises(ModelError, match="Linear has no blocks"):
+        blocks(nn.Linear(2, 2), 1)
+
+
+def test_a_list_that_saves_nothing_is_an_error() -> None:
+    # With dropout, attention is written out in other ops on the CPU.
+    for row in measure_stock(gpt2(), [sac(save=["aten.nothing"]), sac(Rule.ATTENTION)], repeats=1):
+        assert "saves nothing" in (row.error or "")
+
+
+def test_all_methods_have_names_of_their_own() -> None:
+    names = [method.name for method in stock_methods(gpt2()[0], save=["mm"])]
+    assert len(set(names)) == len(names)
+    assert {"eager", "checkpoint_blocks", "sac", "memory-budget 0.50 inductor", "auto-sac"} <= set(names)
+
+
+def test_relative_errors() -> None:
+    a = Outcome({"x": torch.tensor([3.0, 4.0]), "y": None})
+    assert relative_error(a, a, ["x", "y"]) == 0.0
+    assert relative_error(a, Outcome({"x": torch.tensor([3.0, 4.5]), "y": None}), ["x", "y"]) == pytest.approx(0.1)
+    assert math.isinf(relative_error(a, Outcome({"x": None, "y": None}), ["x"]))
+    assert math.isnan(relative_error(a, Outcome({"x": torch.tensor([3.0, math.nan]), "y": None}), ["x"]))

@@ -103,6 +103,7 @@ class _Judge:
     tolerance: float
     time_limit_s: float
     commit: str
+    machine: str
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Row:
         graph = self.graph
@@ -138,7 +139,7 @@ class _Judge:
             seed=0,
             message=" ".join(message.split()),
             commit=self.commit,
-            machine=machine(),
+            machine=self.machine,
             versions=", ".join(f"{name} {number}" for name, number in versions.items()),
         )
 
@@ -208,7 +209,7 @@ def compare(
     known = {(row.method, row.budget_bytes) for row in rows}
     open_tasks = iter([task for task in tasks if (task.method, task.budget_bytes) not in known])
     wanted = {(task.method, task.budget_bytes) for task in tasks}
-    judge = _Judge(graph, model, peak_bytes, tolerance, time_limit_s, commit())
+    judge = _Judge(graph, model, peak_bytes, tolerance, time_limit_s, commit(), machine())
     stop = should_stop or (lambda: False)
     run = (
         run_here(judge, lambda: next(open_tasks, None), stop)

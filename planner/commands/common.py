@@ -13,6 +13,8 @@ from planner import options
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
+    from planner.progress import ProgressLine
+    from planner.workload import ModelSpec
 
 DONE, FAILED, USAGE, INFEASIBLE, LIMIT, INTERRUPTED = 0, 1, 2, 3, 4, 130  # exit codes
 
@@ -88,6 +90,23 @@ def add_how_to_trace(parser: Parser) -> None:
     parser.add_argument("--accumulate", action="store_true", help="gradients of earlier batches are in memory too")
     parser.add_argument("--passes", type=options.count, default=5, metavar="N", help="times each op is measured (default: 5)")
     parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
+
+
+def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "ProgressLine") -> "Graph":
+    """Build and trace `model`, as the options of ``add_how_to_trace`` say."""
+    progress.say(f"building {model}")
+    from planner import api, workload
+
+    built = workload.load(model, device=arguments.device, seed=arguments.seed, fake=arguments.roofline is not None)
+    progress.say(f"tracing {model}")
+    return api.trace(
+        *built,
+        optimizer=arguments.optimizer,
+        accumulate=arguments.accumulate,
+        roofline=arguments.roofline,
+        passes=arguments.passes,
+        name=str(model),
+    )
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:

@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner import options
-from planner.commands.common import DONE, LIMIT, MODEL_HELP, Commands, add_command, add_how_to_trace, add_quiet, print_json
+from planner.commands.common import (
+    DONE,
+    LIMIT,
+    MODEL_HELP,
+    Commands,
+    add_command,
+    add_how_to_trace,
+    add_quiet,
+    print_json,
+    trace_model,
+)
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
@@ -80,17 +90,7 @@ def _graph(arguments: argparse.Namespace, progress: "ProgressLine") -> "tuple[Gr
     if arguments.model.endswith(".json"):
         graph = read_graph(arguments.model)
         return graph, str(graph.provenance.get("model", Path(arguments.model).stem))
-    from planner import api, workload
+    from planner.workload import parse_spec
 
-    spec = workload.parse_spec(arguments.model)
-    progress.say(f"tracing {spec}")
-    built = workload.load(spec, device=arguments.device, seed=arguments.seed, fake=arguments.roofline is not None)
-    graph = api.trace(
-        *built,
-        optimizer=arguments.optimizer,
-        accumulate=arguments.accumulate,
-        roofline=arguments.roofline,
-        passes=arguments.passes,
-        name=str(spec),
-    )
-    return graph, str(spec)
+    spec = parse_spec(arguments.model)
+    return trace_model(spec, arguments, progress), str(spec)

@@ -4,7 +4,16 @@ import argparse
 
 from graphs.zoo import ZOO
 from planner import options
-from planner.commands.common import DONE, MODEL_HELP, Commands, add_command, add_how_to_trace, add_quiet, print_written
+from planner.commands.common import (
+    DONE,
+    MODEL_HELP,
+    Commands,
+    add_command,
+    add_how_to_trace,
+    add_quiet,
+    print_written,
+    trace_model,
+)
 
 
 def add(commands: Commands) -> None:
@@ -33,19 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_writable(arguments.output)
     with ProgressLine(quiet=arguments.quiet) as progress:
-        progress.say(f"building {arguments.model}")
-        from planner import api, workload
-
-        built = workload.load(arguments.model, device=arguments.device, seed=arguments.seed, fake=arguments.roofline is not None)
-        progress.say(f"tracing {arguments.model}")
-        graph = api.trace(
-            *built,
-            optimizer=arguments.optimizer,
-            accumulate=arguments.accumulate,
-            roofline=arguments.roofline,
-            passes=arguments.passes,
-            name=str(arguments.model),
-        )
+        graph = trace_model(arguments.model, arguments, progress)
         write_graph(graph, arguments.output)
     print_written(graph, arguments)
     return DONE

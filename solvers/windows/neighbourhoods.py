@@ -44,7 +44,7 @@ class Neighbourhoods:
     def __init__(self, search: Search, coarse: Detail) -> None:
         self.search = search
         self.coarse = coarse
-        self.small = without_small(search.problem, _SMALL_SHARE, charged=True)
+        self.small = without_small(search.problem, _SMALL_SHARE)
         self.known = Known()
         self.detail = coarse
         self._draw = np.random.default_rng(0)

@@ -94,13 +94,13 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     )
 
 
-def without_small(problem: Problem, share: float, *, charged: bool) -> Problem:
+def without_small(problem: Problem, share: float) -> Problem:
     """`problem` with its smallest tensors always there: fewer choices, of no consequence.
+
+    The capacity is less by what they take, so that what fits the result fits `problem`.
 
     Args:
         share: of the capacity, that they may take all together.
-        charged: whether the capacity is less by what they take. Then what fits the result fits `problem`; without,
-            what fits `problem` fits the result, which gives bounds.
     """
     candidates = sorted((size, t) for t, size in enumerate(problem.sizes) if problem.producers[t] >= 0 and not problem.kept[t])
     small: set[int] = set()
@@ -113,7 +113,7 @@ def without_small(problem: Problem, share: float, *, charged: bool) -> Problem:
     kept = tuple(always or t in small for t, always in enumerate(problem.kept))
     return replace(
         problem,
-        capacity_bytes=problem.capacity_bytes - (total if charged else 0),
+        capacity_bytes=problem.capacity_bytes - total,
         sizes=tuple(0 if t in small else size for t, size in enumerate(problem.sizes)),
         kept=kept,
         recomputable=tuple(

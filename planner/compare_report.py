@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes
 from planner.compare import OPTIMUM, Row, bound_of
 from planner.plots import new_figure, save_figure
 from planner.tables import as_markdown
 from solvers.result import Status
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _LEGEND = (
     "OOM: what the method does needs more; thrash: the step took more time than the method allows; "
@@ -82,7 +86,7 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
             marker = "os^vDPX*"[i % 8]
             axes.plot(xs, ys, marker=marker, markersize=5, linewidth=1, color=f"C{i % 10}", label=method)
     axes.set(title=rows[0].model, xlabel="peak memory in GB", ylabel="step time, as a multiple of keeping everything")
-    axes.legend(fontsize="small", ncols=2)
+    _add_legend(axes, columns=2)
     save_figure(figure, path)
 
 
@@ -102,5 +106,10 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
     axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize="small")
     axes.set(title=rows[0].model, ylabel="peak memory in GB")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
+    _add_legend(axes)
     save_figure(figure, path)
+
+
+def _add_legend(axes: "Axes", *, columns: int = 1) -> None:
+    if axes.get_legend_handles_labels()[0]:  # nothing is drawn where no method fits
+        axes.legend(fontsize="small", ncols=columns)

@@ -162,3 +162,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["compare", "zoo:gpt2", "--methods", "magic", "-o", str(tmp_path / "out")]) == 1
     assert "there is no method 'magic'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_figures_where_no_method_fits(rows: list[Row], tmp_path: Path) -> None:
+    none = [replace(row, time_s=None, peak_bytes=None, bound_s=None, status="infeasible") for row in rows]
+    write_report(none, tmp_path)
+    assert (tmp_path / "overhead.png").exists()

@@ -7,11 +7,13 @@ from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
-from graphs.units import parse_budget
+from graphs.units import format_bytes, parse_budget
+from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.reorder import Reordering, in_program_order, reordered
 from solvers.result import Progress, Result, Status
+from solvers.windows.evict import least_evicting_schedule
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
@@ -74,6 +76,8 @@ def solve(
         # Proved for the new order only. Where neither fits, the new order's message says how little would do.
         other = solve_in(in_program_order(graph), max(_LEFT_S, time_limit_s - result.seconds))
         result = result if other.status is Status.INFEASIBLE else other
+    if result.status is Status.INFEASIBLE:
+        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, should_stop))
     return _plan_from(result, summary)
 
 
@@ -109,9 +113,18 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
     return budget
 
 
+def _what_would_do(graph: Graph, budget_bytes: int, should_stop: Callable[[], bool] | None) -> str:
+    """A budget that is known to do, where a single op refutes `budget_bytes`; otherwise the solver has said what is known.
+
+    It takes up to some seconds: worth it here, where a person is told, and not in solvers, which are asked many times.
+    """
+    if budget_bytes >= least_budget_bound(graph).budget_bytes:
+        return ""
+    schedule = least_evicting_schedule(graph, should_stop=should_stop) or store_all(graph)
+    return f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
+
+
 def _plan_from(result: Result, summary: GraphSummary) -> Plan:
-    if result.status is Status.INFEASIBLE:
-        raise InfeasibleError(result.message)
     if result.status is Status.LIMIT:
         raise LimitError(result.message)
     if result.schedule is None or result.peak_bytes is None or result.time_s is None:

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from graphs.ir import Graph
-from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
 from solvers.result import Progress, Result, Status
-from solvers.windows.evict import least_evicting_schedule
 from solvers.windows.loop import run
 from solvers.windows.search import Search
 
@@ -36,8 +34,6 @@ def solve(
     least = least_budget_bound(graph)
     if budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
-        if schedule := least_evicting_schedule(graph):
-            message += f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
     else:
         run(search)
         status, message = _verdict(search, graph, budget_bytes, least.budget_bytes, time_limit_s)

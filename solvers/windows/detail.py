@@ -1,7 +1,8 @@
 """What a model looks at, and what its columns mean."""
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from solvers.highs import Program
 from solvers.windows.problem import Problem
@@ -17,6 +18,7 @@ class Detail:
         repeats: pairs (e_k, x) with row 7 (x executed again in the window that ends at e_k).
         chains: triples (e_k, x, z): row 9 of z counts what x leaves in memory, see ``chains.py``.
         ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: no relaxation, see ``ordered.py``.
+        spans: first and last op of runs of windows with row 8: windows that have been split, and halves.
     """
 
     ends: tuple[int, ...]
@@ -24,6 +26,7 @@ class Detail:
     repeats: frozenset[tuple[int, int]] = frozenset()
     chains: frozenset[tuple[int, int, int]] = frozenset()
     ordered: frozenset[tuple[int, int]] = frozenset()
+    spans: frozenset[tuple[int, int]] = frozenset()
 
     def window_of(self, op: int) -> int:
         """Index of the window in which `op` is first executed."""
@@ -36,6 +39,14 @@ class Detail:
     def is_single(self, window: int) -> bool:
         """Whether `window` has one op only."""
         return self.start_of(window) == self.ends[window]
+
+    def split(self, ends: Iterable[int]) -> "Detail":
+        """With windows that end at `ends` too. What has been known of whole windows stays known of them as spans."""
+        finer = replace(self, ends=tuple(sorted({*self.ends, *ends})))
+        windows = [(self.start_of(k), end) for k, end in enumerate(self.ends)]
+        spans = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
+        spans |= {(self.start_of(first), self.ends[last]) for first, last in halves(1, len(self.ends) - 1)}
+        return replace(finer, spans=self.spans | spans)
 
 
 @dataclass(slots=True)

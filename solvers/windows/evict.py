@@ -7,6 +7,7 @@ caches), and whether a rule works can be tried out.
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,7 @@ def evicting_order(
     guide: Guide | None = None,
     max_factor: float = 30.0,
     max_time_s: float = math.inf,
+    should_stop: Callable[[], bool] | None = None,
 ) -> list[int] | None:
     """An order of execution whose tensors fit into `budget_bytes`, by `rule`; None if it fails.
 
@@ -78,19 +80,21 @@ def evicting_order(
         guide: what is handed on from window to window, as far as there is room.
         max_factor: it has failed when it executes more than this many ops per op of the graph.
         max_time_s: likewise when all it executes takes longer than this.
+        should_stop: polled; once True, it has failed.
     """
-    return _Run(graph, budget_bytes, rule, bias, guide, int(max_factor * len(graph.ops)) + 1000, max_time_s).run()
+    max_executions = int(max_factor * len(graph.ops)) + 1000
+    return _Run(graph, budget_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
 
 
-def least_evicting_schedule(graph: Graph) -> Schedule | None:
-    """The schedule of least peak that some rule finds; None if none finds any."""
+def least_evicting_schedule(graph: Graph, *, should_stop: Callable[[], bool] | None = None) -> Schedule | None:
+    """The schedule of least peak that some rule finds until `should_stop`; None if none finds any."""
     best: Schedule | None = None
     least = simulate(graph, schedule_of(graph, range(len(graph.ops)))).peak_bytes
     for rule in RULES:
         low, high = graph.static_bytes, least
         while high - low > 0.005 * high:
             budget = (low + high) // 2
-            order = evicting_order(graph, budget, rule)
+            order = evicting_order(graph, budget, rule, should_stop=should_stop)
             schedule = None if order is None else schedule_of(graph, order)
             peak = None if schedule is None else _peak_bytes(graph, schedule)
             if peak is None:
@@ -123,6 +127,7 @@ class _Run:
         guide: Guide | None,
         max_executions: int,
         max_time_s: float,
+        should_stop: Callable[[], bool] | None,
     ) -> None:
         self.graph = graph
         self.free_bytes = budget_bytes - graph.static_bytes
@@ -130,6 +135,7 @@ class _Run:
         self.guide = guide
         self.max_executions = max_executions
         self.time_left_s = max_time_s
+        self.should_stop = should_stop or (lambda: False)
         self.order: list[int] = []
         tensors, ops = len(graph.tensors), len(graph.ops)
         self.size = np.array([t.size_bytes for t in graph.tensors], dtype=np.float64)
@@ -189,7 +195,7 @@ class _Run:
         # Making one input may have had to evict nothing that is locked, so all are here now.
         self.order.append(op_id)
         self.time_left_s -= op.time_s
-        if len(self.order) > self.max_executions or self.time_left_s < 0.0:
+        if len(self.order) > self.max_executions or self.time_left_s < 0.0 or self.should_stop():
             raise _FailedError
         outputs_bytes = sum(self.graph.tensors[t].size_bytes for t in op.outputs)
         for t in op.outputs:

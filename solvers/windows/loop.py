@@ -16,6 +16,8 @@ from solvers.windows.search import Search
 from solvers.windows.states import shortest
 
 _FIRST_SLICE_S = 2.0  # for the relaxation in the first round; twice as much in each further one
+_FEW = 4.0  # times the ops of the graph: what a rule of eviction may execute while nothing else looks for schedules
+_EVICTION_S = 20.0  # for rules of eviction while something else does
 _GRACE_S = 0.5  # how long the end of a solve waits for the thread that looks for schedules
 _SMALL = 30  # ops of a graph for which searching all states comes before more windows
 _MAX_STATES = 1_000_000  # about a gigabyte
@@ -31,9 +33,10 @@ def run(search: Search) -> None:
     if search.solved():
         return
     detail, _ = search.refine(coarse, _FIRST_SLICE_S, is_relaxation=True)
-    _evict(search, whole)
-    if search.solved() or search.stopped():
-        return
+    for rule in RULES:
+        if search.solved() or search.stopped():
+            return
+        _offer(search, evicting_order(search.problem.graph, search.budget_bytes, rule, max_factor=_FEW))
     finder = Finder(search, coarse, detail)
     errors: list[Exception] = []
 
@@ -46,6 +49,8 @@ def run(search: Search) -> None:
     thread = threading.Thread(target=find, daemon=True, name="search for schedules")
     thread.start()
     try:
+        if search.best is None:
+            _evict(search)
         _bound(search, detail)
         while thread.is_alive() and not search.enough():
             search.tell()
@@ -61,22 +66,30 @@ def run(search: Search) -> None:
         raise errors[0]
 
 
-def _evict(search: Search, whole: Detail) -> None:
-    """Offer what simple rules of eviction find; failing that, what they find that needs least memory."""
+def _evict(search: Search) -> None:
+    """Offer what rules of eviction find however much they repeat; failing that, what they find that needs least memory."""
     graph = search.problem.graph
+    until = search.seconds + _EVICTION_S
 
-    def offer(computed: Sequence[int]) -> None:
-        if not late_writers(search.problem, order := order_of(whole, computed)):
-            search.offer(order, whole)
+    def should_stop() -> bool:
+        search.tell()
+        return search.best is not None or search.seconds > until or search.stopped()
 
     for rule in RULES:
-        if search.solved() or search.stopped():
+        if should_stop():
             return
-        computed = evicting_order(graph, search.budget_bytes, rule)
-        if computed is not None:
-            offer(computed)
-    if search.best is None and (least := least_evicting_schedule(graph)):
-        offer([step.op for step in least.steps if isinstance(step, Compute)])
+        _offer(search, evicting_order(graph, search.budget_bytes, rule, should_stop=should_stop))
+    least = least_evicting_schedule(graph, should_stop=should_stop)
+    if least is not None and not should_stop():
+        _offer(search, [step.op for step in least.steps if isinstance(step, Compute)])
+
+
+def _offer(search: Search, computed: Sequence[int] | None) -> None:
+    if computed is None:
+        return
+    whole = Detail((search.problem.ops - 1,))
+    if not late_writers(search.problem, order := order_of(whole, computed)):
+        search.offer(order, whole)
 
 
 def _bound(search: Search, detail: Detail) -> None:
@@ -100,9 +113,7 @@ def _decide(search: Search) -> None:
 
     problem = search.problem
     found = shortest(problem, _MAX_STATES, below_s=search.best_s(), should_stop=should_stop)
-    if found.computed is not None:
-        whole = Detail((problem.ops - 1,))
-        search.offer(order_of(whole, found.computed), whole)
+    _offer(search, found.computed)
     search.infeasible = found.decided and search.best is None
     if not search.infeasible and problem.base_s > 0:
         search.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)

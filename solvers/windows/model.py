@@ -179,9 +179,15 @@ class Builder:
     # Row 8: spans of windows.
 
     def add_spans(self) -> None:
-        """Row 8 for spans of half the windows, a quarter of them, and so on."""
-        for first, last in halves(max(1, self.first_window), self.windows - 1):
-            self.add_span(first, last)
+        """Row 8 for spans of half the windows, a quarter of them, and so on, and for windows that have been split.
+
+        Without the latter the linear relaxation of a finer model may be the weaker one.
+        """
+        begin = max(1, self.first_window)
+        spans = {(self.detail.window_of(start), self.detail.window_of(end)) for start, end in self.detail.spans}
+        for first, last in sorted({*spans, *halves(begin, self.windows - 1)}):
+            if first >= begin:
+                self.add_span(first, last)
 
     def add_span(self, first: int, last: int) -> None:
         """Rows 1 to 3 for windows first..last as if they were one, with U <= sum of R over them.

@@ -90,7 +90,14 @@ class Neighbourhoods:
             return True
         model = self.model()
         search.tell(f"searching in {len(self.detail.ends)} windows")
-        answer = search.solve_part(model.program, seconds, gap=0.5 * search.tolerance)
+
+        def try_solution(values: Floats, objective: float) -> bool:
+            # A schedule that is far from the best is soon found, and better than none.
+            if search.best is None:
+                self.look(model, read_choice(model, values))
+            return False
+
+        answer = search.solve_part(model.program, seconds, gap=0.5 * search.tolerance, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
             return not self.known.more_choices(search.problem.ops)
         if answer.values is None:

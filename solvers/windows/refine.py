@@ -49,7 +49,8 @@ def refined(detail: Detail, trial: Trial, budget_bytes: int) -> Detail:
             ends.add(before)
             if before > 0:
                 ends.add(before - 1)
-    return Detail(tuple(sorted(ends)), frozenset(firsts), frozenset(repeats), frozenset(chains), detail.ordered)
+    closer = replace(detail, firsts=frozenset(firsts), repeats=frozenset(repeats), chains=frozenset(chains))
+    return closer.split(ends)
 
 
 def _executed_again_before(trial: Trial, step: int) -> list[int]:
@@ -84,4 +85,4 @@ def halved(detail: Detail) -> Detail:
         start = detail.start_of(window)
         if start < end:
             ends.add((start + end) // 2)
-    return replace(detail, ends=tuple(sorted(ends)))
+    return detail.split(ends)

@@ -176,6 +176,7 @@ class Search:
         start: Floats | None = None,
         below: float = np.inf,
         should_stop: Callable[[], bool] | None = None,
+        on_incumbent: Callable[[Floats, float], bool] | None = None,
     ) -> Answer:
         """Solve a program of those that look for schedules.
 
@@ -184,6 +185,7 @@ class Search:
             gap: at which it ends, as a share of the whole step.
             below: a bound that is no lower ends it (in units of the objective).
             should_stop: ends it; by default, ``enough``.
+            on_incumbent: as in ``solvers.highs.Watch``.
         """
         stop = should_stop or self.enough
         bound = -np.inf
@@ -198,7 +200,7 @@ class Search:
             time_limit_s=min(self.left_s, seconds),
             absolute_gap=gap * OBJECTIVE_SCALE,
             start=start,
-            watch=Watch(should_stop=lambda: stop() or bound >= below, on_bound=on_bound),
+            watch=Watch(should_stop=lambda: stop() or bound >= below, on_incumbent=on_incumbent, on_bound=on_bound),
             options=_EAGER,
         )
 
@@ -242,7 +244,7 @@ class Search:
         detail = model.detail
         order = order_of(detail, expand(model.problem, detail, choice))
         if writers := late_writers(self.problem, order):
-            return replace(detail, ends=tuple(sorted({*detail.ends, *writers})))
+            return detail.split(writers)
         trial = self.offer(order, detail)
         if trial.peak_bytes <= self.budget_bytes:
             return detail

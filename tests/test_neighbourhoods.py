@@ -8,7 +8,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.synthetic import TransformerSize, random_training_step, training_chain, transformer
+from graphs.synthetic import Draft, TransformerSize, random_training_step, training_chain, transformer
 from solvers.highs import Outcome, solve_program
 from solvers.least import least_budget
 from solvers.policies.store_all import store_all
@@ -111,8 +111,9 @@ def test_what_is_settled_fits(share: float) -> None:
     assert search.best is not None
     assert search.best.peak_bytes <= budget
     before = search.best.time_s
-    for _ in range(5):
-        next(neighbourhoods.reopenings(), None)
+    ways = neighbourhoods.reopenings(), neighbourhoods.exchanges()
+    for way in ways * 5:
+        next(way, None)
     assert search.best.time_s <= before
     assert simulate(graph, search.best.schedule).time_s == pytest.approx(search.best.time_s)
 
@@ -125,9 +126,28 @@ def test_reopening_ends_where_nothing_is_gained() -> None:
     neighbourhoods.begin()
     search = neighbourhoods.search
     # The bound is that of nothing executed again, so that the search is never satisfied.
-    steps = sum(1 for _ in neighbourhoods.reopenings())
-    assert steps < 1000
+    for way in (neighbourhoods.reopenings(), neighbourhoods.exchanges()):
+        assert sum(1 for _ in way) < 1000
     assert search.best is not None
+
+
+def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
+    """There is room for one of two tensors of the same size; the schedule to begin with keeps the wrong one."""
+    draft = Draft()
+    (dear,) = draft.op("dear", [], [4], time_s=3.0)
+    (cheap,) = draft.op("cheap", [], [4], time_s=1.0)
+    (joined,) = draft.op("join", [dear, cheap], [1])
+    (large,) = draft.op("large", [joined], [4])
+    (small,) = draft.op("small", [large], [1])
+    kept = draft.op("last", [dear, cheap, small], [1])
+    search = Search(draft.graph(kept), 10, 0.0, 60.0, None, None)
+    neighbourhoods = Neighbourhoods(search, Detail((3, 5)))
+    neighbourhoods.detail = Detail(tuple(range(6)))
+    neighbourhoods.known.ops = {0, 1}
+    search.offer(order_of(neighbourhoods.detail, (0, 1, 2, 3, 4, 0, 5)), neighbourhoods.detail)
+    assert search.best_trial().time_s == 11.0
+    next(neighbourhoods.exchanges())
+    assert search.best_trial().time_s == 9.0
 
 
 def test_what_gains_gets_most_of_the_turns() -> None:

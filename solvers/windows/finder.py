@@ -47,13 +47,16 @@ class Finder:
     def find(self) -> None:
         """Look for schedules."""
         search = self.search
-        self.neighbourhoods.begin()
+        began = search.seconds
+        self.neighbourhoods.begin()  # the first of the restarts
+        began_s = search.seconds - began
         if search.best is None:
             self.advance()
-        restarts, reopenings = self.neighbourhoods.restarts(), self.neighbourhoods.reopenings()
+        restarts = self.neighbourhoods.restarts()
         if search.best is None:
             take_turns([restarts], search.best_s, lambda: search.best is not None or search.enough())
-        take_turns([reopenings, self.improvements(), restarts], search.best_s, search.enough, least=(0.25, 0.25, 0.05))
+        ways = [self.neighbourhoods.reopenings(), self.neighbourhoods.exchanges(), self.improvements(), restarts]
+        take_turns(ways, search.best_s, search.enough, least=(0.25, 0.25, 0.25, 0.05), already=(0.0, 0.0, 0.0, began_s))
         self.repair()
         take_turns([self.improvements()], search.best_s, search.enough)
         slice_s = _FIRST_SLICE_S
@@ -120,6 +123,7 @@ def take_turns(
     should_stop: Callable[[], bool],
     *,
     least: Sequence[float] | None = None,
+    already: Sequence[float] | None = None,
 ) -> None:
     """Take steps of several ways until all have ended; a way that has gained more lately gets more of the time.
 
@@ -128,9 +132,10 @@ def take_turns(
     Args:
         value: what they make smaller.
         least: for each way its share where it gains nothing, beside 1 for the one that gains most; by default even.
+        already: seconds that each is taken to have had; by default none.
     """
     ways, least = list(ways), list(least or [_LEAST_SHARE] * len(ways))
-    gained, spent = [0.0] * len(ways), [0.0] * len(ways)
+    gained, spent = [0.0] * len(ways), list(already or [0.0] * len(ways))
     while ways and not should_stop():
         shares = [few + gain / (max(gained) + _SLOW) for few, gain in zip(least, gained, strict=True)]
         turn = min(range(len(ways)), key=lambda i: spent[i] / shares[i])

@@ -2,13 +2,13 @@
 
 What a narrow model's solution expands to is over the budget in few places. So what it chose elsewhere is fixed,
 those places are looked at more closely, and the model is solved again, which takes a moment; and so on until all
-fits. Once there is a schedule, a few windows of it at a time are opened and the rest is fixed (large-neighbourhood
-search, Shaw, CP 1998). Unlike in a stretch (``stretch.py``), what is handed through the windows that are open
-may be dropped or kept over all the step; but there are few choices.
+fits. Once there is a schedule, a few choices of it at a time are opened and the rest is fixed (large-neighbourhood
+search, Shaw, CP 1998): all choices in some windows; or in all windows those of some ops, so that something else may
+be kept over much of the step. Unlike in a stretch (``stretch.py``), there are few choices.
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,9 +33,12 @@ _ROUNDS = 20  # of fixing and looking closer
 _PART_S = 3.0  # for each model there
 _RADIUS = 3  # windows on both sides of one that does not fit that are open
 _MUCH = 0.01  # of the whole step: where a round costs more, more windows are opened
-_OPEN_S = 2.0  # for a model with a few windows open
+_OPEN_S = 1.0  # for a model with a few choices open
 _GAP = 1e-4  # of the whole step, there; what is gained less is left
-_FIRST_PART = 6  # of all windows, one in so many is open at first
+_FIRST_PART = 6  # of all windows or ops, one in so many is open at first
+
+
+Columns = list[int]
 
 
 class Neighbourhoods:
@@ -47,6 +50,7 @@ class Neighbourhoods:
         self.small = without_small(search.problem, _SMALL_SHARE)
         self.known = Known()
         self.detail = coarse
+        self._best: _Best | None = None
         self._draw = np.random.default_rng(0)
 
     def begin(self) -> None:
@@ -109,41 +113,78 @@ class Neighbourhoods:
 
     def reopenings(self) -> Iterator[None]:
         """Open a few windows of the best schedule at a time; more of them where that is soon done."""
+        return self.openings("windows", lambda model: len(model.detail.ends), self.in_windows)
+
+    def exchanges(self) -> Iterator[None]:
+        """Open what a few ops make, in all windows: some of it may be kept instead of the rest."""
+        return self.openings("ops", lambda model: model.problem.ops, self.of_ops)
+
+    def openings(self, what: str, count: Callable[[Model], int], opened: Callable[["_Best", int], Columns]) -> Iterator[None]:
+        """Solve for some choices of the best schedule, the others fixed, as long as that may lead further.
+
+        Args:
+            what: is opened.
+            count: of these in a model.
+            opened: columns of so many of them.
+        """
         search = self.search
-        size = max(4, len(self.detail.ends) // _FIRST_PART)
-        built: tuple[Trial, Detail] | None = None
-        while search.best is not None:
-            best = search.best
-            if built is None or built[0] is not best or built[1] != self.detail:
-                self.known.learn_order(best.order)
-                model = self.model()
-                start = start_values(model, choice_of(self.small, self.detail, best.order.computed))
-                costs = _costs(model, start)
-                built = best, self.detail
-            search.tell(f"improving {size} of {len(self.detail.ends)} windows")
-            windows = len(self.detail.ends)
-            middle = int(self._draw.choice(windows, p=costs))
-            program = _fixed_outside(model, start, range(middle - size // 2, middle + size // 2 + 1))
+        if search.best is None:
+            return
+        size = max(4, count(self.best_in_model().model) // _FIRST_PART)
+        while True:
+            best = self.best_in_model()
+            whole = count(best.model)
+            search.tell(f"improving {min(size, whole)} of {whole} {what}")
             began = search.seconds
-            answer = search.solve_part(program, _OPEN_S, gap=_GAP, start=start)
+            program = _fixed_but_for(best, opened(best, size))
+            answer = search.solve_part(program, _OPEN_S, gap=_GAP, start=best.start)
             took = search.seconds - began
-            gain = (
-                -np.inf
-                if answer.objective is None
-                else search.problem.units(best.time_s - search.problem.base_s) - answer.objective
-            )
-            if answer.values is not None and gain > _GAP * OBJECTIVE_SCALE:
-                trial = self.look(model, read_choice(model, answer.values))
+            before = search.problem.units(best.trial.time_s - search.problem.base_s)
+            if answer.values is not None and answer.objective is not None and answer.objective < before - _GAP * OBJECTIVE_SCALE:
+                trial = self.look(best.model, read_choice(best.model, answer.values))
                 if trial is not None:
                     self.settle(trial)
             done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
-            if done and size >= 2 * windows and search.best is best and self.detail == model.detail:
+            if done and size >= 2 * whole and search.best is best.trial and self.detail == best.model.detail:
                 return
             if not done:
                 size = max(2, int(0.8 * size))
             elif took < 0.25 * _OPEN_S:
                 size += 1 + size // 10
             yield
+
+    def best_in_model(self) -> "_Best":
+        """The best schedule as a solution of the narrow model."""
+        trial = self.search.best_trial()
+        if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
+            self.known.learn_order(trial.order)
+            model = self.model()
+            start = start_values(model, choice_of(self.small, self.detail, trial.order.computed))
+            self._best = _Best(trial, model, start)
+        return self._best
+
+    def in_windows(self, best: "_Best", size: int) -> Columns:
+        """Columns of `size` windows that follow each other, most often of such as execute much again."""
+        costs = np.zeros(len(best.model.detail.ends))
+        for (k, _), cost in best.repeated():
+            costs[k] += cost
+        middle = int(self._draw.choice(len(costs), p=_shares(costs)))
+        return _columns_of(best.model, range(middle - size // 2, middle + size // 2 + 1))
+
+    def of_ops(self, best: "_Best", size: int) -> Columns:
+        """Columns of `size` ops in two runs, most often of such as are executed again at much cost."""
+        costs = np.zeros(best.model.problem.ops)
+        for (_, i), cost in best.repeated():
+            costs[i] += cost
+        half = size // 4
+        ops = {
+            i for middle in self._draw.choice(len(costs), 2, p=_shares(costs)) for i in range(middle - half, middle + half + 1)
+        }
+        producers = best.model.problem.producers
+        return [
+            *(column for (_, i), column in best.model.again.items() if i in ops),
+            *(column for (_, t), column in best.model.handed.items() if producers[t] in ops),
+        ]
 
     def settle(self, trial: Trial) -> bool:
         """Look closer where `trial` does not fit, and choose anew there, until all fits; whether it does.
@@ -173,7 +214,7 @@ class Neighbourhoods:
         search, problem = self.search, self.search.problem
         order = order_of(model.detail, trial.order.computed)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
-        start = start_values(model, choice_of(self.small, model.detail, trial.order.computed))
+        fixed = _Best(trial, model, start_values(model, choice_of(self.small, model.detail, trial.order.computed)))
         much = problem.units(trial.time_s - problem.base_s * (1 - _MUCH))
         windows = len(model.detail.ends)
         radius = _RADIUS
@@ -181,7 +222,8 @@ class Neighbourhoods:
         least = np.inf
         while not search.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
-            answer = search.solve_part(_fixed_outside(model, start, opened), _PART_S, gap=0.5 * search.tolerance)
+            program = _fixed_but_for(fixed, _columns_of(model, opened))
+            answer = search.solve_part(program, _PART_S, gap=0.5 * search.tolerance)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
             if least <= much or len(opened) == windows:
@@ -202,30 +244,42 @@ class Neighbourhoods:
         return NarrowBuilder(self.small, self.detail, self.known).build()
 
 
-def _fixed_outside(model: Model, start: Floats, opened: Collection[int]) -> Program:
-    """The program with the choices fixed, as in `start`, that have nothing to do with the windows `opened`."""
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best schedule, and what it is in a model."""
+
+    trial: Trial
+    model: Model
+    start: Floats
+
+    def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
+        """(window, op) that is executed again, and what that costs."""
+        return ((key, self.model.program.cost[column]) for key, column in self.model.again.items() if self.start[column] > 0.5)
+
+
+def _fixed_but_for(best: _Best, opened: Columns) -> Program:
+    """The program with its choices fixed as in `best`, but for the columns `opened`."""
+    model, start = best.model, best.start
     fixed = np.zeros(len(start), dtype=bool)
     fixed[[*model.again.values(), *model.handed.values()]] = True
-    opened = frozenset(opened)
-    for (k, _), column in model.again.items():
-        if k in opened:
-            fixed[column] = False
-    for (k, _), column in model.handed.items():
-        if k in opened or k - 1 in opened:
-            fixed[column] = False
+    fixed[opened] = False
     fixed &= ~np.isnan(start)
     lower, upper = model.program.lower.copy(), model.program.upper.copy()
     lower[fixed] = upper[fixed] = start[fixed]
     return replace(model.program, lower=lower, upper=upper)
 
 
-def _costs(model: Model, start: Floats) -> Floats:
-    """For each window a share: half even, half by what is executed again in it."""
-    costs = np.zeros(len(model.detail.ends))
-    for (k, _), column in model.again.items():
-        if start[column] > 0.5:
-            costs[k] += model.program.cost[column]
+def _columns_of(model: Model, windows: Container[int]) -> Columns:
+    """Choices in these windows, and at their ends."""
+    return [
+        *(column for (k, _), column in model.again.items() if k in windows),
+        *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
+    ]
+
+
+def _shares(costs: Floats) -> Floats:
+    """What each is drawn with: half even, half by cost."""
     if not costs.any():
-        costs[:] = 1.0
+        costs = np.ones(len(costs))
     shares: Floats = 0.5 * costs / costs.sum() + 0.5 / len(costs)
     return shares

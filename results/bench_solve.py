@@ -5,8 +5,6 @@ the CSV are not solved again; the table and the plots are made from the CSV alon
 """
 
 import argparse
-import csv
-import io
 import multiprocessing
 import sys
 import tempfile
@@ -17,8 +15,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeVar
 
+from graphs.errors import OutputError
 from graphs.jsonfile import write_text
 from graphs.jsonio import read_graph
+from planner.rows import read_csv, write_csv
 from results.solve_case import Case, Outcome, make_graph, solve_case
 from results.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
 
@@ -32,13 +32,7 @@ class Book:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="") as file:
-                reader = csv.DictReader(file)
-                self.rows = list(reader)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise SystemExit(f"{path} has other columns than this script writes: move it away, or delete it")
+        self.rows = read_csv(path, COLUMNS)
 
     def drop(self, suites: list[str]) -> None:
         """Forget the rows of `suites`."""
@@ -48,11 +42,7 @@ class Book:
         """Write a row more."""
         row = {**asdict(case), **asdict(outcome)}
         self.rows.append({name: "" if value is None else str(value) for name, value in row.items()})
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_text(self.path, text.getvalue())
+        write_csv(self.path, COLUMNS, self.rows)
 
     def find(self, *key: str | int) -> list[dict[str, str]]:
         """The rows whose first columns, as in KEY, are `key`."""
@@ -130,7 +120,10 @@ def main(words: Sequence[str] | None = None) -> None:
         )
         suites = [suite for suite in suites if suite not in PUBLISHED]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    book = Book(arguments.out / "rows.csv")
+    try:
+        book = Book(arguments.out / "rows.csv")
+    except OutputError as error:
+        parser.error(str(error))
     if arguments.fresh:
         book.drop(suites)
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from graphs.errors import OutputError
 from graphs.synthetic import random_training_step
 from results import solve_suites
 from results.bench_solve import Book, all_solved, main, solve_instance
@@ -68,7 +69,7 @@ def test_rows_are_read_as_they_were_written(book: Book) -> None:
 
 def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("suite,graph\nzoo,unet\n")
-    with pytest.raises(SystemExit, match="other columns"):
+    with pytest.raises(OutputError, match="other columns"):
         Book(tmp_path / "rows.csv")
 
 

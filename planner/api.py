@@ -60,13 +60,28 @@ def trace(
         as_on_cuda = device.name != "cpu"
         modelled = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=as_on_cuda, name=name)
         return model_times(modelled, device)
-    captured = _capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
-    return profile(captured, TrainingStep(model, loss_fn), batch, passes=passes)
+    return capture_profiled(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, passes=passes, name=name).graph
 
 
-def _capture_real(
+def capture_profiled(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Sequence[object],
+    *,
+    optimizer: str,
+    accumulate: bool,
+    passes: int,
+    name: str = "",
+) -> Capture:
+    """The step as ``trace`` measures it, with the program that executes it."""
+    captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+    return replace(captured, graph=profile(captured, TrainingStep(model, loss_fn), batch, passes=passes))
+
+
+def capture_real(
     model: nn.Module, loss_fn: LossFn | None, batch: Sequence[object], *, optimizer: str, accumulate: bool, name: str
 ) -> Capture:
+    """The step with the sizes that its tensors really have; its times are not measured."""
     captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
     return with_real_sizes(captured, TrainingStep(model, loss_fn), batch)
 
@@ -123,9 +138,8 @@ def compile(  # noqa: A001
         LimitError: none was found in time.
         BudgetError: the measured peak stays above the budget.
     """
-    captured = _capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name="")
-    graph = profile(captured, TrainingStep(model, loss_fn), batch, passes=passes)
-    captured = replace(captured, graph=graph)
+    captured = capture_profiled(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, passes=passes)
+    graph = captured.graph
     allowed: str | int = budget
     wanted_bytes: int | None = None
     for _ in range(_CORRECTIONS):
@@ -205,7 +219,7 @@ def run(
         MismatchError: the plan is for another graph; says what differs.
     """
     provenance = plan.graph.provenance
-    captured = _capture_real(
+    captured = capture_real(
         model,
         loss_fn,
         batch,

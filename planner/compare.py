@@ -1,147 +1,131 @@
-"""Every method at every budget, judged by one simulator. Never imports torch.
+"""Every method at every budget, judged by one simulator. Never imports torch."""
 
-Rows are in a CSV as soon as they are known: what is there is not computed again.
-"""
-
-import csv
-import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from graphs.errors import BudgetError, OutputError, PlannerError
+from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
-from graphs.jsonfile import write_text
-from graphs.plan import relative_gap
+from graphs.schedule import Schedule
+from planner.compare_rows import OPTIMUM, KeptRows, Key, Row, RunBy
 from planner.jobs import run_here, run_in_processes
 from planner.machine import commit, machine
 from planner.solving import budget_in_bytes, summarize
 from solvers.registry import SOLVERS, get_solver
 
-OPTIMUM = "windows"  # the method whose bound holds for all
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One method at one budget; what is unknown is None.
-
-    Attributes:
-        model: the graph's name.
-        fingerprint: the graph's.
-        method: a name in ``solvers.registry``.
-        budget: as it was asked for.
-        budget_bytes: static bytes included.
-        status: as in ``solvers.result.Status``; ``error`` if the method failed.
-        time_s, peak_bytes: of the schedule.
-        bound_s: what the method proves.
-        base_s, base_peak_bytes: of the step without recomputation.
-        seconds: that the method took.
-        tolerance, time_limit_s: that it was given.
-        seed: of methods that draw at random.
-        message: why there is no schedule.
-        commit, machine, versions: what it was made with and on.
-    """
-
-    model: str
-    fingerprint: str
-    method: str
-    budget: str
-    budget_bytes: int
-    status: str
-    time_s: float | None
-    peak_bytes: int | None
-    bound_s: float | None
-    base_s: float
-    base_peak_bytes: int
-    seconds: float
-    tolerance: float
-    time_limit_s: float
-    seed: int
-    message: str
-    commit: str
-    machine: str
-    versions: str
-
-    @property
-    def overhead(self) -> float | None:
-        """Of the schedule, as a part of the step without recomputation."""
-        return None if self.time_s is None else relative_gap(self.time_s, self.base_s)
-
-
-COLUMNS = tuple(field.name for field in fields(Row))
-_NUMBERS: dict[str, Callable[[str], object]] = {
-    "budget_bytes": int,
-    "time_s": float,
-    "peak_bytes": int,
-    "bound_s": float,
-    "base_s": float,
-    "base_peak_bytes": int,
-    "seconds": float,
-    "tolerance": float,
-    "time_limit_s": float,
-    "seed": int,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One method at one budget."""
+    """One method at one budget, and what is to run its schedule."""
 
+    run_by: RunBy
     method: str
     budget: str
     budget_bytes: int
 
+    @property
+    def key(self) -> Key:
+        """Of its row."""
+        return self.run_by, self.method, self.budget
+
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """The job: makes the row of a task."""
+class Solved:
+    """What came of a task: its row, and the schedule that was found."""
+
+    row: Row
+    schedule: Schedule | None
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Solves tasks, as a job for ``planner.jobs``.
+
+    Attributes:
+        graph: what is solved.
+        model: what it is called.
+        base_peak_bytes: of the step without recomputation.
+        tolerance, time_limit_s: for each solve.
+        seed: of the graph's weights and batch.
+        commit, machine: what rows are made with and on.
+    """
 
     graph: Graph
     model: str
     base_peak_bytes: int
     tolerance: float
     time_limit_s: float
+    seed: int
     commit: str
     machine: str
 
-    def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Row:
-        graph = self.graph
+    def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
+        """The row of `task`; a method that cannot cope has its reason there, and does not end the others."""
         solve = get_solver(task.method)
-        status, message, seconds = "error", "", 0.0
-        time_s = bound_s = None
-        peak_bytes = None
-        versions = {"remat-planner": version("remat-planner")}
+        row = self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error")
         try:
             result = solve(
-                graph, task.budget_bytes, tolerance=self.tolerance, time_limit_s=self.time_limit_s, should_stop=should_stop
+                self.graph, task.budget_bytes, tolerance=self.tolerance, time_limit_s=self.time_limit_s, should_stop=should_stop
             )
-            status, message, seconds = str(result.status), result.message, result.seconds
-            time_s, peak_bytes, bound_s = result.time_s, result.peak_bytes, result.bound_s
-            versions |= result.versions
-        except PlannerError as error:  # one method that cannot cope does not end the others
-            message = str(error)
+        except PlannerError as error:
+            return Solved(replace(row, message=_one_line(str(error))), None)
+        row = replace(
+            row,
+            status=str(result.status),
+            time_s=result.time_s,
+            peak_bytes=result.peak_bytes,
+            bound_s=result.bound_s,
+            seconds=result.seconds,
+            message=_one_line(result.message),
+            versions=self._versions(result.versions),
+        )
+        return Solved(row, result.schedule)
+
+    def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> Row:
+        """What is known of a row before anything is solved or measured."""
         return Row(
             model=self.model,
-            fingerprint=graph.fingerprint,
-            method=task.method,
-            budget=task.budget,
-            budget_bytes=task.budget_bytes,
+            fingerprint=self.graph.fingerprint,
+            run_by=str(run_by),
+            method=method,
+            budget=budget,
+            budget_bytes=budget_bytes,
             status=status,
-            time_s=time_s,
-            peak_bytes=peak_bytes,
-            bound_s=bound_s,
-            base_s=graph.time_s,
+            time_s=None,
+            peak_bytes=None,
+            bound_s=None,
+            base_s=self.graph.time_s,
             base_peak_bytes=self.base_peak_bytes,
-            seconds=seconds,
+            seconds=None,
+            measured_s=None,
+            eager_s=None,
+            measured_peak_bytes=None,
+            reserved_bytes=None,
+            exactness="",
+            gradient_error=None,
+            repeats=None,
             tolerance=self.tolerance,
             time_limit_s=self.time_limit_s,
-            seed=0,
-            message=" ".join(message.split()),
+            seed=self.seed,
+            message="",
             commit=self.commit,
             machine=self.machine,
-            versions=", ".join(f"{name} {number}" for name, number in versions.items()),
+            versions=self._versions({}),
         )
+
+    def _versions(self, solver: Mapping[str, str]) -> str:
+        traced = {"torch": str(self.graph.provenance["torch"])} if "torch" in self.graph.provenance else {}
+        versions = {"remat-planner": version("remat-planner"), **solver, **traced}
+        return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def judge_of(
+    graph: Graph, model: str, *, tolerance: float, time_limit_s: float, seed: int = 0, machine_name: str | None = None
+) -> Judge:
+    """The judge of `graph`, on this machine."""
+    peak_bytes = summarize(graph).store_all_peak_bytes
+    return Judge(graph, model, peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name or machine())
 
 
 def methods_named(text: str) -> tuple[str, ...]:
@@ -193,72 +177,51 @@ def compare(
         OutputError: the CSV is of another graph, or of another make.
         PlannerError: no such method, or options out of range.
     """
+    stop = should_stop or (lambda: False)
+    judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s)
+    tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
+    kept = KeptRows(folder, graph.fingerprint)
+    missing = [task for task in tasks if task.key not in kept]
+    done = len(tasks) - len(missing)
+    for solved in solve_tasks(judge, missing, jobs=jobs, should_stop=stop):
+        if stop():
+            continue
+        kept.add(solved.row)
+        done += 1
+        if on_row is not None:
+            on_row(solved.row, done, len(tasks))
+    wanted = {task.key for task in tasks}
+    return [row for row in kept.rows if row.key in wanted]
+
+
+def tasks_for(judge: Judge, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
+    """Every method at every budget, once.
+
+    Raises:
+        BudgetError: a budget cannot be read, or there is none.
+        PlannerError: no such method.
+    """
     if not budgets:
         raise BudgetError("there is no budget to compare at: name at least one")
     for method in methods:
         get_solver(method)
-    if jobs < 1:
-        raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
-    summary = summarize(graph)
-    peak_bytes = summary.store_all_peak_bytes
-    tasks = [Task(method, str(budget), budget_in_bytes(budget, peak_bytes)) for budget in budgets for method in methods]
-    path = folder / "rows.csv"
-    rows = read_rows(path) if path.exists() else []
-    if any(row.fingerprint != graph.fingerprint for row in rows):
-        raise OutputError(f"{path} holds rows of another graph: choose another folder, or delete it")
-    known = {(row.method, row.budget_bytes) for row in rows}
-    open_tasks = iter([task for task in tasks if (task.method, task.budget_bytes) not in known])
-    wanted = {(task.method, task.budget_bytes) for task in tasks}
-    judge = _Judge(graph, model, peak_bytes, tolerance, time_limit_s, commit(), machine())
-    stop = should_stop or (lambda: False)
-    run = (
-        run_here(judge, lambda: next(open_tasks, None), stop)
-        if jobs == 1
-        else run_in_processes(judge, lambda: next(open_tasks, None), stop, jobs)
-    )
-    for row in run:
-        if stop():
-            continue
-        rows.append(row)
-        write_rows(path, rows)
-        if on_row is not None:
-            on_row(row, len(wanted & {(r.method, r.budget_bytes) for r in rows}), len(wanted))
-    return [row for row in rows if (row.method, row.budget_bytes) in wanted]
+    sizes = {str(budget): budget_in_bytes(budget, judge.base_peak_bytes) for budget in budgets}
+    return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV.
+def solve_tasks(judge: Judge, tasks: Sequence[Task], *, jobs: int, should_stop: Callable[[], bool]) -> Iterator[Solved]:
+    """What comes of each task, as soon as it is known; `jobs` at a time.
 
     Raises:
-        OutputError: it is no such CSV.
+        PlannerError: `jobs` is out of range, or a process ended by itself.
     """
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        columns = tuple(reader.fieldnames or ())
-        lines = list(reader)
-    if columns != COLUMNS:
-        raise OutputError(f"{path} has other columns than rows of a comparison: choose another folder, or delete it")
-    try:
-        return [
-            Row(**{name: (_NUMBERS[name](text) if text else None) if name in _NUMBERS else text for name, text in line.items()})  # type: ignore[arg-type]
-            for line in lines
-        ]
-    except (TypeError, ValueError) as error:
-        raise OutputError(f"{path} is damaged ({error}): delete it") from None
+    if jobs < 1:
+        raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
+    waiting = iter(tasks)
+    if jobs == 1 or len(tasks) < 2:
+        return run_here(judge, lambda: next(waiting, None), should_stop)
+    return run_in_processes(judge, lambda: next(waiting, None), should_stop, jobs)
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write the CSV, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: "" if value is None else value for name, value in asdict(row).items()} for row in rows)
-    write_text(path, text.getvalue())
-
-
-def bound_of(rows: Sequence[Row], budget_bytes: int) -> float | None:
-    """The best proved bound on the step's time at `budget_bytes`: one found at a larger budget holds too."""
-    proofs = [row for row in rows if row.method == OPTIMUM and row.budget_bytes >= budget_bytes]
-    bounds = [row.bound_s for row in proofs if row.bound_s is not None]
-    return max(bounds, default=None)
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

@@ -1,21 +1,30 @@
-"""What a comparison shows, from its rows alone: a table, and two figures."""
+"""What a comparison shows, made from its rows alone: tables here, figures in ``compare_plots``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pandas as pd
+
+from graphs.jsonfile import write_text
 from graphs.units import format_bytes
-from planner.compare import OPTIMUM, Row, bound_of
-from planner.plots import new_figure, save_figure
+from planner.compare_plots import plot_memory, plot_overhead
+from planner.compare_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, simulated
 from planner.tables import as_markdown
 from solvers.result import Status
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _LEGEND = (
     "OOM: what the method does needs more; thrash: the step took more time than the method allows; "
     "time: nothing was found in the time given."
+)
+_MEASURED = (
+    "Median time of a step as a multiple of eager PyTorch's, timed in turn with it, and measured peak. Schedules are replayed "
+    "by our executor. wrong: loss or gradients are not those of eager PyTorch."
+)
+_DUELS = (
+    "PyTorch's own methods as PyTorch runs them, and schedules of DTR, each beside the optimal schedule for as much memory as "
+    "it was measured to take, in turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the "
+    "last bit, rounded (to at least half of the digits), or wrong. The last column is the optimal schedule's time over the "
+    "other's: below 1 the schedule is faster."
 )
 
 
@@ -25,42 +34,63 @@ def write_report(rows: Sequence[Row], folder: Path) -> None:
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    folder.joinpath("table.md").write_text(table_text(rows))
+    write_text(folder / "table.md", table_text(rows))
     plot_overhead(rows, folder / "overhead.png")
     plot_memory(rows, folder / "memory.png")
 
 
 def table_text(rows: Sequence[Row]) -> str:
-    """Overhead by budget and method as Markdown; the least in bold, the bound last."""
-    methods = list(dict.fromkeys(row.method for row in rows))
-    cells = {(row.budget_bytes, row.method): row for row in rows}
-    budgets = sorted({row.budget_bytes: row.budget for row in rows}.items(), reverse=True)
-    lines = [("budget", *methods, "bound")]
-    for budget_bytes, label in budgets:
-        here = [cells.get((budget_bytes, method)) for method in methods]
-        best = min((row.time_s for row in here if row is not None and row.time_s is not None), default=None)
-        bound_s = bound_of(rows, budget_bytes)
-        texts = ["" if row is None else cell_text(row, best=row.time_s is not None and row.time_s == best) for row in here]
-        name = format_bytes(budget_bytes) + (f" ({label})" if label.endswith("%") else "")
-        refuted = any(row is not None and row.method == OPTIMUM and row.status == Status.INFEASIBLE for row in here)
-        bound = "infeasible" if refuted else "none" if bound_s is None else f"{bound_s / rows[0].base_s - 1:.2%}"
-        lines.append((name, *texts, bound))
-    base = f"which takes {rows[0].base_s:.4g} s and {format_bytes(rows[0].base_peak_bytes)}"
+    """A page of tables: schedules by simulation and, where steps were run, as measured and at equal peaks."""
+    first = rows[0]
+    parts = [f"# {first.model or 'A comparison'}"]
+    if judged := simulated(rows):
+        base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
+        parts += [
+            f"Overhead over the step without recomputation, {base}; by simulation. {_LEGEND}",
+            as_markdown(simulated_table(judged)),
+        ]
+    if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
+        parts += [f"## Measured\n\n{_MEASURED}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio))]
+    if duels := duel_table(rows):
+        parts += [f"## At equal peak\n\n{_DUELS}", as_markdown(duels)]
     commits, machines = (", ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
-    notes = (
-        f"# {rows[0].model or 'A comparison'}",
-        f"Overhead over the step without recomputation, {base}; by simulation. {_LEGEND}",
-        as_markdown(lines),
-        f"Commit {commits}; {machines}; limit {rows[0].time_limit_s:g} s a row, tolerance {rows[0].tolerance:g}.",
-    )
-    return "\n\n".join(notes) + "\n"
+    parts += [f"Commit {commits}; {machines}; limit {first.time_limit_s:g} s a row, tolerance {first.tolerance:g}."]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def cell_text(row: Row, *, best: bool) -> str:
-    """A row in a few characters."""
+def simulated_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Overhead by budget and method; the least in bold, the bound last."""
+    header, *lines = _by_budget(rows, cell_text, lambda row: row.overhead)
+    budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
+    bounds = [_bound_text(rows, budget) for budget in budgets]
+    return [(*header, "bound"), *((*line, bound) for line, bound in zip(lines, bounds, strict=True))]
+
+
+def duel_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """What each rival takes beside what the optimal schedule takes at its peak; empty where nothing was measured."""
+    ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
+    names = {row.method if row.run_by == RunBy.TORCH else f"{row.method} at {row.budget}": row for row in rows}
+    rivals = {name: row for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours}
+    header = ("method", "gradients", "peak", "time", "optimal schedule: peak", "time", "over the other's")
+    lines = [_duel(name, rival, ours.get(name)) for name, rival in rivals.items()]
+    return [header, *lines] if lines else []
+
+
+def _duel(name: str, rival: Row, ours: Row | None) -> tuple[str, ...]:
+    if rival.measured_ratio is None or rival.measured_peak_bytes is None:
+        return (name, f"does not run: {rival.message}", "", "", "", "", "")
+    theirs = (name, rival.exactness, format_bytes(rival.measured_peak_bytes), f"{rival.measured_ratio:.2f}x")
+    if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None:
+        return (*theirs, "" if ours is None else cell_text(ours), "", "")
+    ratio = ours.measured_ratio / rival.measured_ratio
+    wins = ratio <= 1 or rival.exactness == "wrong"
+    return (*theirs, format_bytes(ours.measured_peak_bytes), _bold(f"{ours.measured_ratio:.2f}x", best=wins), f"{ratio:.2f}")
+
+
+def cell_text(row: Row) -> str:
+    """A row in a few characters, by simulation."""
     if row.overhead is not None:
-        text = f"{row.overhead:.2%}"
-        return f"**{text}**" if best else text
+        return f"{row.overhead:.2%}"
     if row.status != "limit":
         return row.status
     if "thrash" in row.message:
@@ -68,48 +98,44 @@ def cell_text(row: Row, *, best: bool) -> str:
     return "time" if "limit" in row.message else "OOM"
 
 
-def plot_overhead(rows: Sequence[Row], path: Path) -> None:
-    """Step time against peak memory: a line or a point for each method, and the bound shaded."""
-    figure = new_figure()
-    axes = figure.add_subplot()
-    base_s = rows[0].base_s
-    budgets = sorted({row.budget_bytes for row in rows})
-    bounds = [(budget / 1e9, bound / base_s) for budget in budgets if (bound := bound_of(rows, budget)) is not None]
-    if bounds:
-        xs, ys = zip(*bounds, strict=True)
-        axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
-    for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
-        mine = [row for row in rows if row.method == method]
-        points = sorted({(row.peak_bytes / 1e9, row.time_s / base_s) for row in mine if row.peak_bytes and row.time_s})
-        if points:
-            xs, ys = zip(*points, strict=True)
-            marker = "os^vDPX*"[i % 8]
-            axes.plot(xs, ys, marker=marker, markersize=5, linewidth=1, color=f"C{i % 10}", label=method)
-    axes.set(title=rows[0].model, xlabel="peak memory in GB", ylabel="step time, as a multiple of keeping everything")
-    _add_legend(axes, columns=2)
-    save_figure(figure, path)
+def measured_text(row: Row) -> str:
+    """A row in a few characters, as measured."""
+    if row.exactness == "wrong":
+        return "wrong"
+    if row.measured_ratio is None or row.measured_peak_bytes is None:
+        return cell_text(row) if row.time_s is None else "error"
+    return f"{row.measured_ratio:.2f}x, {format_bytes(row.measured_peak_bytes)}"
 
 
-def plot_memory(rows: Sequence[Row], path: Path) -> None:
-    """Peak memory of each method at each budget, beside the budget."""
-    figure = new_figure()
-    axes = figure.add_subplot()
-    methods = list(dict.fromkeys(row.method for row in rows))
-    for i, budget in enumerate(sorted({row.budget_bytes for row in rows}, reverse=True)):
-        here = [
-            (methods.index(row.method), row.peak_bytes / 1e9) for row in rows if row.budget_bytes == budget and row.peak_bytes
-        ]
-        axes.axhline(budget / 1e9, color=f"C{i % 10}", linestyle="--", linewidth=1)
-        if here:
-            xs, ys = zip(*here, strict=True)
-            axes.plot(xs, ys, "o", color=f"C{i % 10}", markersize=5, label=f"budget {format_bytes(budget)}")
-    axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize="small")
-    axes.set(title=rows[0].model, ylabel="peak memory in GB")
-    axes.set_ylim(bottom=0)
-    _add_legend(axes)
-    save_figure(figure, path)
+def _sound_ratio(row: Row) -> float | None:
+    return None if row.exactness == "wrong" else row.measured_ratio
 
 
-def _add_legend(axes: "Axes", *, columns: int = 1) -> None:
-    if axes.get_legend_handles_labels()[0]:  # nothing is drawn where no method fits
-        axes.legend(fontsize="small", ncols=columns)
+def _bold(text: str, *, best: bool) -> str:
+    return f"**{text}**" if best else text
+
+
+def _by_budget(rows: Sequence[Row], text: Callable[[Row], str], value: Callable[[Row], float | None]) -> list[tuple[str, ...]]:
+    """Cells by budget, the largest first, and method; those of the least value are in bold."""
+    frame = pd.DataFrame(
+        {
+            "budget": [row.budget_bytes for row in rows],
+            "method": [row.method for row in rows],
+            "text": [text(row) for row in rows],
+            "value": pd.array([value(row) for row in rows], dtype="Float64"),
+        }
+    ).drop_duplicates(["budget", "method"])
+    best = frame["value"].eq(frame.groupby("budget")["value"].transform("min")).fillna(value=False)
+    frame["text"] = frame["text"].where(~best, "**" + frame["text"] + "**")
+    cells = frame.pivot(index="budget", columns="method", values="text").sort_index(ascending=False).fillna("")
+    cells = cells[list(dict.fromkeys(frame["method"]))]
+    labels = {row.budget_bytes: row.budget for row in rows}
+    names = [format_bytes(b) + (f" ({labels[b]})" if labels[b].endswith("%") else "") for b in cells.index]
+    return [("budget", *cells.columns), *((name, *line) for name, line in zip(names, cells.to_numpy().tolist(), strict=True))]
+
+
+def _bound_text(rows: Sequence[Row], budget_bytes: int) -> str:
+    if any(row.method == OPTIMUM and row.budget_bytes == budget_bytes and row.status == Status.INFEASIBLE for row in rows):
+        return "infeasible"
+    bound_s = bound_of(rows, budget_bytes)
+    return "none" if bound_s is None else f"{bound_s / rows[0].base_s - 1:.2%}"

@@ -11,8 +11,9 @@ from graphs.ir import Graph
 from graphs.jsonio import write_graph
 from graphs.synthetic import TransformerSize, training_chain, transformer
 from planner.cli import main
-from planner.compare import COLUMNS, OPTIMUM, Row, bound_of, compare, methods_named, read_rows, write_rows
+from planner.compare import compare, methods_named
 from planner.compare_report import cell_text, table_text, write_report
+from planner.compare_rows import COLUMNS, OPTIMUM, Row, bound_of, read_rows, write_rows
 from solvers.registry import SOLVERS
 
 METHODS = ("windows", "store_all", "chen-sqrt", "dtr", "lru", "rotor")
@@ -96,10 +97,10 @@ def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Row]) -> N
 
 def test_what_a_cell_says(rows: list[Row]) -> None:
     row = next(row for row in rows if row.time_s is None)
-    assert cell_text(replace(row, message="it thrashes: recomputation takes more than 100% of the step"), best=False) == "thrash"
-    assert cell_text(replace(row, message="needs 3 GB, over the budget of 2 GB"), best=False) == "OOM"
-    assert cell_text(replace(row, message="nothing was found (limit 60 s)"), best=False) == "time"
-    assert cell_text(replace(row, status="infeasible"), best=False) == "infeasible"
+    assert cell_text(replace(row, message="it thrashes: recomputation takes more than 100% of the step")) == "thrash"
+    assert cell_text(replace(row, message="needs 3 GB, over the budget of 2 GB")) == "OOM"
+    assert cell_text(replace(row, message="nothing was found (limit 60 s)")) == "time"
+    assert cell_text(replace(row, status="infeasible")) == "infeasible"
 
 
 def test_table_and_figures_are_written(rows: list[Row], tmp_path: Path) -> None:

@@ -9,16 +9,21 @@ from planner.commands.common import (
     DONE,
     LIMIT,
     MODEL_HELP,
+    USAGE,
     Commands,
     add_command,
     add_how_to_trace,
     add_quiet,
+    complain,
     print_json,
     trace_model,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from graphs.ir import Graph
+    from planner.compare_rows import Row
     from planner.progress import ProgressLine
 
 
@@ -32,7 +37,8 @@ def add(commands: Commands) -> None:
         "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 1 anything else\n\n"
         "examples:\n"
         "  planner compare model.json --budgets 90%,70%,50%,30% -o results/mine\n"
-        "  planner compare zoo:resnet50,batch=64 --roofline h200 --methods windows,dtr,chen-sqrt -o results/resnet50",
+        "  planner compare zoo:resnet50,batch=64 --roofline h200 --methods windows,dtr,chen-sqrt -o results/resnet50\n"
+        "  planner compare zoo:resnet18,batch=8,size=64 --measure --methods windows,dtr -o results/resnet18",
     )
     parser.add_argument("model", metavar="MODEL|GRAPH", help=f"a graph that planner trace wrote (.json), or {MODEL_HELP}")
     budgets = ("90%", "70%", "50%", "30%")
@@ -41,6 +47,10 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--methods", default="all", metavar="all|LIST", help="names as for planner solve --solver (default: all)")
     parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="where rows, table and figures are written")
+    parser.add_argument(
+        "--measure", action="store_true", help="run the schedules of MODEL, and PyTorch's own methods, and measure all of them"
+    )
+    parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps timed with --measure (default: 5)")
     parser.add_argument("--jobs", type=options.count, default=2, metavar="N", help="rows computed at a time (default: 2)")
     parser.add_argument(
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each row: 90, 90s, 10m (default: 1m)"
@@ -52,36 +62,101 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compute the rows that are missing, then write table and figures. Returns the exit code."""
-    from planner.compare import COLUMNS, compare, methods_named
+    from planner.compare import methods_named
     from planner.compare_report import table_text, write_report
+    from planner.compare_rows import COLUMNS, read_rows
     from planner.interrupt import StopOnInterrupt
     from planner.plots import new_figure
     from planner.progress import ProgressLine
 
+    if arguments.measure and arguments.model.endswith(".json"):
+        return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
+    if arguments.measure and arguments.roofline is not None:
+        return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
     methods = methods_named(arguments.methods)
     new_figure()  # without matplotlib there is no use in computing
+    folder = Path(arguments.output)
     with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
-        graph, name = _graph(arguments, progress)
-        progress.say(f"comparing {len(methods)} methods")
-        rows = compare(
-            graph,
-            arguments.budgets,
-            methods,
-            Path(arguments.output),
-            model=name,
-            jobs=arguments.jobs,
-            tolerance=arguments.tolerance,
-            time_limit_s=arguments.time_limit,
-            on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
-            should_stop=interrupt,
-        )
-    if rows:
-        write_report(rows, Path(arguments.output))
+        make = _measure if arguments.measure else _simulate
+        rows = make(arguments, methods, progress, interrupt)
+    known = read_rows(folder / "rows.csv")
+    if known:
+        write_report(known, folder)
     if arguments.json:
         print_json({"holds": "comparison", "rows": [{column: getattr(row, column) for column in COLUMNS} for row in rows]})
-    elif rows:
-        print(table_text(rows))
+    elif known:
+        print(table_text(known))
     return DONE if any(row.time_s is not None for row in rows) else LIMIT
+
+
+def _simulate(
+    arguments: argparse.Namespace, methods: "Sequence[str]", progress: "ProgressLine", should_stop: "Callable[[], bool]"
+) -> "list[Row]":
+    from planner.compare import compare
+
+    graph, name = _graph(arguments, progress)
+    progress.say(f"comparing {len(methods)} methods")
+    return compare(
+        graph,
+        arguments.budgets,
+        methods,
+        Path(arguments.output),
+        model=name,
+        jobs=arguments.jobs,
+        tolerance=arguments.tolerance,
+        time_limit_s=arguments.time_limit,
+        on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
+        should_stop=should_stop,
+    )
+
+
+def _measure(
+    arguments: argparse.Namespace, methods: "Sequence[str]", progress: "ProgressLine", should_stop: "Callable[[], bool]"
+) -> "list[Row]":
+    from planner.workload import parse_spec
+
+    spec = parse_spec(arguments.model)
+    progress.say(f"building {spec}")
+    from planner import workload
+    from planner.compare_measured import Settings, compare_measured, profiled
+    from planner.stock_methods import stock_methods
+
+    folder = Path(arguments.output)
+    built = workload.load(spec, device=arguments.device, seed=arguments.seed)
+    progress.say(f"tracing {spec}")
+    captured = profiled(
+        built,
+        folder,
+        optimizer=arguments.optimizer,
+        accumulate=arguments.accumulate,
+        passes=arguments.passes,
+        name=str(spec),
+    )
+    settings = Settings(
+        model=str(spec),
+        jobs=arguments.jobs,
+        tolerance=arguments.tolerance,
+        time_limit_s=arguments.time_limit,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+    )
+    stock = stock_methods(built.model)
+    return compare_measured(
+        built,
+        captured,
+        arguments.budgets,
+        methods,
+        stock,
+        folder,
+        settings,
+        on_activity=progress.say,
+        should_stop=should_stop,
+    )
+
+
+def _usage(message: str) -> int:
+    complain(message)
+    return USAGE
 
 
 def _graph(arguments: argparse.Namespace, progress: "ProgressLine") -> "tuple[Graph, str]":

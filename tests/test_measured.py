@@ -10,7 +10,7 @@ from graphs.errors import ModelError
 from graphs.zoo import Workload
 from planner import workload
 from planner.measure import Outcome
-from planner.stock import Exactness, Row, measure_stock, relative_error
+from planner.measured import Contest, Exactness, Measured, relative_error
 from planner.stock_methods import (
     Method,
     auto_sac,
@@ -31,35 +31,39 @@ def gpt2(options: str = "") -> Workload:
     return workload.load(workload.parse_spec(SPEC + options))
 
 
+def measure(built: Workload, *methods: Method) -> list[Measured]:
+    contest = Contest(built)
+    return [contest.enter(method) for method in methods]
+
+
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    methods = [eager(), checkpoint_blocks(), sac(), sac(Rule.EVERY_SECOND), auto_sac()]
-    return {row.method: row for row in measure_stock(gpt2(), methods, repeats=1)}
+def rows() -> dict[str, Measured]:
+    found = measure(gpt2(), eager(), checkpoint_blocks(), sac(), sac(Rule.EVERY_SECOND), auto_sac())
+    return {row.method: row for row in found}
 
 
-def test_checkpointing_leaves_what_eager_leaves(rows: dict[str, Row]) -> None:
+def test_checkpointing_leaves_what_eager_leaves(rows: dict[str, Measured]) -> None:
     for name in ("eager", "checkpoint_blocks", "sac", "sac-every-second"):
         assert rows[name].error is None
         assert rows[name].exactness is Exactness.IDENTICAL
         assert rows[name].differences == ()
         assert rows[name].gradient_error == 0.0
-        assert rows[name].time_s is not None
         assert rows[name].reserved_bytes is None
 
 
-def test_what_is_not_saved_takes_no_memory(rows: dict[str, Row]) -> None:
+def test_what_is_not_saved_takes_no_memory(rows: dict[str, Measured]) -> None:
     peaks = {name: row.peak_bytes or 0 for name, row in rows.items() if row.error is None}
     assert peaks["checkpoint_blocks"] < peaks["eager"]
     assert peaks["checkpoint_blocks"] <= peaks["sac-every-second"] <= peaks["sac"] <= peaks["eager"]
 
 
-def test_a_method_that_fails_has_its_reason(rows: dict[str, Row]) -> None:
-    assert rows["auto-sac"].peak_bytes is rows["auto-sac"].time_s is None
+def test_a_method_that_fails_has_its_reason(rows: dict[str, Measured]) -> None:
+    assert rows["auto-sac"].peak_bytes is None
     assert "Auto-SAC is not available" in (rows["auto-sac"].error or "")
 
 
 def test_the_memory_budget_is_exact_without_random_ops() -> None:
-    row = measure_stock(gpt2(",dropout=0"), [memory_budget(0.5)], repeats=1)[0]
+    row = measure(gpt2(",dropout=0"), memory_budget(0.5))[0]
     assert row.error is None
     assert row.exactness in {Exactness.IDENTICAL, Exactness.ROUNDED}
 
@@ -70,7 +74,12 @@ def test_model_and_random_state_are_as_before() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    measure_stock(built, [eager(), checkpoint_blocks()], repeats=1)
+    contest = Contest(built)
+    for method in (eager(), checkpoint_blocks()):
+        contest.enter(method)
+    times = contest.times(["eager", "checkpoint_blocks"], repeats=1)
+    assert all(seconds > 0 for seconds in times.values())
+    assert len(times) == 2
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -82,7 +91,7 @@ def test_wrong_gradients_are_told() -> None:
         step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
         return lambda *batch: 1.01 * step(*batch)[0]
 
-    row = measure_stock(gpt2(), [Method("wrong", prepare)], repeats=1)[0]  # type: ignore[arg-type]
+    row = measure(gpt2(), Method("wrong", prepare))[0]  # type: ignore[arg-type]
     assert row.exactness is Exactness.WRONG
     assert row.gradient_error == pytest.approx(0.01, rel=1e-3)
     assert "loss" in row.differences
@@ -99,7 +108,7 @@ def test_blocks_are_numbered_modules() -> None:
 
 def test_a_list_that_saves_nothing_is_an_error() -> None:
     # With dropout, attention is written out in other ops on the CPU.
-    for row in measure_stock(gpt2(), [sac(save=["aten.nothing"]), sac(Rule.ATTENTION)], repeats=1):
+    for row in measure(gpt2(), sac(save=["aten.nothing"]), sac(Rule.ATTENTION)):
         assert "saves nothing" in (row.error or "")
 
 

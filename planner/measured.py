@@ -1,12 +1,11 @@
-"""What the methods that PyTorch ships really take, measured as planned steps are: peak memory, time, and exactness."""
+"""What ways to run one training step really take, PyTorch's own and plans side by side: peak memory, time, and exactness."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from torch import nn
 
 from graphs.errors import PlannerError
 from graphs.trace import TrainingStep
@@ -26,14 +25,13 @@ class Exactness(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What one method takes; what is not known, because the method failed, is None.
+class Measured:
+    """What one method takes, but for its time; what is not known, because the method failed, is None.
 
     Attributes:
         method: its name.
         peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included.
         reserved_bytes: what the CUDA allocator held; None on the CPU.
-        time_s: median of a forward and backward pass; the methods take turns.
         exactness: of loss and gradients.
         loss_error: distance from eager's loss, over its absolute value.
         gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
@@ -44,7 +42,6 @@ class Row:
     method: str
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
-    time_s: float | None = None
     exactness: Exactness | None = None
     loss_error: float | None = None
     gradient_error: float | None = None
@@ -52,57 +49,67 @@ class Row:
     error: str | None = None
 
 
-def measure_stock(
-    workload: Workload, methods: Sequence[Method], *, repeats: int = 5, seed: int = 0, extra_bytes: int = 0
-) -> list[Row]:
-    """Run each method on the workload and measure it; model, batch, random state and settings are afterwards as before.
+class Contest:
+    """Ways to run one training step, measured side by side; model, batch, random state and settings are left as they were.
 
-    A method that fails has its error in its row. Gradients are compared after the first step from the same random state.
+    Gradients are compared after the first step from the same random state.
 
     Args:
         workload: real tensors; its model in the mode it is trained in.
-        methods: of different names; see ``planner.stock_methods``.
-        repeats: steps timed, of all methods in turn.
         seed: of the random state that loss and gradients are compared from.
         extra_bytes: of what is not made here but counts: optimizer state, gradients of earlier batches.
     """
-    model, loss_fn, batch = workload
-    step = TrainingStep(model, loss_fn)
-    reference = measure.outcome(step, model, batch, seed=seed)
-    static_bytes = extra_bytes + sum(tensor.size_bytes for tensor in StaticTensors(step, batch, _device(model)).tensors)
-    rows: list[Row] = []
-    steps: dict[str, Step] = {}
-    for method in methods:
+
+    def __init__(self, workload: Workload, *, seed: int = 0, extra_bytes: int = 0) -> None:
+        self._workload = workload
+        self._seed = seed
+        self._steps: dict[str, Step] = {}
+        step = TrainingStep(workload.model, workload.loss_fn)
+        self._reference = measure.outcome(step, workload.model, workload.batch, seed=seed)
+        self._device = next(workload.model.parameters()).device
+        self._static_bytes = extra_bytes + sum(t.size_bytes for t in StaticTensors(step, workload.batch, self._device).tensors)
+
+    def enter(self, method: Method) -> Measured:
+        """Run `method` and measure all but its time; one that fails has its error there, and cannot be timed."""
+        model, loss_fn, _ = self._workload
         try:
-            steps[method.name] = method.prepare(model, loss_fn)
-            rows.append(_checked(method.name, steps[method.name], workload, reference, static_bytes, seed))
+            step = method.prepare(model, loss_fn)
+            measured = self._check(method.name, step)
         except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
-            steps.pop(method.name, None)
-            rows.append(Row(method.name, error=_one_line(error)))
-    with measure.unchanged(model, batch):
-        times = measure.median_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
-    return [replace(row, time_s=times.get(row.method)) for row in rows]
+            return Measured(method.name, error=_one_line(error))
+        self._steps[method.name] = step
+        return measured
 
+    def times(self, names: Sequence[str], *, repeats: int) -> dict[str, float]:
+        """Median seconds of a forward and backward pass of those that were entered; they take turns."""
+        model, _, batch = self._workload
+        with measure.unchanged(model, batch):
+            steps = {name: self._steps[name] for name in names}
+            return measure.median_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
-def _checked(name: str, step: Step, workload: Workload, reference: Outcome, static_bytes: int, seed: int) -> Row:
-    """All but the time."""
-    model, _, batch = workload
-    found = measure.outcome(step, model, batch, seed=seed)  # what is compiled, is compiled here
-    with measure.unchanged(model, batch):
-        for parameter in model.parameters():
-            parameter.grad = None
-        memory = measure.measure_memory(step, batch, static_bytes=static_bytes, device=_device(model))
-    gradients = [name for name in reference.values if name.startswith("gradient of ")]
-    loss_error, gradient_error = relative_error(reference, found, ["loss"]), relative_error(reference, found, gradients)
-    return Row(
-        name,
-        peak_bytes=memory.peak_bytes,
-        reserved_bytes=memory.reserved_bytes,
-        exactness=_exactness(reference, found, gradients, (loss_error, gradient_error)),
-        loss_error=loss_error,
-        gradient_error=gradient_error,
-        differences=reference.differences(found),
-    )
+    def leave(self, name: str) -> None:
+        """Forget the step, and what it holds."""
+        del self._steps[name]
+
+    def _check(self, name: str, step: Step) -> Measured:
+        model, _, batch = self._workload
+        reference = self._reference
+        found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
+        with measure.unchanged(model, batch):
+            for parameter in model.parameters():
+                parameter.grad = None
+            memory = measure.measure_memory(step, batch, static_bytes=self._static_bytes, device=self._device)
+        gradients = [name for name in reference.values if name.startswith("gradient of ")]
+        loss_error, gradient_error = relative_error(reference, found, ["loss"]), relative_error(reference, found, gradients)
+        return Measured(
+            name,
+            peak_bytes=memory.peak_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            exactness=_exactness(reference, found, gradients, (loss_error, gradient_error)),
+            loss_error=loss_error,
+            gradient_error=gradient_error,
+            differences=reference.differences(found),
+        )
 
 
 def relative_error(reference: Outcome, found: Outcome, names: Sequence[str]) -> float:
@@ -135,10 +142,6 @@ def _exactness(reference: Outcome, found: Outcome, gradients: Sequence[str], err
 
 def _length(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values))
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _one_line(error: Exception) -> str:

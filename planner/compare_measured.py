@@ -1,0 +1,230 @@
+"""Every method at every budget with real tensors, beside what PyTorch itself has.
+
+Each step is timed in turn with plain PyTorch's. PyTorch's own methods take what memory they take, and so do
+schedules of DTR: each of them meets the optimal schedule for as much memory as it was measured to take, in
+turns as well.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from graphs.ir import Kind
+from graphs.jsonio import read_graph, write_graph
+from graphs.trace_lower import Capture
+from graphs.zoo import Workload
+from planner import api
+from planner.compare import Judge, Solved, Task, judge_of, solve_tasks, tasks_for
+from planner.compare_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
+from planner.executor import Executor
+from planner.machine import machine
+from planner.measured import Contest, Measured
+from planner.solving import summarize
+from planner.stock_methods import Method, eager
+
+RIVALS = ("dtr",)  # whose schedules meet the optimum at their own measured peak
+_EAGER = eager().name
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a comparison is made, as in ``planner.compare.compare``; ``repeats`` steps are timed, weights are from `seed`."""
+
+    model: str = ""
+    jobs: int = 1
+    tolerance: float = 1e-3
+    time_limit_s: float = 60.0
+    repeats: int = 5
+    seed: int = 0
+
+
+def profiled(
+    workload: Workload, folder: Path, *, optimizer: str = "none", accumulate: bool = False, passes: int = 5, name: str = ""
+) -> Capture:
+    """The captured step with the times in ``graph.json`` of `folder`; measured, and written there, if there is none.
+
+    A comparison that goes on later goes on with the same times.
+
+    Raises:
+        MismatchError: the graph in the folder is another.
+        TraceError: the step cannot be captured as one static graph.
+    """
+    path = folder / "graph.json"
+    if not path.exists():
+        captured = api.capture_profiled(*workload, optimizer=optimizer, accumulate=accumulate, passes=passes, name=name)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_graph(captured.graph, path)
+        return captured
+    captured = api.capture_real(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
+    known = read_graph(path)
+    api.check_same_graph(summarize(known), summarize(captured.graph))
+    return replace(captured, graph=known)
+
+
+def compare_measured(
+    workload: Workload,
+    captured: Capture,
+    budgets: Sequence[str | int],
+    methods: Sequence[str],
+    stock: Sequence[Method],
+    folder: Path,
+    settings: Settings,
+    *,
+    on_activity: Callable[[str], None],
+    should_stop: Callable[[], bool],
+) -> list[Row]:
+    """Measure every method at every budget, and PyTorch's; keep the rows in ``rows.csv`` in `folder`.
+
+    Schedules are found by several processes at a time; then one step runs at a time.
+
+    Args:
+        workload: what is trained.
+        captured: its step, with the times that schedules are found for; see ``profiled``.
+        budgets, methods: as in ``planner.compare.compare``.
+        stock: PyTorch's own, as in ``planner.stock_methods``.
+        folder: is made; rows that are in its CSV are not made again.
+        settings: how.
+        on_activity: told what is being done.
+        should_stop: polled; once True, no more is begun, and what is under way is not kept.
+
+    Returns:
+        The rows that are known, those of the CSV included.
+
+    Raises:
+        BudgetError, OutputError, PlannerError: as in ``planner.compare.compare``.
+    """
+    judge = judge_of(
+        captured.graph,
+        settings.model,
+        tolerance=settings.tolerance,
+        time_limit_s=settings.time_limit_s,
+        seed=settings.seed,
+        machine_name=_machine(workload),
+    )
+    tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
+    kept = KeptRows(folder, captured.graph.fingerprint)
+    ring = _Ring(workload, captured, judge, kept, settings, on_activity, should_stop)
+    for budget in dict.fromkeys(task.budget for task in tasks):
+        ring.budget([task for task in tasks if task.budget == budget and task.key not in kept])
+    missing = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
+    for start in range(0, len(missing), settings.jobs):
+        ring.stock(missing[start : start + settings.jobs])
+    return kept.rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What takes part: the row so far, and the name its step is timed by."""
+
+    name: str
+    row: Row
+
+    @property
+    def runs(self) -> bool:
+        return self.row.measured_peak_bytes is not None
+
+
+class _Ring:
+    """Where steps are run, one at a time."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        captured: Capture,
+        judge: Judge,
+        kept: KeptRows,
+        settings: Settings,
+        on_activity: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._captured = captured
+        self._judge = judge
+        self._kept = kept
+        self._settings = settings
+        self._say = on_activity
+        self._should_stop = should_stop
+        reserved = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
+        extra_bytes = sum(tensor.size_bytes for tensor in captured.graph.tensors if tensor.kind in reserved)
+        self._contest = Contest(workload, extra_bytes=extra_bytes)
+        self._contest.enter(eager())
+
+    def budget(self, tasks: Sequence[Task]) -> None:
+        """Solve and measure what is to be done at one budget, all in one round; rivals in rounds of their own."""
+        entries = [self._enter_schedule(solved) for solved in self._solve(tasks)]
+        self._round([entry for entry in entries if entry.row.method not in RIVALS])
+        self._duels([entry for entry in entries if entry.row.method in RIVALS])
+
+    def stock(self, methods: Sequence[Method]) -> None:
+        """Measure methods that PyTorch has."""
+        self._duels([self._enter_stock(method) for method in methods if not self._should_stop()])
+
+    def _duels(self, rivals: Sequence[_Entry]) -> None:
+        """Each of `rivals` against the optimal schedule for as much memory as it takes."""
+        peaks = {f"{PEAK_OF}{rival.name}": rival.row.measured_peak_bytes or 0 for rival in rivals if rival.runs}
+        solved = self._solve([Task(RunBy.EXECUTOR, OPTIMUM, budget, peak) for budget, peak in peaks.items()])
+        opponents = {entry.row.budget: entry for entry in map(self._enter_schedule, solved)}
+        for rival in rivals:
+            opponent = opponents.get(f"{PEAK_OF}{rival.name}")
+            if opponent is not None:
+                self._round([rival, opponent])
+            elif not rival.runs:
+                self._round([rival])
+
+    def _solve(self, tasks: Sequence[Task]) -> list[Solved]:
+        solved: list[Solved] = []
+        for one in solve_tasks(self._judge, tasks, jobs=self._settings.jobs, should_stop=self._should_stop):
+            solved.append(one)
+            self._say(f"solved {one.row.method} at {one.row.budget}")
+        return [] if self._should_stop() else solved  # ended early, they are not what they could be
+
+    def _enter_schedule(self, solved: Solved) -> _Entry:
+        row, schedule = solved.row, solved.schedule
+        name = f"{row.method} at {row.budget}"
+        if schedule is None:
+            return _Entry(name, row)
+        self._say(f"running {name}")
+        method = Method(name, lambda model, loss_fn: Executor(self._captured, schedule, model, loss_fn))
+        return _Entry(name, _with(row, self._contest.enter(method)))
+
+    def _enter_stock(self, method: Method) -> _Entry:
+        self._say(f"running {method.name}")
+        measured = self._contest.enter(method)
+        row = self._judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
+        return _Entry(method.name, _with(row, measured))
+
+    def _round(self, entries: Sequence[_Entry]) -> None:
+        """Time `entries` in turn with plain PyTorch, and keep their rows."""
+        if self._should_stop() or not entries:
+            return
+        names = [entry.name for entry in entries if entry.runs]
+        self._say(f"timing {', '.join(names) or 'nothing'}")
+        times = self._contest.times([_EAGER, *names], repeats=self._settings.repeats) if names else {}
+        timed = (
+            replace(entry.row, measured_s=times[entry.name], eager_s=times[_EAGER], repeats=self._settings.repeats)
+            if entry.runs
+            else entry.row
+            for entry in entries
+        )
+        self._kept.add(*timed)
+
+
+def _with(row: Row, measured: Measured) -> Row:
+    if measured.error is not None:
+        return replace(row, message=measured.error)
+    return replace(
+        row,
+        measured_peak_bytes=measured.peak_bytes,
+        reserved_bytes=measured.reserved_bytes,
+        exactness=str(measured.exactness),
+        gradient_error=measured.gradient_error,
+    )
+
+
+def _machine(workload: Workload) -> str:
+    device = next(workload.model.parameters()).device
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}; {machine()}"
+    threads = torch.get_num_threads()
+    return f"{machine()}, {threads} thread{'s' if threads > 1 else ''}"

@@ -127,7 +127,8 @@ def memory_budget(fraction: float, backend: str = "aot_eager") -> Method:
     """``torch.compile`` with ``activation_memory_budget``: `fraction` of the bytes that are saved for the backward.
 
     Its random numbers are those of eager PyTorch, also in Inductor, so that gradients can be compared. A graph
-    that cannot be captured whole is an error, for the rest would run without the budget.
+    that cannot be captured whole is an error, for the rest would run without the budget. Below 1 and with random
+    ops, such as dropout, gradients are wrong (torch 2.11 to 2.13: what is recomputed draws other numbers).
 
     Args:
         fraction: from 0 to 1; 1 is ``torch.compile`` by default.

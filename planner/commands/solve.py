@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the command to the command line."""
-    solvers = "\n".join(f"  {name:<13} {entry.description}" for name, entry in SOLVERS.items())
+    width = max(map(len, SOLVERS))
+    solvers = "\n".join(f"  {name:<{width}} {entry.description}" for name, entry in SOLVERS.items())
     parser = add_command(
         commands,
         "solve",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
-from planner.compare_rows import Row, RunBy, bound_of, simulated
+from planner.compare_rows import Row, RunBy, bound_of, methods_of, simulated
 from planner.plots import new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
     judged = simulated(rows)
     figure = new_figure()
     axes = figure.add_subplot()
-    methods = list(dict.fromkeys(row.method for row in judged))
+    methods = methods_of(judged)
     for i, budget in enumerate(sorted({row.budget_bytes or 0 for row in judged}, reverse=True)):
         here = [row for row in judged if row.budget_bytes == budget and row.peak_bytes]
         axes.axhline(budget / 1e9, color=f"C{i % 10}", linestyle="--", linewidth=1)
@@ -72,7 +72,9 @@ def _shade_bound(axes: "Axes", rows: Sequence[Row]) -> None:
 
 def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None]) -> None:
     """A line for each method of ours; what PyTorch runs is points, and a cross where its results are wrong."""
-    for i, (torch, method) in enumerate(dict.fromkeys((row.run_by == RunBy.TORCH, _family(row)) for row in rows)):
+    order = methods_of(rows)
+    ordered = sorted(rows, key=lambda row: (row.run_by == RunBy.TORCH, order.index(row.method)))
+    for i, (torch, method) in enumerate(dict.fromkeys((row.run_by == RunBy.TORCH, _family(row)) for row in ordered)):
         mine = [row for row in rows if (row.run_by == RunBy.TORCH, _family(row)) == (torch, method)]
         points = sorted({found for row in mine if (found := point(row)) is not None})
         if points:

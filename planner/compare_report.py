@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 
 import pandas as pd
 
 from graphs.jsonfile import write_text
 from graphs.units import format_bytes
 from planner.compare_plots import plot_memory, plot_overhead
-from planner.compare_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, simulated
+from planner.compare_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
 from planner.tables import as_markdown
 from solvers.result import Status
 
@@ -16,6 +17,7 @@ _LEGEND = (
     "OOM: what the method does needs more; thrash: the step took more time than the method allows; "
     "time: nothing was found in the time given."
 )
+_MESSAGE = 110  # characters of it in a table; rows.csv has all
 _MEASURED = (
     "Median time of a step as a multiple of eager PyTorch's, timed in turn with it, and measured peak. Schedules are replayed "
     "by our executor. wrong: loss or gradients are not those of eager PyTorch."
@@ -78,7 +80,7 @@ def duel_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def _duel(name: str, rival: Row, ours: Row | None) -> tuple[str, ...]:
     if rival.measured_ratio is None or rival.measured_peak_bytes is None:
-        return (name, f"does not run: {rival.message}", "", "", "", "", "")
+        return (name, f"does not run: {shorten(rival.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", "")
     theirs = (name, rival.exactness, format_bytes(rival.measured_peak_bytes), f"{rival.measured_ratio:.2f}x")
     if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None:
         return (*theirs, "" if ours is None else cell_text(ours), "", "")
@@ -128,7 +130,7 @@ def _by_budget(rows: Sequence[Row], text: Callable[[Row], str], value: Callable[
     best = frame["value"].eq(frame.groupby("budget")["value"].transform("min")).fillna(value=False)
     frame["text"] = frame["text"].where(~best, "**" + frame["text"] + "**")
     cells = frame.pivot(index="budget", columns="method", values="text").sort_index(ascending=False).fillna("")
-    cells = cells[list(dict.fromkeys(frame["method"]))]
+    cells = cells[methods_of(rows)]
     labels = {row.budget_bytes: row.budget for row in rows}
     names = [format_bytes(b) + (f" ({labels[b]})" if labels[b].endswith("%") else "") for b in cells.index]
     return [("budget", *cells.columns), *((name, *line) for name, line in zip(names, cells.to_numpy().tolist(), strict=True))]

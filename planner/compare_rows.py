@@ -9,6 +9,7 @@ from typing import TypeAlias
 from graphs.errors import OutputError
 from graphs.plan import relative_gap
 from planner.rows import read_csv, write_csv
+from solvers.registry import SOLVERS
 
 OPTIMUM = "windows"  # the method whose bound holds for all
 PEAK_OF = "peak of "  # begins the budget that is what another method was measured to take
@@ -170,6 +171,12 @@ def simulated(rows: Sequence[Row]) -> list[Row]:
     """The rows of all methods at the same budgets, by simulation; of schedules that were replayed where there are no others."""
     at_budgets = [row for row in rows if row.run_by != RunBy.TORCH and not row.budget.startswith(PEAK_OF)]
     return [row for row in at_budgets if row.run_by == RunBy.SIMULATOR] or at_budgets
+
+
+def methods_of(rows: Sequence[Row]) -> list[str]:
+    """The methods in `rows`: the registry's in its order, then others."""
+    there = dict.fromkeys(row.method for row in rows)
+    return [name for name in SOLVERS if name in there] + [name for name in there if name not in SOLVERS]
 
 
 def bound_of(rows: Sequence[Row], budget_bytes: int) -> float | None:

@@ -5,11 +5,12 @@ The model is changed while a step's forward pass runs, at most, and settings of 
 """
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from planner.measure import Step
 from solvers.policies.sac import Rule
 from solvers.policies.torch_ops import ATTENTION, COMPUTE_INTENSIVE, MATMUL, base_name
 
-FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
+# Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more, each time.
+BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -51,15 +53,13 @@ class Method:
 def stock_methods(
     model: nn.Module,
     *,
-    fractions: Sequence[float] = FRACTIONS,
-    backends: Sequence[str] = ("aot_eager", "inductor"),
+    budgets: Mapping[str, Sequence[float]] = BUDGETS,
     save: Sequence[str] = (),
 ) -> list[Method]:
     """Every method for `model`: checkpointing and SAC at each level of blocks (at level 1 if it has none).
 
     Args:
-        fractions: of the Memory Budget API.
-        backends: of ``torch.compile``, each with every fraction.
+        budgets: by backend of ``torch.compile``, the fractions of the Memory Budget API.
         save: targets of ops, such as ``aten.mm.default`` or ``mm``: SAC with this list as well.
     """
     levels = range(1, max(1, block_levels(model)) + 1)
@@ -68,7 +68,7 @@ def stock_methods(
         eager(),
         *(checkpoint_blocks(level) for level in levels),
         *(make(level=level) for make in sacs for level in levels),
-        *(memory_budget(fraction, backend) for backend in backends for fraction in fractions),
+        *(memory_budget(fraction, backend) for backend, fractions in budgets.items() for fraction in fractions),
         auto_sac(),
     ]
 

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help test demo lint bench-solve results-gpu clean
+.PHONY: help test demo lint results results-gpu bench-solve clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -26,8 +26,12 @@ demo: $(STAMP) ## plan and run a small GPT at several budgets
 bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve (ARGS='--suites zoo --fresh')
 	$(BIN)/python -m results.bench_solve $(ARGS)
 
-results-gpu: $(STAMP) ## measure GPT-2 medium and ResNet-50 at four budgets on a CUDA device, into results/gpu
-	$(BIN)/python examples/measured_table.py
+results: bench-solve ## everything under results/, in about an hour (ARGS=--fresh to do all anew)
+	$(BIN)/python -m results.compare_models $(ARGS)
+	$(BIN)/python examples/demo.py
+
+results-gpu: $(STAMP) ## compare methods on GPT-2 medium, a Llama, ResNet-50 and U-Net on a CUDA device
+	$(BIN)/python -m results.compare_models --suites cuda $(ARGS)
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,11 +1,13 @@
-"""Result tables: rows of what was promised and what was measured, as Markdown and CSV."""
+"""Result tables: rows of what was promised and what was measured, as text and Markdown."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphs.plan import Plan
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.api import RunReport
+
+if TYPE_CHECKING:
+    from planner.api import RunReport
 
 COLUMNS = (
     "budget",
@@ -22,12 +24,12 @@ COLUMNS = (
 )
 
 
-def kept(report: RunReport) -> bool:
+def kept(report: "RunReport") -> bool:
     """Whether the run kept what its plan promised: the budget, and the results to the last bit."""
     return report.measured_peak_bytes <= report.budget_bytes and report.identical
 
 
-def run_row(plan: Plan, report: RunReport) -> tuple[str, ...]:
+def run_row(plan: Plan, report: "RunReport") -> tuple[str, ...]:
     """The cells of COLUMNS for one run: times in seconds, then as multiples of keeping everything, as the bound is."""
     return (
         format_bytes(report.budget_bytes),
@@ -48,13 +50,3 @@ def as_markdown(rows: Sequence[Sequence[str]]) -> str:
     """`rows`, the first of them the header, as a Markdown table."""
     header, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"
-
-
-def write_report(path: Path, title: str, notes: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown page with one table, and the same rows as CSV beside it."""
-    import pandas as pd
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join((f"# {title}", *notes, as_markdown(rows))))
-    header, *body = rows
-    pd.DataFrame(body, columns=list(header)).to_csv(path.with_suffix(".csv"), index=False)

@@ -32,7 +32,7 @@ REPLAYED = "windows,store_all,checkpoint_blocks,chen-sqrt,chen-greedy,rotor,sac,
 # Small enough that every exact method ends.
 EXACT: dict[str, Callable[[], Graph]] = {
     "chain-8": partial(training_chain, 8),
-    "transformer-2": partial(transformer, TransformerSize(layers=2)),
+    "transformer-1": partial(transformer, TransformerSize(layers=1)),
     "random-15": partial(random_training_step, 2, 15),
 }
 

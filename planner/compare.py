@@ -100,6 +100,7 @@ class Judge:
             seconds=None,
             measured_s=None,
             eager_s=None,
+            measured_ratio=None,
             measured_peak_bytes=None,
             reserved_bytes=None,
             exactness="",

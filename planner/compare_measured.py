@@ -8,6 +8,7 @@ turns as well.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -201,12 +202,7 @@ class _Ring:
         names = [entry.name for entry in entries if entry.runs]
         self._say(f"timing {', '.join(names) or 'nothing'}")
         times = self._contest.times([_EAGER, *names], repeats=self._settings.repeats) if names else {}
-        timed = (
-            replace(entry.row, measured_s=times[entry.name], eager_s=times[_EAGER], repeats=self._settings.repeats)
-            if entry.runs
-            else entry.row
-            for entry in entries
-        )
+        timed = (_timed(entry.row, times[entry.name], times[_EAGER]) if entry.runs else entry.row for entry in entries)
         self._kept.add(*timed)
 
 
@@ -220,6 +216,12 @@ def _with(row: Row, measured: Measured) -> Row:
         exactness=str(measured.exactness),
         gradient_error=measured.gradient_error,
     )
+
+
+def _timed(row: Row, times: Sequence[float], eager_times: Sequence[float]) -> Row:
+    """Others on the machine disturb both steps of a turn alike, so their ratio is taken there."""
+    ratio = median(own / eagers for own, eagers in zip(times, eager_times, strict=True))
+    return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))
 
 
 def _machine(workload: Workload) -> str:

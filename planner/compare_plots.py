@@ -11,28 +11,48 @@ from planner.plots import new_figure, save_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Memory in GB and time as a multiple; None where there is none.
+# Memory in bytes, and time as a multiple.
 Point: TypeAlias = tuple[float, float]
 
 
 def plot_overhead(rows: Sequence[Row], path: Path) -> None:
-    """Step time against peak memory: a line or a point for each method, the bound shaded; measured beside simulated.
+    """Step time against peak memory by simulation: a line or a point for each method, and the bound shaded.
 
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    judged, measured = simulated(rows), [row for row in rows if row.measured_ratio is not None]
+    judged = simulated(rows)
     figure = new_figure()
-    panels = list(figure.subplots(1, 1 + bool(measured), squeeze=False)[0])
-    _shade_bound(panels[0], judged)
-    _draw(panels[0], judged, _simulated_point)
-    panels[0].set(title="simulated", xlabel="peak memory in GB", ylabel="step time, as a multiple of keeping everything")
-    _add_legend(panels[0], columns=2)
-    if measured:
-        _draw(panels[1], measured, _measured_point)
-        panels[1].set(title="measured", xlabel="peak memory in GB", ylabel="step time, as a multiple of eager PyTorch's")
-        _add_legend(panels[1], columns=2)
-    figure.suptitle(rows[0].model)
+    axes = figure.add_subplot()
+    scale = _memory_axis(axes.xaxis.set_label_text, judged)
+    budgets = sorted({row.budget_bytes or 0 for row in judged})
+    bounds = [(budget / scale, bound / judged[0].base_s) for budget in budgets if (bound := bound_of(judged, budget)) is not None]
+    if bounds:
+        xs, ys = zip(*bounds, strict=True)
+        axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
+    _draw(axes, judged, _simulated_point, scale, linewidth=1)
+    axes.set(title=rows[0].model, ylabel="step time, as a multiple of keeping everything")
+    _add_legend(axes)
+    save_figure(figure, path)
+
+
+def plot_measured(rows: Sequence[Row], path: Path) -> None:
+    """Measured step time against measured peak; a cross where loss or gradients are wrong.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    figure = new_figure()
+    axes = figure.add_subplot()
+    scale = _memory_axis(axes.xaxis.set_label_text, rows)
+    _draw(axes, rows, _measured_point, scale, linewidth=0)
+    wrong = [point for row in rows if row.exactness == "wrong" and (point := _measured_point(row)) is not None]
+    if wrong:
+        xs, ys = zip(*wrong, strict=True)
+        axes.plot([x / scale for x in xs], ys, "x", color="black", markersize=9, label="wrong gradients")
+    axes.axhline(1.0, color="C7", linewidth=1)
+    axes.set(title=rows[0].model, ylabel="step time, as a multiple of eager PyTorch's")
+    _add_legend(axes)
     save_figure(figure, path)
 
 
@@ -45,63 +65,63 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
     judged = simulated(rows)
     figure = new_figure()
     axes = figure.add_subplot()
+    scale = _memory_axis(axes.yaxis.set_label_text, judged)
     methods = methods_of(judged)
     for i, budget in enumerate(sorted({row.budget_bytes or 0 for row in judged}, reverse=True)):
-        here = [row for row in judged if row.budget_bytes == budget and row.peak_bytes]
-        axes.axhline(budget / 1e9, color=f"C{i % 10}", linestyle="--", linewidth=1)
-        if here:
-            xs, ys = [methods.index(row.method) for row in here], [(row.peak_bytes or 0) / 1e9 for row in here]
-            axes.plot(xs, ys, "o", color=f"C{i % 10}", markersize=5, label=f"budget {format_bytes(budget)}")
-        if run := [row for row in here if row.measured_peak_bytes]:
-            xs, ys = [methods.index(row.method) for row in run], [(row.measured_peak_bytes or 0) / 1e9 for row in run]
-            axes.plot(xs, ys, "o", color=f"C{i % 10}", markersize=9, fillstyle="none")
+        here = [row for row in judged if row.budget_bytes == budget]
+        axes.axhline(budget / scale, color=f"C{i % 10}", linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
+        peaks = [(methods.index(row.method), row.peak_bytes / scale) for row in here if row.peak_bytes]
+        measured = [(methods.index(row.method), row.measured_peak_bytes / scale) for row in here if row.measured_peak_bytes]
+        for points, size, fill in ((peaks, 5, "full"), (measured, 9, "none")):
+            if points:
+                xs, ys = zip(*points, strict=True)
+                axes.plot(xs, ys, "o", color=f"C{i % 10}", markersize=size, fillstyle=fill)
     axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize="small")
-    axes.set(title=rows[0].model, ylabel="peak memory in GB")
+    axes.set(title=rows[0].model)
     axes.set_ylim(bottom=0)
     _add_legend(axes)
     save_figure(figure, path)
 
 
-def _shade_bound(axes: "Axes", rows: Sequence[Row]) -> None:
-    budgets = sorted({row.budget_bytes or 0 for row in rows})
-    bounds = [(budget / 1e9, bound / rows[0].base_s) for budget in budgets if (bound := bound_of(rows, budget)) is not None]
-    if bounds:
-        xs, ys = zip(*bounds, strict=True)
-        axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
-
-
-def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None]) -> None:
-    """A line for each method of ours; what PyTorch runs is points, and a cross where its results are wrong."""
+def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None], scale: float, *, linewidth: float) -> None:
+    """Each method in a color and a marker of its own; hollow what PyTorch runs."""
     order = methods_of(rows)
-    ordered = sorted(rows, key=lambda row: (row.run_by == RunBy.TORCH, order.index(row.method)))
-    for i, (torch, method) in enumerate(dict.fromkeys((row.run_by == RunBy.TORCH, _family(row)) for row in ordered)):
-        mine = [row for row in rows if (row.run_by == RunBy.TORCH, _family(row)) == (torch, method)]
-        points = sorted({found for row in mine if (found := point(row)) is not None})
-        if points:
-            xs, ys = zip(*points, strict=True)
-            (line,) = axes.plot(xs, ys, color=f"C{i % 10}", marker="os^vDPX*"[i % 8], markersize=5)
-            line.set(linewidth=0 if torch else 1, label=f"{method} (PyTorch)" if torch else method)
-        wrong = [found for row in mine if row.exactness == "wrong" and (found := point(row)) is not None]
-        if wrong:
-            axes.plot(*zip(*wrong, strict=True), "x", color="black", markersize=9)
+    series: dict[tuple[bool, str], set[Point]] = {}
+    for row in sorted(rows, key=lambda row: (row.run_by == RunBy.TORCH, order.index(row.method))):
+        if (found := point(row)) is not None:
+            series.setdefault((row.run_by == RunBy.TORCH, _family(row)), set()).add(found)
+    for i, ((by_torch, family), points) in enumerate(series.items()):
+        xs, ys = zip(*sorted(points), strict=True)
+        (line,) = axes.plot([x / scale for x in xs], ys, color=f"C{i % 10}", marker="os^vDPX*"[i % 8], markersize=5)
+        line.set(linewidth=linewidth, fillstyle="none" if by_torch else "full", label=family)
 
 
 def _family(row: Row) -> str:
-    """Where PyTorch's method has options, its name is followed by them: one name for all of a kind."""
-    words = row.method.split()
-    return f"{words[0]} {words[-1]}" if row.run_by == RunBy.TORCH and words[0] == "memory-budget" else row.method
+    """PyTorch's methods have options behind their names: one name for all of a kind, and backend."""
+    if row.run_by != RunBy.TORCH:
+        return row.method
+    first, *options = row.method.split()
+    return f"PyTorch: {first}{f' {options[-1]}' if first == 'memory-budget' else ''}"
 
 
 def _simulated_point(row: Row) -> Point | None:
-    return (row.peak_bytes / 1e9, row.time_s / row.base_s) if row.peak_bytes and row.time_s else None
+    return (row.peak_bytes, row.time_s / row.base_s) if row.peak_bytes and row.time_s else None
 
 
 def _measured_point(row: Row) -> Point | None:
     if row.measured_peak_bytes is None or row.measured_ratio is None:
         return None
-    return row.measured_peak_bytes / 1e9, row.measured_ratio
+    return row.measured_peak_bytes, row.measured_ratio
 
 
-def _add_legend(axes: "Axes", *, columns: int = 1) -> None:
+def _memory_axis(set_label: Callable[[str], object], rows: Sequence[Row]) -> float:
+    """Name the unit of an axis of memory. Returns its bytes."""
+    largest = rows[0].base_peak_bytes
+    scale, unit = next((scale, unit) for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1.0, "B")) if largest >= scale)
+    set_label(f"peak memory in {unit}")
+    return scale
+
+
+def _add_legend(axes: "Axes") -> None:
     if axes.get_legend_handles_labels()[0]:  # nothing is drawn where no method fits
-        axes.legend(ncols=columns, fontsize="x-small", markerscale=0.8)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="x-small", frameon=False)

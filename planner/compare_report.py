@@ -8,7 +8,7 @@ import pandas as pd
 
 from graphs.jsonfile import write_text
 from graphs.units import format_bytes
-from planner.compare_plots import plot_memory, plot_overhead
+from planner.compare_plots import plot_measured, plot_memory, plot_overhead
 from planner.compare_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
 from planner.tables import as_markdown
 from solvers.result import Status
@@ -19,8 +19,8 @@ _LEGEND = (
 )
 _MESSAGE = 110  # characters of it in a table; rows.csv has all
 _MEASURED = (
-    "Median time of a step as a multiple of eager PyTorch's, timed in turn with it, and measured peak. Schedules are replayed "
-    "by our executor. wrong: loss or gradients are not those of eager PyTorch."
+    "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
+    "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
 )
 _DUELS = (
     "PyTorch's own methods as PyTorch runs them, and schedules of DTR, each beside the optimal schedule for as much memory as "
@@ -31,7 +31,7 @@ _DUELS = (
 
 
 def write_report(rows: Sequence[Row], folder: Path) -> None:
-    """Write ``table.md``, ``overhead.png`` and ``memory.png``.
+    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` where something was measured.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -39,6 +39,8 @@ def write_report(rows: Sequence[Row], folder: Path) -> None:
     write_text(folder / "table.md", table_text(rows))
     plot_overhead(rows, folder / "overhead.png")
     plot_memory(rows, folder / "memory.png")
+    if any(row.measured_s is not None for row in rows):
+        plot_measured(rows, folder / "measured.png")
 
 
 def table_text(rows: Sequence[Row]) -> str:

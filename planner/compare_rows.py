@@ -44,6 +44,7 @@ class Row:
         seconds: that the method took to find its schedule.
         measured_s: median of a forward and backward pass.
         eager_s: the same of plain PyTorch, in turn with it.
+        measured_ratio: median of the multiples of plain PyTorch's time in the same turn.
         measured_peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included.
         reserved_bytes: what the CUDA allocator held.
         exactness: of loss and gradients, as in ``planner.measured.Exactness``.
@@ -70,6 +71,7 @@ class Row:
     seconds: float | None
     measured_s: float | None
     eager_s: float | None
+    measured_ratio: float | None
     measured_peak_bytes: int | None
     reserved_bytes: int | None
     exactness: str
@@ -93,11 +95,6 @@ class Row:
         """Of the schedule, as a part of the step without recomputation."""
         return None if self.time_s is None else relative_gap(self.time_s, self.base_s)
 
-    @property
-    def measured_ratio(self) -> float | None:
-        """Measured time as a multiple of eager's."""
-        return None if self.measured_s is None or self.eager_s is None else self.measured_s / self.eager_s
-
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _NUMBERS: dict[str, Callable[[str], object]] = {
@@ -110,6 +107,7 @@ _NUMBERS: dict[str, Callable[[str], object]] = {
     "seconds": float,
     "measured_s": float,
     "eager_s": float,
+    "measured_ratio": float,
     "measured_peak_bytes": int,
     "reserved_bytes": int,
     "gradient_error": float,

@@ -63,7 +63,15 @@ def measure_memory(step: Step, batch: Sequence[object], *, static_bytes: int, de
 def median_times(
     steps: Mapping[str, Step], batch: Sequence[object], *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, float]:
-    """Median seconds of a forward and backward pass of each step; the steps take turns, after one turn to warm up."""
+    """Median seconds of each step; see ``turn_times``."""
+    times = turn_times(steps, batch, parameters=parameters, repeats=repeats)
+    return {name: median(values) for name, values in times.items()}
+
+
+def turn_times(
+    steps: Mapping[str, Step], batch: Sequence[object], *, parameters: Sequence[nn.Parameter], repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of a forward and backward pass of each step, turn by turn; the steps take turns, after one turn to warm up."""
     device = parameters[0].device
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 1):
@@ -76,7 +84,7 @@ def median_times(
             _synchronize(device)
             if turn:
                 times[name].append(time.perf_counter() - start)
-    return {name: median(values) for name, values in times.items()}
+    return times
 
 
 @dataclass(frozen=True, slots=True)

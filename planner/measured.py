@@ -80,12 +80,12 @@ class Contest:
         self._steps[method.name] = step
         return measured
 
-    def times(self, names: Sequence[str], *, repeats: int) -> dict[str, float]:
-        """Median seconds of a forward and backward pass of those that were entered; they take turns."""
+    def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
+        """Seconds of a forward and backward pass of those that were entered, turn by turn; see ``measure.turn_times``."""
         model, _, batch = self._workload
         with measure.unchanged(model, batch):
             steps = {name: self._steps[name] for name in names}
-            return measure.median_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
+            return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
     def leave(self, name: str) -> None:
         """Forget the step, and what it holds."""

@@ -89,7 +89,7 @@ def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str
     wrong = rows[RunBy.TORCH, "memory-budget 0.25 aot_eager", ""]
     assert wrong.exactness == "wrong"
     assert measured_text(wrong) == "wrong"
-    fast = replace(wrong, measured_s=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget="75%", budget_bytes=10**9)
+    fast = replace(wrong, measured_ratio=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget="75%", budget_bytes=10**9)
     text = table_text([*rows.values(), fast])
     assert "**wrong**" not in text
     cells = {line[0]: line for line in duel_table(list(rows.values()))}
@@ -131,7 +131,7 @@ def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str],
     write_rows(tmp_path / "rows.csv", list(rows.values()))
     write_report(read_rows(tmp_path / "rows.csv"), tmp_path)
     assert (tmp_path / "table.md").read_text() == text
-    assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png", "measured.png"}
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,7 @@ def test_model_and_random_state_are_as_before() -> None:
     for method in (eager(), checkpoint_blocks()):
         contest.enter(method)
     times = contest.times(["eager", "checkpoint_blocks"], repeats=1)
-    assert all(seconds > 0 for seconds in times.values())
-    assert len(times) == 2
+    assert {name: len(values) for name, values in times.items()} == {"eager": 1, "checkpoint_blocks": 1}
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())

@@ -26,6 +26,7 @@ from planner.solving import summarize
 from planner.stock_methods import Method, eager
 
 RIVALS = ("dtr",)  # whose schedules meet the optimum at their own measured peak
+_TOGETHER = 8  # of PyTorch's methods are run before the optimum is sought for their peaks: processes take seconds to start
 _EAGER = eager().name
 
 
@@ -110,8 +111,8 @@ def compare_measured(
     for budget in dict.fromkeys(task.budget for task in tasks):
         ring.budget([task for task in tasks if task.budget == budget and task.key not in kept])
     missing = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
-    for start in range(0, len(missing), settings.jobs):
-        ring.stock(missing[start : start + settings.jobs])
+    for start in range(0, len(missing), _TOGETHER):
+        ring.stock(missing[start : start + _TOGETHER])
     return kept.rows
 
 

@@ -1,12 +1,14 @@
 """What a comparison shows, made from its rows alone: tables here, figures in ``compare_plots``."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
 import pandas as pd
 
 from graphs.jsonfile import write_text
+from graphs.plan import relative_gap
 from graphs.units import format_bytes
 from planner.compare_plots import plot_measured, plot_memory, plot_overhead
 from planner.compare_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
@@ -55,10 +57,12 @@ def table_text(rows: Sequence[Row]) -> str:
         ]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
         parts += [f"## Measured\n\n{_MEASURED}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio))]
-    if duels := duel_table(rows):
-        parts += [f"## At equal peak\n\n{_DUELS}", as_markdown(duels)]
+    duels = duels_of(rows)
+    if any(duel.ours for duel in duels):
+        parts += [f"## At equal peak\n\n{_DUELS}", as_markdown(duel_table(duels)), duel_note(duels)]
     commits, machines = (", ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
-    parts += [f"Commit {commits}; {machines}; limit {first.time_limit_s:g} s a row, tolerance {first.tolerance:g}."]
+    limits = ", ".join(f"{limit:g} s" for limit in sorted({row.time_limit_s for row in rows}))
+    parts += [f"Commit {commits}; {machines}; limit {limits} a row, tolerance {first.tolerance:g}."]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -70,25 +74,70 @@ def simulated_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [(*header, "bound"), *((*line, bound) for line, bound in zip(lines, bounds, strict=True))]
 
 
-def duel_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """What each rival takes beside what the optimal schedule takes at its peak; empty where nothing was measured."""
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """A method that takes what memory it takes, and the optimal schedule for as much; None if it did not run."""
+
+    name: str
+    rival: Row
+    ours: Row | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The optimal schedule's measured time over the other's."""
+        if self.ours is None or self.ours.measured_ratio is None or self.rival.measured_ratio is None:
+            return None
+        return self.ours.measured_ratio / self.rival.measured_ratio
+
+    @property
+    def lost(self) -> bool:
+        """Whether the other is faster, and right."""
+        return self.ratio is not None and self.ratio > 1 and self.rival.exactness != "wrong"
+
+
+def duels_of(rows: Sequence[Row]) -> list[Duel]:
+    """All that PyTorch runs, and schedules that met the optimum at their own peak."""
     ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
     names = {row.method if row.run_by == RunBy.TORCH else f"{row.method} at {row.budget}": row for row in rows}
-    rivals = {name: row for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours}
+    return [Duel(name, row, ours.get(name)) for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours]
+
+
+def duel_table(duels: Sequence[Duel]) -> list[tuple[str, ...]]:
+    """What each takes beside what the optimal schedule takes at its peak."""
     header = ("method", "gradients", "peak", "time", "optimal schedule: peak", "time", "over the other's")
-    lines = [_duel(name, rival, ours.get(name)) for name, rival in rivals.items()]
-    return [header, *lines] if lines else []
+    return [header, *map(_duel_line, duels)]
 
 
-def _duel(name: str, rival: Row, ours: Row | None) -> tuple[str, ...]:
+def _duel_line(duel: Duel) -> tuple[str, ...]:
+    rival, ours = duel.rival, duel.ours
     if rival.measured_ratio is None or rival.measured_peak_bytes is None:
-        return (name, f"does not run: {shorten(rival.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", "")
-    theirs = (name, rival.exactness, format_bytes(rival.measured_peak_bytes), f"{rival.measured_ratio:.2f}x")
-    if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None:
+        return duel.name, f"does not run: {shorten(rival.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
+    theirs = (duel.name, rival.exactness, format_bytes(rival.measured_peak_bytes), f"{rival.measured_ratio:.2f}x")
+    if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or duel.ratio is None:
         return (*theirs, "" if ours is None else cell_text(ours), "", "")
-    ratio = ours.measured_ratio / rival.measured_ratio
-    wins = ratio <= 1 or rival.exactness == "wrong"
-    return (*theirs, format_bytes(ours.measured_peak_bytes), _bold(f"{ours.measured_ratio:.2f}x", best=wins), f"{ratio:.2f}")
+    time = _bold(f"{ours.measured_ratio:.2f}x", best=not duel.lost)
+    return *theirs, format_bytes(ours.measured_peak_bytes), time, f"{duel.ratio:.2f}"
+
+
+def duel_note(duels: Sequence[Duel]) -> str:
+    """Where the optimal schedule was slower, and what is known of why."""
+    lost = [duel for duel in duels if duel.lost]
+    if not lost:
+        return "Nowhere was the optimal schedule slower."
+    text = f"Slower than the other: {'; '.join(f'{duel.name} ({_why(duel)})' for duel in lost)}."
+    same = [duel.ours.measured_ratio for duel in duels if duel.ours and duel.ours.measured_ratio and not duel.ours.overhead]
+    if len(same) < 2:
+        return text
+    return f"{text} Schedules that keep everything, which are all the same, took {min(same):.2f}x to {max(same):.2f}x here."
+
+
+def _why(duel: Duel) -> str:
+    if duel.name.endswith("inductor"):
+        return "it fuses ops into kernels of its own; schedules run ATen's ops one by one"
+    gap = None if duel.ours is None else relative_gap(duel.ours.time_s, duel.ours.bound_s)
+    if gap is not None and duel.ours is not None and gap > duel.ours.tolerance:
+        return f"the schedule is not proved optimal: gap {gap:.1%}"
+    return "by simulation the schedule is optimal: the rest is the executor, and noise"
 
 
 def cell_text(row: Row) -> str:

@@ -48,10 +48,10 @@ MODELLED = {
 # The same, at sizes of which a step takes about 0.1 s on one core. With dropout PyTorch's memory budget goes wrong.
 ON_CPU = {
     "gpt2": "zoo:gpt2,layers=12,width=64,heads=4,vocab=500,batch=8,seq=128,dropout=0",
-    "resnet50": "zoo:resnet50,batch=8,size=64,width=16,classes=10",
+    "resnet50": "zoo:resnet50,batch=16,size=64,width=8,classes=10",
     "unet": "zoo:unet,batch=4,size=96,channels=8",
     "vit": "zoo:vit,batch=8,layers=12,width=64,heads=4,size=64,patch=8,classes=10",
-    "mobilenet_v2": "zoo:mobilenet_v2,batch=8,size=64,classes=10,dropout=0",
+    "mobilenet_v2": "zoo:mobilenet_v2,batch=16,size=64,multiplier=0.25,classes=10,dropout=0",
     "gpt2-dropout": "zoo:gpt2,layers=4,width=64,heads=4,vocab=500,batch=8,seq=128",
 }
 
@@ -88,7 +88,7 @@ def h200() -> Iterator[Comparison]:
 def cpu() -> Iterator[Comparison]:
     """Small models, measured here."""
     for name, spec in ON_CPU.items():
-        yield Comparison(name, spec, ("--measure", "--methods", REPLAYED, "--repeats", "9", "--time-limit", "10s"))
+        yield Comparison(name, spec, ("--measure", "--methods", REPLAYED, "--repeats", "9", "--time-limit", "30s"))
 
 
 def cuda() -> Iterator[Comparison]:

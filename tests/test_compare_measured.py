@@ -11,7 +11,7 @@ from graphs.zoo import Workload
 from planner import workload
 from planner.cli import main
 from planner.compare_measured import Settings, compare_measured, profiled
-from planner.compare_report import duel_table, measured_text, table_text, write_report
+from planner.compare_report import duel_note, duel_table, duels_of, measured_text, table_text, write_report
 from planner.compare_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
 from planner.stock_methods import Method, auto_sac, checkpoint_blocks, eager, memory_budget
 
@@ -92,9 +92,23 @@ def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str
     fast = replace(wrong, measured_ratio=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget="75%", budget_bytes=10**9)
     text = table_text([*rows.values(), fast])
     assert "**wrong**" not in text
-    cells = {line[0]: line for line in duel_table(list(rows.values()))}
+    cells = {line[0]: line for line in duel_table(duels_of(list(rows.values())))}
     assert cells[wrong.method][1] == "wrong"
     assert "**" in cells[wrong.method][5]
+
+
+def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Row]) -> None:
+    found = list(rows.values())
+    slow = [
+        replace(row, measured_ratio=row.measured_ratio * (9 if row.method == OPTIMUM else 1))
+        for row in found
+        if row.measured_ratio
+    ]
+    said = duel_note(duels_of(slow))
+    assert "checkpoint_blocks (" in said and "eager (" in said
+    assert "memory-budget" not in said  # faster, but wrong
+    fast = [replace(row, measured_ratio=0.1 if row.method == OPTIMUM else 1.0) for row in found]
+    assert duel_note(duels_of(fast)) == "Nowhere was the optimal schedule slower."
 
 
 def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], Row], folder: Path) -> None:

@@ -18,8 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from graphs.ir import Graph
+from graphs.jsonfile import write_text
 from graphs.jsonio import write_graph
 from graphs.synthetic import TransformerSize, random_training_step, training_chain, transformer
+from results.compare_summary import summary_text
 from solvers.registry import SOLVERS
 
 # Their programs grow with the square of the ops: of hundreds of ops they are not even written in the time given.
@@ -136,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not compare(comparison, options.out / suite / comparison.name):
                 failed.append(f"{suite}/{comparison.name}")
             print(f"{suite}/{comparison.name}: {time.perf_counter() - began:.0f} s", flush=True)
+    write_text(options.out / "summary.md", summary_text(options.out))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

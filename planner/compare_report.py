@@ -27,8 +27,8 @@ _MEASURED = (
 _DUELS = (
     "PyTorch's own methods as PyTorch runs them, and schedules of DTR, each beside the optimal schedule for as much memory as "
     "it was measured to take, in turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the "
-    "last bit, rounded (to at least half of the digits), or wrong. The last column is the optimal schedule's time over the "
-    "other's: below 1 the schedule is faster."
+    "last bit, rounded (to at least half of the digits, or as rounding the parameters changes them), or wrong. The last "
+    "column is the optimal schedule's time over the other's: below 1 the schedule is faster."
 )
 
 

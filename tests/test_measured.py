@@ -111,6 +111,37 @@ def test_wrong_gradients_are_told() -> None:
     assert "loss" in row.differences
 
 
+class Steep(nn.Module):
+    """A step whose gradient changes by some percent when its parameters are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+        self.error = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(1e5 * self.weight * (1 + self.error) * x).sum()
+
+
+def test_what_any_rounding_changes_is_not_wrong() -> None:
+    def off_by(error: float) -> Method:
+        def prepare(model: nn.Module, loss_fn: object) -> object:
+            def run(*batch: object) -> object:
+                model.error = error
+                try:
+                    return eager().prepare(model, None)(*batch)
+                finally:
+                    model.error = 0.0
+
+            return run
+
+        return Method(f"off by {error}", prepare)  # type: ignore[arg-type]
+
+    found = measure(Workload(Steep(), None, (torch.ones(64),)), off_by(2e-7), off_by(1e-2))
+    assert [row.exactness for row in found] == [Exactness.ROUNDED, Exactness.WRONG]
+    assert found[0].gradient_error is not None and found[0].gradient_error > 1e-3
+
+
 def test_blocks_are_numbered_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     assert block_levels(model) == 2

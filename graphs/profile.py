@@ -1,7 +1,7 @@
 """Measured time and workspace of each op of a captured step, on the device its model is on."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -13,9 +13,10 @@ from graphs.ir import Graph
 from graphs.profile_memory import Mark, segment_peaks
 from graphs.profile_step import RealStep
 from graphs.trace_lower import Capture
+from graphs.trace_signature import Batch
 
 
-def profile(capture: Capture, step: nn.Module, batch: Sequence[object], *, passes: int = 5) -> Graph:
+def profile(capture: Capture, step: nn.Module, batch: Batch, *, passes: int = 5) -> Graph:
     """The captured graph with measured times and workspaces.
 
     The whole step runs op by op, everything kept, `passes` times after one to warm up. An op's time,

@@ -1,17 +1,17 @@
 """A captured step on real tensors: executed op by op with everything kept, to look at each op."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.ir import Graph, Op
 from graphs.program import Writer, define, load, variable
 from graphs.schedule import Compute, schedule_of
 from graphs.trace_lower import Capture, allocated_bytes
+from graphs.trace_signature import Batch, leaves
 
 
 class RealStep:
@@ -21,9 +21,9 @@ class RealStep:
         device: where it runs.
     """
 
-    def __init__(self, capture: Capture, step: nn.Module, batch: Sequence[object]) -> None:
+    def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
         self.capture = capture
-        static = capture.program.gather(step, pytree.tree_leaves(tuple(batch)))
+        static = capture.program.gather(step, leaves(batch))
         self.device: torch.device = next(t.device for t in static if t is not None)
         for i, source in enumerate(capture.program.sources):
             if source.is_tangent:
@@ -69,7 +69,7 @@ class RealStep:
                     value.copy_(saved)
 
 
-def with_real_sizes(capture: Capture, step: nn.Module, batch: Sequence[object]) -> Capture:
+def with_real_sizes(capture: Capture, step: nn.Module, batch: Batch) -> Capture:
     """`capture` with the sizes that the kernels really allocate for their outputs.
 
     Most are what the fake tensors say; some kernels keep more than their result's shape needs

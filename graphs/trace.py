@@ -5,13 +5,15 @@ Dynamo captures the step as one graph, AOTAutograd adds the backward pass (the *
 model of any size is captured without allocating it.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +24,7 @@ from graphs.ir import Kind
 from graphs.trace_attention import attention_as_on_cuda
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
+from graphs.trace_signature import Batch, Signature, arguments, call, leaves, take_apart, target_names
 
 LossFn = Callable[..., object]
 
@@ -30,37 +33,38 @@ OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 
 
 class TrainingStep(nn.Module):
-    """``forward(*batch)`` is the loss, followed by whatever else the loss function returns, detached.
+    """One step's loss, and whatever else the loss function returns, detached.
 
-    With a loss function the last item of the batch is its target: ``loss_fn(model(*inputs), target)``;
-    without one the model returns the loss itself: ``model(*batch)``.
+    Called by position, the last item is the loss function's target: ``loss_fn(model(*inputs), target)``. Called by
+    name, the loss function gets what it names, the model the others: ``loss_fn(model(**inputs), **targets)``.
+    Without a loss function the model gets all, and returns the loss itself, a tuple that begins with it, a dict
+    with a "loss", or an object with an attribute ``loss``.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self._target_names = target_names(loss_fn)
 
-    def forward(self, *batch: object) -> tuple[torch.Tensor, ...]:
-        """The loss and what else is returned."""
+    def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
+        """The loss, and what else is returned (``take_apart``)."""
         if self.loss_fn is None:
-            returned = self.model(*batch)
+            returned = self.model(*args, **kwargs)
+        elif args:
+            returned = self.loss_fn(self.model(*args[:-1]), args[-1])
         else:
-            returned = self.loss_fn(self.model(*batch[:-1]), batch[-1])
-        values = returned if isinstance(returned, tuple) else (returned,)
-        for value in values:
-            if not isinstance(value, torch.Tensor):
-                raise TraceError(
-                    f"the loss function returns a {type(value).__name__} where the loss or another tensor is expected: "
-                    "return a scalar tensor, or a tuple of tensors that begins with it"
-                )
-        return (values[0], *(extra.detach() for extra in values[1:]))
+            targets = {name: value for name, value in kwargs.items() if name in self._target_names}
+            inputs = {name: value for name, value in kwargs.items() if name not in self._target_names}
+            returned = self.loss_fn(self.model(**inputs), **targets)
+        loss, rest = take_apart(returned)
+        return loss, pytree.tree_map(torch.Tensor.detach, rest)
 
 
 def capture(
     model: nn.Module,
     loss_fn: LossFn | None,
-    batch: Sequence[object],
+    batch: Batch,
     *,
     optimizer: str = "none",
     accumulate: bool = False,
@@ -70,10 +74,9 @@ def capture(
     """Capture one training step of `model` on `batch`.
 
     Args:
-        loss_fn: called as ``loss_fn(model(*inputs), target)`` with the last item of `batch` as
-            target; None if ``model(*batch)`` returns the loss. Returns a scalar, or a tuple of a
-            scalar and further tensors.
-        batch: tensors (or nested lists, tuples and dicts of them), real or fake.
+        loss_fn: what makes the loss of the model's output, or None if the model returns it: see ``TrainingStep``.
+        batch: tensors (or nested lists, tuples and dicts of them), real or fake: a sequence of what is given by
+            position, or a mapping of what is given by name.
         optimizer: none, sgd, momentum or adamw: its state counts as static bytes.
         accumulate: gradients of earlier batches are in memory as well.
         as_on_cuda: choose the kernels that CUDA would (attention), for planning without it.
@@ -88,8 +91,9 @@ def capture(
     with ExitStack() as stack:
         if as_on_cuda:
             stack.enter_context(attention_as_on_cuda())
-        joint = _joint_graph(stack, step, tuple(batch))
-    fix_outputs(joint)
+        joint = _joint_graph(stack, step, batch)
+    graph = joint.graph_module.graph
+    fix_outputs(graph)
     device = _device(model, batch)
     planned_device = torch.device("cuda") if as_on_cuda else device
     statics = StaticTensors(step, batch, planned_device)
@@ -98,7 +102,7 @@ def capture(
     statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * trained_bytes)
     provenance = {
         "model": name or type(model).__name__,
-        "inputs": [_describe(leaf) for leaf in pytree.tree_leaves(tuple(batch))],
+        "inputs": [_describe(leaf) for leaf in leaves(batch)],
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameter_dtype": "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         "device": planned_device.type,
@@ -106,28 +110,42 @@ def capture(
         "accumulate": accumulate,
         "torch": torch.__version__,
     }
-    return lower(joint, statics, generator=_generator(device), provenance=provenance)
+    signature = Signature.of(batch, joint.out_spec)
+    return lower(graph, statics, signature, generator=_generator(device), provenance=provenance)
 
 
-def _joint_graph(stack: ExitStack, step: TrainingStep, batch: tuple[object, ...]) -> fx.Graph:
+def _joint_graph(stack: ExitStack, step: TrainingStep, batch: Batch) -> JointWithDescriptors:
     """The joint graph of `step`; every node carries fake values, inputs and outputs descriptors."""
+    args, kwargs = arguments(batch)
     stack.enter_context(torch.enable_grad())
-    stack.enter_context(torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False, allow_rnn=True))
+    stack.enter_context(
+        torch._dynamo.config.patch(
+            assume_static_by_default=True,
+            automatic_dynamic_shapes=False,
+            allow_rnn=True,
+            ignore_logger_methods=_logging_methods(),
+        )
+    )
     try:
-        module = dynamo_graph_capture_for_export(step)(*batch)
+        module = dynamo_graph_capture_for_export(step)(*args, **kwargs)
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
         # Without the shape environment every size is a plain number.
-        joint = aot_export_joint_with_descriptors(stack, module, batch, ignore_shape_env=True)
+        return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
     except Exception as error:  # whatever stops the capture, the user gets one line
         raise TraceError(_why(error, step, batch)) from error
-    return joint.graph_module.graph
 
 
-def _why(error: Exception, step: TrainingStep, batch: tuple[object, ...]) -> str:
+def _logging_methods() -> set[object]:
+    """What writes to a log, methods that libraries have added included: no part of the graph."""
+    levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
+
+
+def _why(error: Exception, step: TrainingStep, batch: Batch) -> str:
     """What stopped the capture, in one line."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            step(*batch)
+            call(step, batch)
     except TraceError as own:
         return str(own)
     except Exception:  # noqa: BLE001  # the error of the capture says more
@@ -148,8 +166,8 @@ def _describe(leaf: object) -> str:
     return repr(leaf)
 
 
-def _device(model: nn.Module, batch: Sequence[object]) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(tuple(batch))]
+def _device(model: nn.Module, batch: Batch) -> torch.device:
+    tensors = [*model.parameters(), *model.buffers(), *leaves(batch)]
     devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}
     if len(devices) != 1:
         raise TraceError(f"model and batch must be on one device, found {', '.join(sorted(map(str, devices))) or 'no tensor'}")

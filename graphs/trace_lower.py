@@ -1,7 +1,7 @@
 """From a joint graph to ops and storages, and to the program that executes them."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,12 +14,12 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     TangentAOTInput,
 )
-from torch.utils import _pytree as pytree
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.program import TANGENT, Call, Program, Source, variable
 from graphs.trace_outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
+from graphs.trace_signature import Batch, Signature, leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,14 @@ class Capture:
 
     Attributes:
         graph, program: op by op.
+        signature: what it is called with, and what it returns.
         nodes: for each op the node it was captured as, with its fake values; None for ops that
             save the generator's state.
     """
 
     graph: Graph
     program: Program
+    signature: Signature
     nodes: tuple[fx.Node | None, ...]
 
 
@@ -49,7 +51,7 @@ class StaticTensors:
         device: whose allocator holds it.
     """
 
-    def __init__(self, step: nn.Module, batch: Sequence[object], device: torch.device) -> None:
+    def __init__(self, step: nn.Module, batch: Batch, device: torch.device) -> None:
         self.device = device
         self.tensors: list[Tensor] = []
         self.sources: list[Source] = []
@@ -61,7 +63,7 @@ class StaticTensors:
             self.add(Kind.PARAMETER, name, parameter)
         for name, buffer in step.named_buffers(remove_duplicate=False):
             self.add(Kind.BUFFER, name, buffer)
-        for index, leaf in enumerate(pytree.tree_leaves(tuple(batch))):
+        for index, leaf in enumerate(leaves(batch)):
             if isinstance(leaf, torch.Tensor):
                 self.add(Kind.INPUT, str(index), leaf)
 
@@ -115,6 +117,7 @@ class StaticTensors:
 def lower(
     graph: fx.Graph,
     statics: StaticTensors,
+    signature: Signature,
     *,
     generator: torch.Generator,
     provenance: Mapping[str, object],
@@ -123,12 +126,14 @@ def lower(
 
     Args:
         statics: the tensors that are there throughout.
+        signature: of the step.
         generator: what random ops draw from.
 
     Raises:
         TraceError: an op that no static graph can hold (dynamic shapes, control flow, partial aliases).
     """
-    return _Lowering(graph, statics, generator).run(provenance)
+    ops, program, nodes = _Lowering(graph, statics, generator).run(provenance)
+    return Capture(ops, program, signature, nodes)
 
 
 class _Lowering:
@@ -148,7 +153,7 @@ class _Lowering:
         self.modules: dict[object, str] = {}  # autograd sequence number -> module path
         self.written: set[int] = set()
 
-    def run(self, provenance: Mapping[str, object]) -> Capture:
+    def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         boundary = first_backward(self.graph)
         self.written = {
             self.statics.find(target.meta["desc"])
@@ -169,7 +174,7 @@ class _Lowering:
                 raise TraceError(f"node {node.name!r} is a {node.op}, which a static graph cannot hold")
         return self._finish(provenance)
 
-    def _finish(self, provenance: Mapping[str, object]) -> Capture:
+    def _finish(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         returned, gradients, kinds = [], [], {}
         for value, desc in outputs(self.graph):
             if not isinstance(value, fx.Node):
@@ -191,7 +196,7 @@ class _Lowering:
             gradients=tuple(gradients),
             namespace=self.namespace,
         )
-        return Capture(Graph(tuple(self.ops), tensors, kept, provenance), program, tuple(self.nodes))
+        return Graph(tuple(self.ops), tensors, kept, provenance), program, tuple(self.nodes)
 
     def _input(self, node: fx.Node) -> None:
         desc, value = node.meta["desc"], node.meta.get("val")

@@ -1,6 +1,6 @@
 """What Python programs do with the planner: trace a step, compile it for a budget, run a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from graphs.profile_roofline import model_times
 from graphs.profile_step import with_real_sizes
 from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
+from graphs.trace_signature import Batch
 from graphs.units import format_bytes
 from planner import measure
 from planner.executor import Executor
@@ -29,7 +30,7 @@ _CORRECTIONS = 3
 def trace(
     model: nn.Module,
     loss_fn: LossFn | None,
-    batch: Sequence[object],
+    batch: Batch,
     *,
     optimizer: str = "none",
     accumulate: bool = False,
@@ -41,10 +42,11 @@ def trace(
 
     Args:
         model: in the mode it is trained in.
-        loss_fn: called as ``loss_fn(model(*inputs), target)`` with the last item of `batch` as
-            target; None if ``model(*batch)`` returns the loss. Returns a scalar, or a tuple that
-            begins with it.
-        batch: inputs and target; real tensors, or fake ones with `roofline`.
+        loss_fn: called as ``loss_fn(model(*inputs), target)`` with the last item of `batch` as target, or, where
+            `batch` is a mapping, as ``loss_fn(model(**inputs), **targets)`` with the items that it names. None if
+            the model gets all of the batch and returns the loss. Returned is a scalar, a tuple that begins with
+            it, or a dict with a "loss"; a model may also return an object with an attribute ``loss``.
+        batch: inputs and target, by position or by name; real tensors, or fake ones with `roofline`.
         optimizer: none, sgd, momentum or adamw: its state counts as memory of the step.
         accumulate: the gradients of earlier batches are in memory as well.
         roofline: model the times for this device instead of measuring them: h200, h100, a100, l4,
@@ -66,7 +68,7 @@ def trace(
 def capture_profiled(
     model: nn.Module,
     loss_fn: LossFn | None,
-    batch: Sequence[object],
+    batch: Batch,
     *,
     optimizer: str,
     accumulate: bool,
@@ -79,7 +81,7 @@ def capture_profiled(
 
 
 def capture_real(
-    model: nn.Module, loss_fn: LossFn | None, batch: Sequence[object], *, optimizer: str, accumulate: bool, name: str
+    model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, name: str
 ) -> Capture:
     """The step with the sizes that its tensors really have; its times are not measured."""
     captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
@@ -89,6 +91,8 @@ def capture_real(
 class PlannedStep:
     """A training step that runs as its plan says: ``loss = step(*batch); loss.backward()``.
 
+    Where the step was planned for a mapping it is ``step(**batch)``.
+
     Attributes:
         plan: the schedule, what it was planned for, predicted and measured.
     """
@@ -97,19 +101,19 @@ class PlannedStep:
         self.plan = plan
         self._executor = executor
 
-    def __call__(self, *batch: object) -> Any:
-        """The loss of `batch`, or a tuple of the loss and the step's further outputs, ready for ``backward()``.
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """The loss of a batch, ready for ``backward()``; with what else the loss function returns, detached, as it does.
 
         Raises:
-            MismatchError: other shapes or dtypes than planned for, or the model's mode has changed.
+            MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
         """
-        return self._executor(*batch)
+        return self._executor(*args, **kwargs)
 
 
 def compile(  # noqa: A001
     model: nn.Module,
     loss_fn: LossFn | None,
-    batch: Sequence[object],
+    batch: Batch,
     *,
     budget: str | int,
     optimizer: str = "none",
@@ -202,7 +206,7 @@ def run(
     plan: Plan,
     model: nn.Module,
     loss_fn: LossFn | None,
-    batch: Sequence[object],
+    batch: Batch,
     *,
     repeats: int = 5,
     seed: int = 0,
@@ -274,7 +278,7 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
     )
 
 
-def _measured_peak(captured: Capture, executor: Executor, model: nn.Module, batch: Sequence[object]) -> measure.Memory:
+def _measured_peak(captured: Capture, executor: Executor, model: nn.Module, batch: Batch) -> measure.Memory:
     # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
     with measure.unchanged(model, batch):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from graphs.errors import MismatchError
 from graphs.ir import Kind
@@ -20,7 +19,7 @@ from planner.codegen import compile_schedule
 class Executor:
     """Runs one training step's forward and backward pass as a schedule says.
 
-    Calling it with a batch returns the loss, or a tuple of the loss and the step's further outputs;
+    Calling it with a batch returns the loss, in a tuple or dict if the step returns one with further tensors;
     the loss's ``backward()`` runs the backward pass and accumulates the gradients. Loss, gradients,
     buffers and random state are those of keeping everything, to the last bit.
     """
@@ -34,6 +33,7 @@ class Executor:
         simulate(capture.graph, schedule)
         self.graph = capture.graph
         self.program = capture.program
+        self.signature = capture.signature
         self.schedule = schedule
         self.code = compile_schedule(capture.graph, capture.program, schedule)
         self._step = TrainingStep(model, loss_fn)
@@ -42,33 +42,33 @@ class Executor:
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
 
-    def __call__(self, *batch: object) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """One forward pass on `batch`.
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """One forward pass on a batch.
 
         Raises:
             MismatchError: the batch or the model is not as it was when the step was captured.
         """
-        leaves = pytree.tree_leaves(batch)
+        leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
         static = self.program.gather(self._step, leaves)
         results: tuple[torch.Tensor, ...] = _Step.apply(self, *static)  # type: ignore[no-untyped-call]
-        return results if self.program.extras else results[0]
+        return self.signature.unflatten(results)
 
     def _check(self, leaves: Sequence[object]) -> None:
         for source in self.program.sources:
             if source.kind is not Kind.INPUT or source.is_tangent:
                 continue
             planned, index = self.graph.tensors[source.tensor], int(source.name)
-            given = leaves[index] if index < len(leaves) else None
+            given, name = leaves[index], self.signature.names[index]
             if not isinstance(given, torch.Tensor):
                 raise MismatchError(
-                    f"input {index} of the batch is {type(given).__name__}, but the step was planned for a tensor "
+                    f"{name} of the batch is {type(given).__name__}, but the step was planned for a tensor "
                     f"{planned.dtype}{list(planned.shape)}"
                 )
             dtype = str(given.dtype).removeprefix("torch.")
             if tuple(given.shape) != planned.shape or dtype != planned.dtype:
                 raise MismatchError(
-                    f"input {index} of the batch is {dtype}{list(given.shape)}, but the step was planned for "
+                    f"{name} of the batch is {dtype}{list(given.shape)}, but the step was planned for "
                     f"{planned.dtype}{list(planned.shape)}: make another plan for this shape"
                 )
         if self._current_mode() != self._mode:

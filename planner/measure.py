@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.profile_memory import cpu_allocations
+from graphs.trace_signature import Batch, call, leaves
 
-# step(*batch) -> loss, or a tuple that begins with the loss
+# step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
 Step = Callable[..., Any]
 
 
@@ -32,7 +32,7 @@ class Memory:
     timeline: tuple[tuple[float, int], ...]
 
 
-def measure_memory(step: Step, batch: Sequence[object], *, static_bytes: int, device: torch.device) -> Memory:
+def measure_memory(step: Step, batch: Batch, *, static_bytes: int, device: torch.device) -> Memory:
     """Run `step` forward and backward once and follow the allocator: tensors and workspaces.
 
     Args:
@@ -40,7 +40,7 @@ def measure_memory(step: Step, batch: Sequence[object], *, static_bytes: int, de
     """
 
     def run(_: object = None) -> None:
-        returned = step(*batch)  # held, as a training loop holds it
+        returned = call(step, batch)  # held, as a training loop holds it
         loss_of(returned).backward()
 
     if device.type == "cuda":
@@ -61,7 +61,7 @@ def measure_memory(step: Step, batch: Sequence[object], *, static_bytes: int, de
 
 
 def median_times(
-    steps: Mapping[str, Step], batch: Sequence[object], *, parameters: Sequence[nn.Parameter], repeats: int
+    steps: Mapping[str, Step], batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, float]:
     """Median seconds of each step; see ``turn_times``."""
     times = turn_times(steps, batch, parameters=parameters, repeats=repeats)
@@ -80,7 +80,7 @@ def turn_times(
                 parameter.grad = None
             _synchronize(device)
             start = time.perf_counter()
-            loss_of(step(*batch)).backward()
+            loss_of(call(step, batch)).backward()
             _synchronize(device)
             if turn:
                 times[name].append(time.perf_counter() - start)
@@ -98,13 +98,13 @@ class Outcome:
         return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
 
 
-def outcome(step: Step, model: nn.Module, batch: Sequence[object], *, seed: int) -> Outcome:
+def outcome(step: Step, model: nn.Module, batch: Batch, *, seed: int) -> Outcome:
     """Run `step` forward and backward from the random state `seed`; `model` and `batch` are afterwards as they were."""
     with unchanged(model, batch):
         torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.grad = None
-        loss = loss_of(step(*batch))
+        loss = loss_of(call(step, batch))
         loss.backward()
         values: dict[str, torch.Tensor | None] = {"loss": loss.detach().clone()}
         values |= {f"gradient of {name}": _copy(p.grad) for name, p in model.named_parameters()}
@@ -116,9 +116,9 @@ def outcome(step: Step, model: nn.Module, batch: Sequence[object], *, seed: int)
 
 
 @contextmanager
-def unchanged(model: nn.Module, batch: Sequence[object]) -> Iterator[None]:
+def unchanged(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Afterwards the buffers and gradients of `model`, the batch and the random state are as before."""
-    inputs = [leaf for leaf in pytree.tree_leaves(tuple(batch)) if isinstance(leaf, torch.Tensor)]
+    inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     written = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *inputs)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -133,8 +133,15 @@ def unchanged(model: nn.Module, batch: Sequence[object]) -> Iterator[None]:
 
 
 def loss_of(returned: Any) -> torch.Tensor:
-    """The loss: what a step returns, or the first of what it returns."""
-    loss: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+    """The loss among what a step returns."""
+    loss: torch.Tensor
+    match returned:
+        case tuple():
+            loss = returned[0]
+        case Mapping():
+            loss = returned["loss"]
+        case _:
+            loss = returned
     return loss
 
 

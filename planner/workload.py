@@ -6,7 +6,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,8 +212,12 @@ def _checked(returned: object, what: str) -> "Workload":
         raise ModelError(f"{what} returned a {type(model).__name__} as the model: must be a torch.nn.Module")
     if loss_fn is not None and not callable(loss_fn):
         raise ModelError(f"{what} returned a {type(loss_fn).__name__} as the loss function: must be callable, or None")
+    if isinstance(batch, Mapping):
+        return Workload(model, loss_fn, dict(batch))
     if not isinstance(batch, tuple | list):
-        raise ModelError(f"{what} returned a {type(batch).__name__} as the batch: must be a tuple, such as (inputs, targets)")
+        raise ModelError(
+            f"{what} returned a {type(batch).__name__} as the batch: must be a tuple, such as (inputs, targets), or a dict"
+        )
     return Workload(model, loss_fn, tuple(batch))
 
 

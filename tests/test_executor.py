@@ -68,7 +68,7 @@ def test_extra_outputs_are_returned_detached() -> None:
     [
         (lambda x, y: (x[:2], y[:2]), "int64\\[2, 48\\], but the step was planned for int64\\[4, 48\\]"),
         (lambda x, y: (x.int(), y), "int32\\[4, 48\\], but the step was planned for int64"),
-        (lambda x, y: (x,), "input 1 of the batch is NoneType"),
+        (lambda x, y: (x,), "the batch has input 0, but the step was planned for input 0, input 1"),
         (lambda x, y: (x, "target"), "input 1 of the batch is str"),
     ],
     ids=["shape", "dtype", "missing", "no tensor"],

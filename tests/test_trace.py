@@ -138,9 +138,9 @@ X = torch.randn(3, 4)
         (Branches(), lambda y, x: y.sum(), "cannot be captured as one graph"),
         (Dynamic(), None, "depends on the data"),
         (nn.Linear(5, 4), lambda y, x: y.sum(), "cannot be captured"),
-        (nn.Linear(4, 4), lambda y, x: 3.0, "the loss function returns a float"),
-        (nn.Linear(4, 4), lambda y, x: None, "the loss function returns a NoneType"),
-        (nn.Linear(4, 4), lambda y, x: {"loss": y.sum()}, "the loss function returns a dict"),
+        (nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float"),
+        (nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType"),
+        (nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'"),
     ],
     ids=["no scalar", "nothing trained", "control flow", "shapes by data", "wrong shapes", "a number", "none", "dictionary"],
 )

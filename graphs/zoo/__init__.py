@@ -22,7 +22,7 @@ class Workload(NamedTuple):
 
     model: "nn.Module"
     loss_fn: "Callable[[Any, Tensor], Tensor] | None"
-    batch: "tuple[Tensor, ...]"
+    batch: "tuple[Tensor, ...] | Mapping[str, object]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.trace_attention import attention_as_on_cuda
+from graphs.trace_dropout import dropout_as_eager
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
 from graphs.trace_signature import Batch, Signature, arguments, call, leaves, take_apart, target_names
@@ -94,6 +95,8 @@ def capture(
         joint = _joint_graph(stack, step, batch)
     graph = joint.graph_module.graph
     fix_outputs(graph)
+    if not as_on_cuda:
+        dropout_as_eager(graph)
     device = _device(model, batch)
     planned_device = torch.device("cuda") if as_on_cuda else device
     statics = StaticTensors(step, batch, planned_device)
@@ -126,6 +129,8 @@ def _joint_graph(stack: ExitStack, step: TrainingStep, batch: Batch) -> JointWit
             ignore_logger_methods=_logging_methods(),
         )
     )
+    # A training loop calls backward() outside autocast.
+    stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
     try:
         module = dynamo_graph_capture_for_export(step)(*args, **kwargs)
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))

@@ -141,8 +141,7 @@ def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
 
 def _keep_old_value(graph: fx.Graph, target: fx.Node, late: list[fx.Node]) -> None:
     """Give the backward pass a copy of an input that the forward pass overwrites."""
-    with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
-        copy = _call(graph, aten.clone.default, target)
+    copy = call_before(list(graph.find_nodes(op="placeholder"))[-1].next, aten.clone.default, target)
     for user in late:
         user.replace_input_with(target, copy)
 
@@ -165,8 +164,8 @@ def _own_gradients(graph: fx.Graph) -> None:
     for value, desc in outputs(graph):
         if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
             if storage(fake(value)) in taken or not _keeps_layout(fake(value), fake(inputs[desc.grad_of])):
-                with graph.inserting_before(graph.output_node()):
-                    value = _call(graph, aten.clone.default, value, memory_format=_memory_format(fake(inputs[desc.grad_of])))
+                layout = _memory_format(fake(inputs[desc.grad_of]))
+                value = call_before(graph.output_node(), aten.clone.default, value, memory_format=layout)
             taken.add(storage(fake(value)))
         fixed.append((value, desc))
     _set_outputs(graph, fixed)
@@ -186,9 +185,11 @@ def _memory_format(variable: torch.Tensor) -> torch.memory_format:
     return wanted if variable.is_contiguous(memory_format=wanted) else torch.contiguous_format
 
 
-def _call(graph: fx.Graph, target: torch._ops.OpOverload, *args: fx.Node, **kwargs: Any) -> fx.Node:
-    node = graph.call_function(target, args, kwargs)
-    values = [fake(arg) for arg in args]
+def call_before(place: fx.Node, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node before `place` that calls `target`, with its fake value."""
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args, kwargs)
+    values = [fake(arg) if isinstance(arg, fx.Node) else arg for arg in args]
     mode = detect_fake_mode(values)
     assert mode is not None
     with mode:

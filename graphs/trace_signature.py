@@ -107,11 +107,13 @@ class Signature:
             MismatchError: the call is built otherwise, or a value that is no tensor differs.
         """
         try:
-            flat = self.given.flatten_up_to((args, kwargs))
+            flat, given = pytree.tree_flatten((args, kwargs))
+            if given != self.given:  # dicts in another order will do
+                flat = self.given.flatten_up_to((args, kwargs))
         except ValueError:
-            given = ", ".join(_names((args, kwargs))) or "nothing"
+            names = ", ".join(_names((args, kwargs))) or "nothing"
             raise MismatchError(
-                f"the batch has {given}, but the step was planned for {', '.join(self.names)}: pass what it was planned with"
+                f"the batch has {names}, but the step was planned for {', '.join(self.names)}: pass what it was planned with"
             ) from None
         for name, value, leaf in zip(self.names, self.values, flat, strict=True):
             if value is not None and (type(leaf) is not type(value[0]) or leaf != value[0]):

@@ -39,6 +39,8 @@ class Executor:
         self._step = TrainingStep(model, loss_fn)
         self._modules = list(self._step.modules())
         self._mode = self._current_mode()
+        self._device_type = next(self._step.parameters()).device.type
+        self._autocast = _autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
 
@@ -75,6 +77,11 @@ class Executor:
             raise MismatchError(
                 "the model is not in the mode it was planned in: train() or eval() was called, or requires_grad changed, on one "
                 "of its modules; switch back, or make another plan"
+            )
+        if _autocast(self._device_type) != self._autocast:
+            raise MismatchError(
+                f"autocast is {_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: the casts "
+                "are part of its graph; call planner.compile and the step under the same torch.autocast"
             )
 
     def _current_mode(self) -> list[bool]:
@@ -138,6 +145,13 @@ class _Step(torch.autograd.Function):
         static = executor.restore(ctx, tangent)
         with torch.autocast(_device_type(static), enabled=False):
             return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+
+
+def _autocast(device_type: str) -> str:
+    """What autocast does here: "off", or the type it casts to."""
+    if not torch.is_autocast_enabled(device_type):
+        return "off"
+    return f"to {str(torch.get_autocast_dtype(device_type)).removeprefix('torch.')}"
 
 
 def _device_type(static: Sequence[Any]) -> str:

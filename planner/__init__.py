@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from planner.api import PlannedStep, RunReport, compile, run, trace  # noqa: A004
+    from planner.api import RunReport, run, trace
     from planner.solving import solve
+    from planner.train import PlannedStep, compile  # noqa: A004
 
 __all__ = ["PlannedStep", "RunReport", "compile", "run", "solve", "trace"]
 
@@ -32,4 +33,5 @@ def __getattr__(name: str) -> object:
     # The command must answer before torch is imported.
     if name not in __all__:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
-    return getattr(import_module("planner.solving" if name == "solve" else "planner.api"), name)
+    modules = {"solve": "planner.solving", "compile": "planner.train", "PlannedStep": "planner.train"}
+    return getattr(import_module(modules.get(name, "planner.api")), name)

@@ -1,13 +1,11 @@
-"""What Python programs do with the planner: trace a step, compile it for a budget, run a plan."""
+"""What Python programs do with the planner, besides training by it (``planner.train``): trace a step, run a plan."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from torch import nn
 
 from graphs.devices import get_device
-from graphs.errors import BudgetError, MismatchError
+from graphs.errors import MismatchError
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.profile import profile
@@ -16,15 +14,10 @@ from graphs.profile_step import with_real_sizes
 from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
-from graphs.units import format_bytes
 from planner import measure
 from planner.executor import Executor
-from planner.solving import solve, summarize
+from planner.solving import summarize
 from solvers.policies.store_all import store_all
-from solvers.result import Progress
-
-# How often a budget is lowered by what a measured peak is above it.
-_CORRECTIONS = 3
 
 
 def trace(
@@ -81,92 +74,11 @@ def capture_profiled(
 
 
 def capture_real(
-    model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, name: str
+    model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, name: str = ""
 ) -> Capture:
-    """The step with the sizes that its tensors really have; its times are not measured."""
+    """The step with the sizes that its kernels really allocate; its times are not measured."""
     captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
     return with_real_sizes(captured, TrainingStep(model, loss_fn), batch)
-
-
-class PlannedStep:
-    """A training step that runs as its plan says: ``loss = step(*batch); loss.backward()``.
-
-    Where the step was planned for a mapping it is ``step(**batch)``.
-
-    Attributes:
-        plan: the schedule, what it was planned for, predicted and measured.
-    """
-
-    def __init__(self, plan: Plan, executor: Executor) -> None:
-        self.plan = plan
-        self._executor = executor
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """The loss of a batch, ready for ``backward()``; with what else the loss function returns, detached, as it does.
-
-        Raises:
-            MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
-        """
-        return self._executor(*args, **kwargs)
-
-
-def compile(  # noqa: A001
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    batch: Batch,
-    *,
-    budget: str | int,
-    optimizer: str = "none",
-    accumulate: bool = False,
-    solver: str = "windows",
-    tolerance: float = 1e-3,
-    time_limit_s: float = 60.0,
-    passes: int = 5,
-    reorder: bool | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> PlannedStep:
-    """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
-
-    The step is run once on `batch` to measure its peak; parameters, buffers, gradients and random
-    state are afterwards as they were.
-
-    Args:
-        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``.
-        budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
-            inputs, gradients and optimizer state included.
-        solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``.
-
-    Raises:
-        TraceError: the step cannot be captured as one static graph.
-        InfeasibleError: no schedule meets the budget.
-        LimitError: none was found in time.
-        BudgetError: the measured peak stays above the budget.
-    """
-    captured = capture_profiled(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, passes=passes)
-    graph = captured.graph
-    allowed: str | int = budget
-    wanted_bytes: int | None = None
-    for _ in range(_CORRECTIONS):
-        plan = solve(
-            graph,
-            allowed,
-            solver=solver,
-            tolerance=tolerance,
-            time_limit_s=time_limit_s,
-            reorder=reorder,
-            on_progress=on_progress,
-        )
-        wanted_bytes = wanted_bytes or plan.budget_bytes
-        executor = Executor(captured, plan.schedule, model, loss_fn)
-        peak_bytes = _measured_peak(captured, executor, model, batch).peak_bytes
-        if peak_bytes <= wanted_bytes:
-            return PlannedStep(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor)
-        allowed = plan.budget_bytes - (peak_bytes - wanted_bytes)
-    raise BudgetError(
-        f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes or 0)}, "
-        f"though {format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show; "
-        "lower the budget"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +150,7 @@ def run(
     reference = measure.outcome(keeping, model, batch, seed=seed)
     result = measure.outcome(planned, model, batch, seed=seed)
     plain = measure.outcome(eager, model, batch, seed=seed)
-    memory = _measured_peak(captured, planned, model, batch)
+    memory = measured_peak(captured, planned, model, batch)
     with measure.unchanged(model, batch):
         parameters = list(model.parameters())
         steps: dict[str, measure.Step] = {"planned": planned, "keeping": keeping, "eager": eager}
@@ -278,7 +190,8 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
     )
 
 
-def _measured_peak(captured: Capture, executor: Executor, model: nn.Module, batch: Batch) -> measure.Memory:
+def measured_peak(captured: Capture, executor: Executor, model: nn.Module, batch: Batch) -> measure.Memory:
+    """Memory of one step with real tensors; `model` and `batch` are afterwards as they were."""
     # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
     with measure.unchanged(model, batch):

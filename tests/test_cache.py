@@ -1,0 +1,123 @@
+"""Plans that are kept: loaded instead of solved again, replaced where they are of no use, shared between processes."""
+
+import json
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from graphs.errors import OutputError
+from graphs.zoo import Workload, build
+from planner import train
+
+
+def workload(batch: int = 8) -> Workload:
+    torch.manual_seed(0)
+    return build("mlp", batch=batch, layers=3, width=16, classes=3)
+
+
+@pytest.fixture
+def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was solved, in order."""
+    asked: list[object] = []
+    solve = train.solve
+
+    def counted(graph: Any, budget: Any, **options: Any) -> Any:
+        asked.append(budget)
+        return solve(graph, budget, **options)
+
+    monkeypatch.setattr(train, "solve", counted)
+    return asked
+
+
+def compiled(cache: Path, *, budget: str = "100%", batch: int = 8, **options: Any) -> planner.PlannedStep:
+    return planner.compile(*workload(batch), budget=budget, passes=1, cache=cache, **options)
+
+
+def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
+    folder = tmp_path / "not" / "there"
+    first = compiled(folder)
+    again = compiled(folder)
+    assert solves == ["100%"]
+    assert again.plan == first.plan
+    model, loss_fn, batch = workload()
+    torch.manual_seed(1)
+    found = again(*batch)
+    torch.manual_seed(1)
+    assert torch.equal(found, loss_fn(model(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("other", [{"budget": "99%"}, {"batch": 9}, {"optimizer": "adamw"}, {"tolerance": 0.5}])
+def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
+    compiled(tmp_path)
+    compiled(tmp_path, **other)
+    assert len(solves) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def spoil_fingerprint(text: str) -> str:
+    data = json.loads(text)
+    data["graph"]["fingerprint"] = "0" * 32
+    return json.dumps(data)
+
+
+def spoil_schedule(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"steps": data["steps"][1:]})
+
+
+def spoil_budget(text: str) -> str:
+    return json.dumps(json.loads(text) | {"budget_bytes": 1, "peak_bytes": 1})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "cut short"),
+        (lambda text: "", "the file is empty"),
+        (spoil_fingerprint, "the plan is for another graph"),
+        (spoil_schedule, "not in memory|never computes"),
+        (spoil_budget, "its measured peak here is .*, over its budget of 1 B"),
+    ],
+    ids=["cut short", "empty", "another graph", "no schedule", "over budget"],
+)
+def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solves: list[object]) -> None:
+    compiled(tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(spoil(path.read_text()))
+    with pytest.warns(UserWarning, match=f"cannot be used and is made again: .*({said})"):
+        compiled(tmp_path)
+    assert len(solves) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(tmp_path)
+    assert len(solves) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, solves: list[object]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"plans cannot be kept in .*file"):
+        compiled(tmp_path / "file")
+    assert solves == []
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"
+        "from pathlib import Path\n"
+        "from tests.test_cache import compiled\n"
+        "print(compiled(Path(sys.argv[1])).plan.graph.fingerprint)"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path)]
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda _: subprocess.run(run, capture_output=True, text=True, check=False), range(2)))
+    assert [process.returncode for process in ended] == [0, 0], ended
+    assert len({process.stdout for process in ended}) == 1
+    (path,) = tmp_path.iterdir()
+    assert path.suffix == ".json"

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from graphs.devices import get_device
-from graphs.errors import MismatchError
 from graphs.ir import Graph
-from graphs.plan import GraphSummary, Plan
+from graphs.plan import Plan
 from graphs.profile import profile
 from graphs.profile_roofline import model_times
 from graphs.profile_step import with_real_sizes
@@ -16,7 +15,7 @@ from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
 from planner import measure
 from planner.executor import Executor
-from planner.solving import summarize
+from planner.solving import check_same_graph, summarize
 from solvers.policies.store_all import store_all
 
 
@@ -169,24 +168,6 @@ def run(
         differences=reference.differences(result),
         eager_differences=plain.differences(result),
         timeline=memory.timeline,
-    )
-
-
-def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
-    """Refuse a plan for another graph.
-
-    Raises:
-        MismatchError: the fingerprints differ; says what else does.
-    """
-    if planned.fingerprint == found.fingerprint:
-        return
-    described = ("model", "inputs", "parameters", "parameter_dtype", "device", "torch")
-    pairs = [(key, planned.provenance.get(key), found.provenance.get(key)) for key in described]
-    pairs += [("ops", planned.ops, found.ops), ("tensors", planned.tensors, found.tensors)]
-    differences = [f"{what} {wanted} there, {given} here" for what, wanted, given in pairs if wanted != given]
-    raise MismatchError(
-        f"the plan is for another graph ({planned.fingerprint[:12]}, here {found.fingerprint[:12]}): "
-        f"{'; '.join(differences) or 'sizes or kinds of ops differ'}; trace and solve for this model, batch and device"
     )
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from graphs.errors import InfeasibleError, LimitError, PlannerError
-from planner.commands import compare, curve, import_graph, info, max_batch, run, solve, trace
+from planner.commands import compare, curve, import_graph, info, max_batch, run, show, solve, trace
 from planner.commands.common import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, Command, Parser, complain
 
 # In the order in which they are listed.
@@ -21,6 +21,7 @@ _COMMANDS: dict[str, Command] = {
     "max-batch": max_batch,
     "compare": compare,
     "run": run,
+    "show": show,
     "info": info,
     "import": import_graph,
 }

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError
+from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
@@ -97,6 +97,24 @@ def summarize(graph: Graph) -> GraphSummary:
         store_all_peak_bytes=simulate(graph, store_all(graph)).peak_bytes,
         time_s=graph.time_s,
         provenance=graph.provenance,
+    )
+
+
+def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
+    """Refuse a plan for another graph.
+
+    Raises:
+        MismatchError: the fingerprints differ; says what else does.
+    """
+    if planned.fingerprint == found.fingerprint:
+        return
+    described = ("model", "inputs", "parameters", "parameter_dtype", "device", "torch")
+    pairs = [(key, planned.provenance.get(key), found.provenance.get(key)) for key in described]
+    pairs += [("ops", planned.ops, found.ops), ("tensors", planned.tensors, found.tensors)]
+    differences = [f"{what} {wanted} there, {given} here" for what, wanted, given in pairs if wanted != given]
+    raise MismatchError(
+        f"the plan is for another graph ({planned.fingerprint[:12]}, here {found.fingerprint[:12]}): "
+        f"{'; '.join(differences) or 'sizes or kinds of ops differ'}; trace and solve for this model, batch and device"
     )
 
 

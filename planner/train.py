@@ -17,11 +17,11 @@ from graphs.trace import LossFn, TrainingStep
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
 from graphs.units import format_bytes
-from planner.api import capture_real, check_same_graph, measured_peak
+from planner.api import capture_real, measured_peak
 from planner.cache import PlanCache, warn_unusable
 from planner.executor import Executor
 from planner.machine import machine
-from planner.solving import solve, summarize
+from planner.solving import check_same_graph, solve, summarize
 from solvers.result import Progress
 
 # How often a budget is lowered by what a measured peak is above it.

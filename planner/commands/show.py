@@ -1,0 +1,52 @@
+"""``planner show``: a plan and its graph in, a page to look at out."""
+
+import argparse
+from pathlib import Path
+
+from graphs.errors import PlannerError
+from planner.commands.common import DONE, Commands, add_command, print_json
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "show",
+        "write a page that shows what a plan does: memory over the step, what is computed again, what is held at the peak",
+        "The page is one file: no scripts, nothing loaded from elsewhere. The trace opens in ui.perfetto.dev or chrome://tracing.\n\n"
+        "examples:\n"
+        "  planner show plan.json --graph model.json -o report.html\n"
+        "  planner show plan.json --graph model.json --trace trace.json",
+    )
+    parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
+    parser.add_argument("--graph", metavar="GRAPH", required=True, help="what it was solved for: a plan does not hold its graph")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page to write (.html)")
+    parser.add_argument("--trace", metavar="FILE", help="the Chrome trace to write (.json)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write what is asked for. Returns the exit code."""
+    from graphs.jsonfile import check_writable, write_text
+    from graphs.jsonio import read_graph, read_plan
+    from planner.chrome_trace import chrome_trace
+    from planner.page import page
+    from planner.playback import Playback
+    from planner.solving import check_same_graph, summarize
+
+    wanted = [(path, make) for path, make in ((arguments.output, page), (arguments.trace, chrome_trace)) if path is not None]
+    if not wanted:
+        raise PlannerError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
+    for path, _ in wanted:
+        check_writable(path)
+        if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, arguments.graph)):
+            raise PlannerError(f"{path} is read for this: name another file to write")
+    plan, graph = read_plan(arguments.plan), read_graph(arguments.graph)
+    check_same_graph(plan.graph, summarize(graph))
+    playback = Playback(graph, plan)
+    for path, make in wanted:
+        write_text(path, make(playback))
+    if arguments.json:
+        print_json({"output": arguments.output, "trace": arguments.trace})
+    else:
+        print("\n".join((str(plan), *(f"written to {path}" for path, _ in wanted))))
+    return DONE

@@ -38,11 +38,11 @@ class Code:
 
 def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code:
     """Compile `schedule`, which must be valid on `graph` (``simulate``)."""
-    boundary = _boundary(graph, schedule)
+    cut = boundary(graph, schedule)
     writer = Writer(graph, program)
-    forward = writer.write(schedule.steps[:boundary])
+    forward = writer.write(schedule.steps[:cut])
 
-    later = {t for step in schedule.steps[boundary:] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
+    later = {t for step in schedule.steps[cut:] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
     # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
     saved = ", ".join(variable(t) + (".detach()" if t in graph.kept else "") for t in alive)
@@ -51,7 +51,7 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code
 
     restore = [f"{', '.join(map(variable, alive))}, = saved"] if alive else []
     gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
-    backward = [*restore, "saved.clear()", *writer.write(schedule.steps[boundary:]), f"return ({gradients})"]
+    backward = [*restore, "saved.clear()", *writer.write(schedule.steps[cut:]), f"return ({gradients})"]
 
     source = "\n\n".join(
         (
@@ -65,7 +65,7 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code
     return Code(namespace["forward"], namespace["backward"], reads, source)
 
 
-def _boundary(graph: Graph, schedule: Schedule) -> int:
+def boundary(graph: Graph, schedule: Schedule) -> int:
     """Number of steps of the forward pass: up to the last first execution of a forward op, and the frees behind it."""
     pending = {op.id for op in graph.ops if op.phase is Phase.FORWARD}
     steps = schedule.steps

@@ -1,0 +1,253 @@
+"""A joint graph of AOTAutograd, planned and split: a forward and a backward module whose order is that of the schedule.
+
+What a schedule frees is what the modules no longer name: their generated code deletes each value after its last use.
+What it computes again stands in the code again. Views are made again from their base wherever they are read, so that
+no name but the base's holds a storage.
+"""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    InputMutationAOTOutput,
+    SavedForBackwardsAOTOutput,
+    TangentAOTInput,
+)
+from torch.utils import _pytree as pytree
+
+from graphs.devices import Device
+from graphs.errors import TraceError
+from graphs.ir import Graph, Kind, Phase
+from graphs.profile_roofline import model_times
+from graphs.schedule import Compute, Schedule, Step
+from graphs.trace_lower import Capture, StaticTensors, lower
+from graphs.trace_outputs import ignored_inputs, outputs
+from graphs.trace_signature import Signature
+from planner.codegen import boundary
+
+aten = torch.ops.aten
+
+
+def capture_joint(module: fx.GraphModule, device: Device) -> Capture:
+    """The joint graph as ops and storages, with times modelled for `device`.
+
+    Raises:
+        TraceError: shapes that are not known yet, or an op that no static graph can hold.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in placeholders]
+    dynamic = any(
+        isinstance(size, torch.SymInt)
+        for value in values
+        for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
+    )
+    if dynamic:
+        raise TraceError("the graph has sizes that are not fixed: use torch.compile(..., dynamic=False), a plan for each shape")
+    where = next(value.device for value in values if isinstance(value, torch.Tensor))
+    statics = _Placeholders(placeholders, where)
+    generator = torch.default_generator
+    captured = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
+    graph = model_times(captured, device)
+    mutated = {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
+    return replace(captured, graph=_once(graph, mutated))
+
+
+class _Placeholders(StaticTensors):
+    """The inputs of a joint graph."""
+
+    def __init__(self, placeholders: Sequence[fx.Node], device: torch.device) -> None:
+        super().__init__(torch.nn.Module(), (), device)
+        self.by_desc: dict[AOTInput, int] = {}
+        self.names = {id(node.meta["val"]): node.name for node in placeholders}
+        for node in placeholders:
+            value, desc = node.meta["val"], node.meta["desc"]
+            if isinstance(value, torch.Tensor) and not isinstance(desc, TangentAOTInput):
+                self.by_desc[desc] = self.add(Kind.INPUT, node.name, value)
+
+    def find(self, desc: AOTInput) -> int:
+        return self.by_desc[desc]
+
+    def tangent(self, value: torch.Tensor) -> int:
+        return self.add(Kind.INPUT, self.names[id(value)], value)
+
+
+def _once(graph: Graph, mutated: set[int]) -> Graph:
+    """`graph` with ops that are executed once only.
+
+    Random ops, so that no generator state need be kept for them; and what reads an input that is overwritten when the
+    forward pass has ended.
+    """
+    states = {t.id for t in graph.tensors if t.kind is Kind.RANDOM_STATE}
+    once = states | mutated
+    ops = tuple(replace(op, recomputable=op.recomputable and not once.intersection(op.inputs)) for op in graph.ops)
+    tensors = tuple(replace(t, size_bytes=0) if t.id in states else t for t in graph.tensors)
+    return Graph(ops, tensors, graph.kept, graph.provenance)
+
+
+def kept_bytes(graph: Graph, schedule: Schedule) -> int:
+    """What is in memory between the forward and the backward pass, static bytes included."""
+    live: set[int] = set()
+    for step in schedule.steps[: boundary(graph, schedule)]:
+        if isinstance(step, Compute):
+            live.update(graph.ops[step.op].outputs)
+        else:
+            live.discard(step.tensor)
+    return graph.static_bytes + sum(graph.tensors[t].size_bytes for t in live)
+
+
+def split(
+    module: fx.GraphModule, captured: Capture, schedule: Schedule, *, forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward module of `schedule`, as AOTAutograd calls them.
+
+    Forward: the primal inputs in, the graph's first `forward_outputs` outputs and what is saved out.
+    Backward: what is saved and the tangents in, the graph's other outputs out.
+    """
+    graph, origins = captured.graph, _origins(module, captured)
+    cut = boundary(graph, schedule)
+    primals = [n for n in module.graph.find_nodes(op="placeholder") if not isinstance(n.meta["desc"], TangentAOTInput)]
+    tangents = [n for n in module.graph.find_nodes(op="placeholder") if isinstance(n.meta["desc"], TangentAOTInput)]
+    returned = outputs(module.graph)
+
+    backward = _Emitter(module, captured, origins, after_forward=True)
+    read = _read_later(captured, origins, schedule.steps[cut:], [value for value, _ in returned[forward_outputs:]])
+    forward = _Emitter(module, captured, origins, after_forward=False)
+    for node in primals:
+        forward.input(node)
+    forward.run(schedule.steps[:cut])
+    saved = [t for t in forward.env if t in read]
+    results = [forward.value(value) for value, _ in returned[:forward_outputs]] + [forward.env[t] for t in saved]
+    saved_descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
+    first = forward.finish(results, [*(desc for _, desc in returned[:forward_outputs]), *saved_descs])
+
+    for t in saved:
+        backward.saved(t, forward.env[t])
+    for node in tangents:
+        backward.input(node)
+    backward.run(schedule.steps[cut:])
+    gradients = [backward.value(value) for value, _ in returned[forward_outputs:]]
+    return first, backward.finish(gradients, [desc for _, desc in returned[forward_outputs:]])
+
+
+def _origins(module: fx.GraphModule, captured: Capture) -> dict[fx.Node, int]:
+    """The tensor that each node of the joint graph stands for; views and tuples stand for none."""
+    by_name = {source.name: source.tensor for source in captured.program.sources}
+    found = {node: by_name[node.name] for node in module.graph.find_nodes(op="placeholder") if node.name in by_name}
+    found |= {node: by_name[str(node.target)] for node in module.graph.find_nodes(op="get_attr")}
+    for node, call in zip(captured.nodes, captured.program.calls, strict=True):
+        if node is not None:
+            for tensor, path in call.outputs:
+                found |= dict.fromkeys(_items(node, path), tensor)
+    return found
+
+
+def _items(node: fx.Node, path: str) -> Iterator[fx.Node]:
+    """The nodes that pick the item at `path` out of the value of `node`."""
+    if not path:
+        yield node
+        return
+    for user in node.users:
+        if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
+            yield from _items(user, path[len(step) :])
+
+
+def _read_later(captured: Capture, origins: Mapping[fx.Node, int], steps: Sequence[Step], results: Sequence[object]) -> set[int]:
+    """The tensors that `steps` and the values returned after them read."""
+    read: set[int] = set()
+    nodes = [captured.nodes[step.op] for step in steps if isinstance(step, Compute)]
+    pending = [arg for node in nodes if node is not None for arg in node.all_input_nodes if arg not in ignored_inputs(node)]
+    pending += [value for value in results if isinstance(value, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node in origins:
+            read.add(origins[node])
+        else:
+            pending += node.all_input_nodes
+    return read
+
+
+def _without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...]]:
+    """What to call, with which arguments, when the forward pass has ended.
+
+    The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a
+    second execution needs them.
+    """
+    ignored = ignored_inputs(node)
+    if ignored and node.target is aten._native_batch_norm_legit_functional.default:
+        return aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[5:])
+    return node.target, tuple(None if isinstance(arg, fx.Node) and arg in ignored else arg for arg in node.args)
+
+
+class _Emitter:
+    """Writes a part of a schedule as an FX graph.
+
+    Attributes:
+        env: for each tensor in memory the node of the new graph that holds it.
+    """
+
+    def __init__(self, module: fx.GraphModule, captured: Capture, origins: Mapping[fx.Node, int], *, after_forward: bool) -> None:
+        self.after_forward = after_forward
+        self.module = module
+        self.captured = captured
+        self.origins = origins
+        self.graph = fx.Graph()
+        self.env: dict[int, fx.Node] = {}
+
+    def input(self, node: fx.Node) -> None:
+        copied = self.graph.node_copy(node)
+        if node in self.origins:
+            self.env[self.origins[node]] = copied
+
+    def saved(self, tensor: int, value: fx.Node) -> None:
+        name = value.name if value.op == "placeholder" else f"saved_{value.name}"
+        self.env[tensor] = self.graph.placeholder(name)
+        self.env[tensor].meta = dict(value.meta)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if not isinstance(step, Compute):
+                self.env.pop(step.tensor, None)
+                continue
+            node = self.captured.nodes[step.op]
+            if node is not None:
+                self._compute(step.op, node)
+
+    def _compute(self, op: int, node: fx.Node) -> None:
+        target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
+        args, kwargs = fx.map_arg((given, node.kwargs), self.value)
+        made = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        made.meta = dict(node.meta)
+        graph = self.captured.graph
+        returned = graph.kept if self.after_forward and graph.ops[op].phase is Phase.FORWARD else frozenset()
+        for tensor, path in self.captured.program.calls[op].outputs:
+            if tensor not in self.env and tensor not in returned:
+                self.env[tensor] = self._item(made, path)
+
+    def _item(self, value: fx.Node, path: str) -> fx.Node:
+        """The item of `value` that stands at `path`, as in ``[1]`` or ``[0][2]``."""
+        for index in path.replace("]", "").split("[")[1:]:
+            item = self.graph.call_function(operator.getitem, (value, int(index)))
+            item.meta = {"val": value.meta["val"][int(index)]}
+            value = item
+        return value
+
+    def value(self, given: Any) -> Any:
+        """What stands for a value of the joint graph; views are made again from their base."""
+        if not isinstance(given, fx.Node):
+            return given
+        if given in self.origins:
+            tensor = self.origins[given]
+            if tensor not in self.env and given.op == "get_attr":
+                self.env[tensor] = self.graph.node_copy(given)
+            return self.env[tensor]
+        return self.graph.node_copy(given, self.value)
+
+    def finish(self, results: Sequence[object], descs: Sequence[object]) -> fx.GraphModule:
+        self.graph.output(tuple(results)).meta["desc"] = list(descs)  # type: ignore[arg-type]
+        self.graph.lint()
+        return fx.GraphModule(self.module, self.graph)

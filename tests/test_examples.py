@@ -1,0 +1,34 @@
+"""The scripts that users copy: short, and they train."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_example_trains(script: Path, tmp_path: Path) -> None:
+    if script.stem == "train_huggingface" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    run = [sys.executable, str(script), "--steps", "6"]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", ended.stdout)]
+    assert losses[-1] < losses[0]
+    if script.stem == "train_own_model":
+        assert list((tmp_path / ".cache" / "remat-planner").glob("*.json"))
+    if script.stem != "train_torch_compile":
+        assert re.search(r"^budget .*, peak .* predicted, .* measured", ended.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_example_is_short(script: Path) -> None:
+    assert len(script.read_text().splitlines()) < 60

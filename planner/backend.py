@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
 from graphs.devices import DEVICES, Device, get_device
-from graphs.errors import PlannerError
+from graphs.errors import InfeasibleError, PlannerError
 from graphs.units import format_bytes
 from planner.partition import capture_joint, kept_bytes, split
 from planner.solving import budget_in_bytes, solve, summarize
@@ -90,7 +90,15 @@ def _plan(joint: fx.GraphModule, budget: _Budget, frame: object, forward_outputs
     allowed = budget.left_for(frame, summarize(captured.graph).store_all_peak_bytes)
     limit, tolerance = budget.options.get("time_limit", 60.0), budget.options.get("tolerance", 1e-3)
     assert isinstance(limit, float | int) and isinstance(tolerance, float | int)
-    plan = solve(captured.graph, allowed, time_limit_s=limit, tolerance=tolerance)
+    try:
+        plan = solve(captured.graph, allowed, time_limit_s=limit, tolerance=tolerance)
+    except InfeasibleError as error:
+        if budget.kept_bytes.keys() <= {frame}:
+            raise
+        raise InfeasibleError(
+            f"{error} The model is captured as several graphs, and this is not the first: what breaks it "
+            "(TORCH_LOGS=graph_breaks says where) costs memory too"
+        ) from error
     budget.kept_bytes[frame] = max(budget.kept_bytes.get(frame, 0), kept_bytes(captured.graph, plan.schedule))
     return split(joint, captured, plan.schedule, forward_outputs=forward_outputs)
 

@@ -94,6 +94,14 @@ def test_graphs_share_the_budget_and_say_so(solves: list[int]) -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+def test_a_later_graph_that_does_not_fit_says_that_there_are_several() -> None:
+    with (
+        pytest.warns(UserWarning, match="this one gets"),
+        pytest.raises(BackendCompilerFailed, match="captured as several graphs, and this is not the first"),
+    ):
+        compiled(Halves(), budget="320kB")(torch.randn(256, 32)).sum().backward()
+
+
 def test_each_shape_gets_a_plan_once(solves: list[int]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))

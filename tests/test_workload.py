@@ -160,6 +160,13 @@ def test_a_list_is_taken_as_a_batch(tmp_path: Path) -> None:
     assert isinstance(workload.batch, tuple)
 
 
+def test_a_batch_may_be_given_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, "def build():\n    return nn.Linear(2, 2), None, {'input': torch.zeros(1, 2)}\n")
+    workload = load(parse_spec(f"{path}:build"))
+    assert isinstance(workload.batch, dict)
+    assert workload.model(**workload.batch).shape == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("body", "call", "said"),
     [

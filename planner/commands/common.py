@@ -20,7 +20,7 @@ DONE, FAILED, USAGE, INFEASIBLE, LIMIT, INTERRUPTED = 0, 1, 2, 3, 4, 130  # exit
 
 MODEL_HELP = (
     "zoo:NAME or path/to/file.py:function, options after commas; the function returns (model, loss_fn, batch), "
-    "trained on loss_fn(model(*inputs), target) with the last of the batch as target"
+    "trained on loss_fn(model(*inputs), target) with the last of the batch as target; a batch that is a dict is given by name"
 )
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.devices import Device
 from graphs.errors import TraceError
-from graphs.ir import Graph, Kind, Phase
+from graphs.ir import Graph, Kind
 from graphs.profile_roofline import model_times
 from graphs.schedule import Compute, Schedule, Step
 from graphs.trace_lower import Capture, StaticTensors, lower
@@ -31,6 +31,9 @@ from graphs.trace_signature import Signature
 from planner.codegen import boundary
 
 aten = torch.ops.aten
+
+# Where a batch norm returns its new running statistics; one that has none of its own does not.
+_NEW_STATISTICS = ("[3]", "[4]")
 
 
 def capture_joint(module: fx.GraphModule, device: Device) -> Capture:
@@ -222,10 +225,9 @@ class _Emitter:
         args, kwargs = fx.map_arg((given, node.kwargs), self.value)
         made = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         made.meta = dict(node.meta)
-        graph = self.captured.graph
-        returned = graph.kept if self.after_forward and graph.ops[op].phase is Phase.FORWARD else frozenset()
         for tensor, path in self.captured.program.calls[op].outputs:
-            if tensor not in self.env and tensor not in returned:
+            gone = target is aten._native_batch_norm_legit.no_stats and path in _NEW_STATISTICS
+            if tensor not in self.env and not gone:
                 self.env[tensor] = self._item(made, path)
 
     def _item(self, value: fx.Node, path: str) -> fx.Node:

@@ -16,6 +16,7 @@ from graphs.trace import TrainingStep
 from planner import backend
 from planner.measure import measure_memory, outcome
 from tests.steps import make
+from tests.test_other_models import norm_twice
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
@@ -66,6 +67,16 @@ def test_a_compiled_model_trains_as_eager_does(name: str, budget: str, most: flo
         of.zero_grad()
         peaks.append(measure_memory(run, workload.batch, static_bytes=0, device=torch.device("cpu")).peak_bytes)
     assert peaks[1] <= most * peaks[0]
+
+
+def test_a_norm_that_is_used_twice_is_recomputed() -> None:
+    torch.manual_seed(0)
+    workload = norm_twice()
+    twin = copy.deepcopy(workload.model)
+    model = compiled(twin, budget="97%")
+    wanted = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=1)
+    found = outcome(lambda x, y: workload.loss_fn(model(x), y), twin, workload.batch, seed=1)
+    assert wanted.differences(found) == ()
 
 
 class Halves(nn.Module):

@@ -1,6 +1,6 @@
 """What Python programs do with the planner, besides training by it (``planner.train``): trace a step, run a plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 

@@ -69,7 +69,7 @@ def median_times(
 
 
 def turn_times(
-    steps: Mapping[str, Step], batch: Sequence[object], *, parameters: Sequence[nn.Parameter], repeats: int
+    steps: Mapping[str, Step], batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of a forward and backward pass of each step, turn by turn; the steps take turns, after one turn to warm up."""
     device = parameters[0].device

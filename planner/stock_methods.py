@@ -1,6 +1,7 @@
 """The memory-saving methods that PyTorch ships, applied to a model as PyTorch applies them.
 
-Each is a ``Method``: its ``prepare`` gives a step with the method on, ``loss = step(*batch)[0]; loss.backward()``.
+Each is a ``Method``: its ``prepare`` gives a step with the method on: ``loss = step(*batch)[0]``, or ``step(**batch)[0]``,
+then ``loss.backward()``.
 The model is changed while a step's forward pass runs, at most, and settings of PyTorch likewise.
 """
 
@@ -84,9 +85,9 @@ def checkpoint_blocks(level: int = 1) -> Method:
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         step, wrapped = TrainingStep(model, loss_fn), blocks(model, level)
 
-        def run(*batch: object) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
-                return step(*batch)
+                return step(*args, **kwargs)
 
         return run
 
@@ -109,11 +110,11 @@ def sac(rule: Rule = Rule.LISTED, *, level: int = 1, save: Sequence[str] = ()) -
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         step, wrapped = TrainingStep(model, loss_fn), blocks(model, level)
 
-        def run(*batch: object) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             saved: set[str] = set()
             contexts = partial(_contexts, names[rule], saved, every_second=rule is Rule.EVERY_SECOND)
             with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
-                returned = step(*batch)
+                returned = step(*args, **kwargs)
             if not saved:
                 raise ModelError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(names[rule]))}")
             return returned
@@ -138,9 +139,9 @@ def memory_budget(fraction: float, backend: str = "aot_eager") -> Method:
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         compiled = torch.compile(_own_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
 
-        def run(*batch: object) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=True):
-                return compiled(*batch)
+                return compiled(*args, **kwargs)
 
         return run
 
@@ -243,7 +244,7 @@ def _own_code(step: TrainingStep) -> Callable[..., Any]:
     Otherwise one method would run what was compiled for another.
     """
 
-    def forward(*batch: object) -> Any:
-        return step(*batch)
+    def forward(*args: object, **kwargs: object) -> Any:
+        return step(*args, **kwargs)
 
     return types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)

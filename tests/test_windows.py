@@ -23,14 +23,16 @@ from graphs.synthetic import (
 from solvers.bounds import least_budget_bound
 from solvers.highs import Outcome, solve_program
 from solvers.policies.store_all import store_all
-from solvers.registry import get_solver
+from solvers.registry import SOLVERS, get_solver
 from solvers.result import Progress, Status
 from solvers.windows import solve
 from solvers.windows.detail import Detail, halves
 from solvers.windows.expand import expand, order_of, try_out
+from solvers.windows.loop import imitate
 from solvers.windows.model import Builder
 from solvers.windows.orders import choice_of
 from solvers.windows.problem import Problem, problem_of
+from solvers.windows.search import Search
 
 
 def peak_of(graph: Graph) -> int:
@@ -234,6 +236,18 @@ def test_a_stop_before_anything_is_found() -> None:
 
 def test_a_time_limit_that_has_passed() -> None:
     assert solve(training_chain(30), 5, time_limit_s=1e-9).status is Status.LIMIT
+
+
+@pytest.mark.parametrize("share", [9, 7, 6])
+def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
+    graph = transformer(TransformerSize(layers=4))
+    budget = peak_of(graph) * share // 10
+    search = Search(graph, budget, 0.0, 60.0, None, None)
+    imitate(search)
+    policies = [name for name, entry in SOLVERS.items() if entry.module.startswith("solvers.policies.")]
+    times = [get_solver(name)(graph, budget).time_s for name in policies]
+    assert search.best_trial().peak_bytes <= budget
+    assert search.best_trial().time_s <= min(time_s for time_s in times if time_s is not None)
 
 
 # The parts.

@@ -25,7 +25,7 @@ _STRETCH_S = 2.0  # for each model of a stretch
 _STRETCH_GAP = 1e-4  # of the whole step, likewise; what is gained less is left
 _LEAST_SHARE = 0.25  # of the time, for a way that gains nothing, beside the best
 _SLOW = 1e-4  # of what is made smaller, in a second: where no way gains as much, all get about the same time
-_MEMORY = 0.9  # what was gained and spent counts this much less a turn later
+_MEMORY = 0.95  # what was gained and spent counts this much less a second later
 
 
 class Finder:
@@ -143,8 +143,9 @@ def take_turns(
         ended = next(ways[turn], _ENDED) is _ENDED
         took = time.monotonic() - began
         gain = (before - value()) / before if before > 0 else 0.0
-        gained = [_MEMORY * g for g in gained]
-        spent = [_MEMORY * s for s in spent]
+        fading = _MEMORY**took
+        gained = [fading * g for g in gained]
+        spent = [fading * s for s in spent]
         gained[turn] += gain / took if np.isfinite(gain) and took > 0 else 0.0
         spent[turn] += took
         if ended:

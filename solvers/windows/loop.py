@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from graphs.schedule import Compute
+from solvers.registry import get_solver
 from solvers.windows.detail import Detail
 from solvers.windows.evict import RULES, evicting_order, least_evicting_schedule
 from solvers.windows.expand import late_writers, order_of
@@ -18,6 +18,8 @@ from solvers.windows.states import shortest
 _FIRST_SLICE_S = 2.0  # for the relaxation in the first round; twice as much in each further one
 _FEW = 4.0  # times the ops of the graph: what a rule of eviction may execute while nothing else looks for schedules
 _EVICTION_S = 20.0  # for rules of eviction while something else does
+_IMITATED = ("checkpoint_blocks", "sac-attention", "sac", "sac-every-second", "chen-sqrt", "memory-budget", "chen-greedy", "dtr")
+_IMITATION_S = 5.0  # for each of these, at most
 _GRACE_S = 0.5  # how long the end of a solve waits for the thread that looks for schedules
 _SMALL = 30  # ops of a graph for which searching all states comes before more windows
 _MAX_STATES = 1_000_000  # about a gigabyte
@@ -51,6 +53,7 @@ def run(search: Search) -> None:
     try:
         if search.best is None:
             _evict(search)
+        imitate(search)
         _bound(search, detail)
         while thread.is_alive() and not search.enough():
             search.tell()
@@ -81,7 +84,19 @@ def _evict(search: Search) -> None:
         _offer(search, evicting_order(graph, search.budget_bytes, rule, should_stop=should_stop))
     least = least_evicting_schedule(graph, should_stop=should_stop)
     if least is not None and not should_stop():
-        _offer(search, [step.op for step in least.steps if isinstance(step, Compute)])
+        _offer(search, least.computed)
+
+
+def imitate(search: Search) -> None:
+    """Offer what other methods do: no schedule is slower than theirs."""
+    for name in _IMITATED:
+        if search.solved() or search.stopped():
+            return
+        search.tell(f"trying {name}")
+        limit_s = min(search.left_s, _IMITATION_S)
+        found = get_solver(name)(search.problem.graph, search.budget_bytes, time_limit_s=limit_s, should_stop=search.stopped)
+        if found.schedule is not None:
+            _offer(search, found.schedule.computed)
 
 
 def _offer(search: Search, computed: Sequence[int] | None) -> None:

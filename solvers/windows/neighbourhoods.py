@@ -59,6 +59,10 @@ class Neighbourhoods:
         windows = max(_WINDOWS, _SIZE // self.search.problem.ops)
         detail = tight_windows(self.search.problem, trials, self.search.budget_bytes, windows)
         self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
+        # What was solved for the least capacity nearly fits.
+        if trials and trials[-1].time_s < self.search.best_s():
+            self.search.tell("repairing a coarse solution")
+            self.settle(trials[-1])
         self.restart(_WHOLE_S)
 
     def coarse_trials(self) -> list[Trial]:

@@ -6,7 +6,7 @@ The model is changed while a step's forward pass runs, at most, and settings of 
 """
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,12 @@ class Method:
 
     name: str
     prepare: Callable[[nn.Module, LossFn | None], Step]
+
+
+def of_policies(methods: Iterable[Method], policies: Collection[str]) -> list[Method]:
+    """Those that PyTorch has of the `policies`, by their names in the registry; plain PyTorch always, Auto-SAC with ``sac``."""
+    kinds = {eager().name, *policies, *({auto_sac().name} if Rule.LISTED in policies else ())}
+    return [method for method in methods if method.name.split()[0] in kinds]
 
 
 def stock_methods(

@@ -28,8 +28,11 @@ from solvers.registry import SOLVERS
 FOR_SMALL_GRAPHS = frozenset({"checkmate", "rounding"})
 LARGE = ",".join(name for name in SOLVERS if name not in FOR_SMALL_GRAPHS)
 
-# What is replayed; the rest differ from one of these in a detail.
-REPLAYED = "windows,store_all,checkpoint_blocks,chen-sqrt,chen-greedy,rotor,sac,memory-budget,dtr,megengine-static"
+# What is replayed, and of these names what PyTorch has itself; the rest differ from one of these in a detail.
+REPLAYED = (
+    "windows,store_all,checkpoint_blocks,chen-sqrt,chen-greedy,rotor,sac,sac-every-second,sac-attention,memory-budget,"
+    "dtr,megengine-static"
+)
 
 # Small enough that every exact method ends.
 EXACT: dict[str, Callable[[], Graph]] = {
@@ -95,7 +98,7 @@ def cpu() -> Iterator[Comparison]:
 
 def cuda() -> Iterator[Comparison]:
     """Large models, measured on a GPU; few rows, for its time is dear."""
-    methods = "windows,checkpoint_blocks,chen-sqrt,sac,memory-budget,dtr"
+    methods = "windows,checkpoint_blocks,chen-sqrt,sac,sac-every-second,sac-attention,memory-budget,dtr"
     how = ("--measure", "--device", "cuda", "--repeats", "5", "--time-limit", "10s", "--jobs", "4")
     for name, spec in ON_CUDA.items():
         yield Comparison(name, spec, (*how, "--methods", methods, "--budgets", "70%,50%"))

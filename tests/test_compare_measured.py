@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from graphs.errors import MismatchError
 from graphs.zoo import Workload
@@ -13,7 +14,7 @@ from planner.cli import main
 from planner.compare_measured import Settings, compare_measured, profiled
 from planner.compare_report import duel_note, duel_table, duels_of, measured_text, table_text, write_report
 from planner.compare_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
-from planner.stock_methods import Method, auto_sac, checkpoint_blocks, eager, memory_budget
+from planner.stock_methods import Method, auto_sac, checkpoint_blocks, eager, memory_budget, of_policies, stock_methods
 
 SPEC = "zoo:mlp,batch=512,layers=6,width=16,classes=4"
 METHODS = ("windows", "store_all", "dtr")
@@ -153,3 +154,12 @@ def test_only_models_that_run_are_measured(
     assert main(["compare", *words, "--measure", "-o", str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_with_methods_named_only_pytorchs_own_of_these_names_run() -> None:
+    methods = stock_methods(nn.Sequential(nn.Linear(2, 2)))
+    names = [method.name for method in of_policies(methods, ("windows", "sac", "memory-budget"))]
+    assert names[:2] == ["eager", "sac"]
+    assert names[-1] == "auto-sac"
+    assert {name.split()[0] for name in names} == {"eager", "sac", "memory-budget", "auto-sac"}
+    assert [method.name for method in of_policies(methods, ("windows", "dtr"))] == ["eager"]

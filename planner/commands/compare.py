@@ -46,7 +46,12 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--budgets", type=options.budget_list, default=budgets, metavar="LIST", help="default: 90%%,70%%,50%%,30%%"
     )
-    parser.add_argument("--methods", default="all", metavar="all|LIST", help="names as for planner solve --solver (default: all)")
+    parser.add_argument(
+        "--methods",
+        default="all",
+        metavar="all|LIST",
+        help="names as for planner solve --solver; with --measure PyTorch's own methods of these names too (default: all)",
+    )
     parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="where rows, table and figures are written")
     parser.add_argument(
         "--measure", action="store_true", help="run the schedules of MODEL, and PyTorch's own methods, and measure all of them"
@@ -120,7 +125,7 @@ def _measure(
     progress.say(f"building {spec}")
     from planner import workload
     from planner.compare_measured import Settings, compare_measured, profiled
-    from planner.stock_methods import stock_methods
+    from planner.stock_methods import of_policies, stock_methods
 
     folder = Path(arguments.output)
     built = workload.load(spec, device=arguments.device, seed=arguments.seed)
@@ -142,6 +147,8 @@ def _measure(
         seed=arguments.seed,
     )
     stock = stock_methods(built.model)
+    if arguments.methods != "all":
+        stock = of_policies(stock, methods)
     return compare_measured(
         built,
         captured,

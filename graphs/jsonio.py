@@ -136,6 +136,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "settings": plain(plan.settings, "settings"),
         "versions": plain(plan.versions, "versions"),
         "measured_peak_bytes": plan.measured_peak_bytes,
+        **({} if plan.graph_file is None else {"graph_file": plan.graph_file}),
         "steps": [_step_to_list(step) for step in plan.schedule.steps],
     }
 
@@ -164,6 +165,7 @@ def plan_from_dict(data: object, *, source: str = "plan") -> Plan:
         settings=fields.mapping("settings"),
         versions={name: str(version) for name, version in versions.items()},
         measured_peak_bytes=None if fields.take("measured_peak_bytes") is None else fields.integer("measured_peak_bytes"),
+        graph_file=fields.string("graph_file") if "graph_file" in fields else None,
     )
     fields.finish()
     if plan.peak_bytes > plan.budget_bytes:

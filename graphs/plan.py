@@ -42,6 +42,7 @@ class Plan:
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
         solver, seconds, settings, versions: how it was found.
         measured_peak_bytes: of one step with real tensors; None if none was run.
+        graph_file: where the graph is, relative to the folder of the plan's file; None if it is in no file.
     """
 
     graph: GraphSummary
@@ -56,6 +57,7 @@ class Plan:
     settings: Mapping[str, object] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     measured_peak_bytes: int | None = None
+    graph_file: str | None = None
 
     def __str__(self) -> str:
         unknown = "unknown"

@@ -11,6 +11,7 @@ from torch import nn
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
+from graphs.jsonfile import check_writable, write_text
 from graphs.plan import Plan
 from graphs.profile import profile
 from graphs.trace import LossFn, TrainingStep
@@ -19,8 +20,11 @@ from graphs.trace_signature import Batch
 from graphs.units import format_bytes
 from planner.api import capture_real, measured_peak
 from planner.cache import PlanCache, warn_unusable
+from planner.chrome_trace import chrome_trace
 from planner.executor import Executor
 from planner.machine import machine
+from planner.page import page
+from planner.playback import Playback
 from planner.solving import check_same_graph, solve, summarize
 from solvers.result import Progress
 
@@ -37,9 +41,10 @@ class PlannedStep:
         plan: the schedule, what it was planned for, predicted and measured.
     """
 
-    def __init__(self, plan: Plan, executor: Executor) -> None:
+    def __init__(self, plan: Plan, executor: Executor, measured: Graph | None) -> None:
         self.plan = plan
         self._executor = executor
+        self._measured = measured
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """The loss of a batch, ready for ``backward()``; with what else the loss function returns, detached, as it does.
@@ -48,6 +53,25 @@ class PlannedStep:
             MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
         """
         return self._executor(*args, **kwargs)
+
+    def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
+        """Write a page that shows what the plan does, and to `trace` the same as a Chrome trace: docs/report.md.
+
+        Raises:
+            OutputError: a file cannot be written.
+            PlannerError: the plan was loaded from a cache, so that the times of its ops are not known.
+        """
+        if self._measured is None:
+            raise PlannerError(
+                "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
+                "planner.compile without cache= for a report"
+            )
+        playback = Playback(self._measured, self.plan)
+        targets = {path: page} if trace is None else {path: page, trace: chrome_trace}
+        for target in targets:
+            check_writable(target)
+        for target, make in targets.items():
+            write_text(target, make(playback))
 
 
 def compile(  # noqa: A001
@@ -134,7 +158,7 @@ class _Compiler:
             wanted_bytes = wanted_bytes or plan.budget_bytes
             executor, peak_bytes = self._executor(plan)
             if peak_bytes <= wanted_bytes:
-                return PlannedStep(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor)
+                return PlannedStep(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor, graph)
             allowed = plan.budget_bytes - (peak_bytes - wanted_bytes)
         raise BudgetError(
             f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes or 0)}, "
@@ -155,7 +179,7 @@ class _Compiler:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
-        return PlannedStep(replace(plan, measured_peak_bytes=peak_bytes), executor)
+        return PlannedStep(replace(plan, measured_peak_bytes=peak_bytes), executor, None)
 
     def _executor(self, plan: Plan) -> tuple[Executor, int]:
         executor = Executor(self.captured, plan.schedule, self.model, self.loss_fn)

@@ -98,6 +98,7 @@ def plans(draw: st.DrawFn) -> Plan:
         settings=draw(st.dictionaries(names, free, max_size=2)),
         versions=draw(st.dictionaries(names, names, max_size=2)),
         measured_peak_bytes=draw(st.none() | sizes),
+        graph_file=draw(st.none() | st.text()),
     )
 
 

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import planner
+from graphs.errors import OutputError, PlannerError
 from graphs.ir import Graph, Phase
 from graphs.jsonio import write_graph, write_plan
 from graphs.plan import Plan
 from graphs.synthetic import training_chain
+from graphs.zoo import build
 from planner.chrome_trace import chrome_trace
 from planner.cli import main
 from planner.page import page
@@ -172,6 +175,46 @@ def test_what_cannot_be_shown_is_one_error(files: tuple[str, str], tmp_path: Pat
         assert main(["show", *arguments]) == 1
         assert said in capsys.readouterr().err
     assert not Path(html).exists()
+
+
+def test_a_plan_finds_its_graph_wherever_both_are_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "here" / "plans").mkdir(parents=True)
+    write_graph(graph(), tmp_path / "here" / "model.json")
+    solved = ["solve", str(tmp_path / "here" / "model.json"), "--budget", "60%", "--quiet"]
+    assert main([*solved, "-o", str(tmp_path / "here" / "plans" / "plan.json")]) == 0
+    moved, html = (tmp_path / "here").rename(tmp_path / "there"), tmp_path / "report.html"
+    show = ["show", str(moved / "plans" / "plan.json"), "-o", str(html)]
+    assert main(show) == 0
+    assert html.read_text().startswith("<!DOCTYPE html>")
+
+    written = html.read_text()
+    write_graph(training_chain(5), moved / "model.json")
+    assert main(show) == 1
+    assert "the plan is for another graph" in capsys.readouterr().err
+    (moved / "model.json").unlink()
+    assert main(show) == 1
+    assert f"was in {moved / 'plans' / '..' / 'model.json'}, where there is no file now" in capsys.readouterr().err
+    write_graph(graph(), tmp_path / "kept.json")
+    assert main([*show, "--graph", str(tmp_path / "kept.json")]) == 0
+    assert html.read_text() == written
+
+
+def test_a_plan_that_names_no_graph_needs_one(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", files[0], "-o", "report.html"]) == 1
+    assert "does not say where its graph is: name what it was solved for (--graph model.json)" in capsys.readouterr().err
+
+
+def test_a_compiled_step_is_shown_without_a_file(tmp_path: Path) -> None:
+    workload = build("mlp", batch=8, layers=3, width=16, classes=3)
+    html, trace, kept = tmp_path / "report.html", tmp_path / "trace.json", tmp_path / "kept"
+    step = planner.compile(*workload, budget="100%", passes=1, cache=kept)
+    step.report(html, trace=trace)
+    assert step.plan.graph.fingerprint in html.read_text()
+    assert json.loads(trace.read_text())["otherData"]["budget_bytes"] == step.plan.budget_bytes
+    with pytest.raises(OutputError, match="there is no folder"):
+        step.report(tmp_path / "no" / "report.html")
+    with pytest.raises(PlannerError, match="loaded from a cache, and its ops were not measured"):
+        planner.compile(*workload, budget="100%", passes=1, cache=kept).report(html)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (on Debian: apt-get install chromium)")

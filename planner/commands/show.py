@@ -1,10 +1,14 @@
-"""``planner show``: a plan and its graph in, a page to look at out."""
+"""``planner show``: a plan in, a page to look at out."""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError
 from planner.commands.common import DONE, Commands, add_command, print_json
+
+if TYPE_CHECKING:
+    from graphs.plan import Plan
 
 
 def add(commands: Commands) -> None:
@@ -15,11 +19,11 @@ def add(commands: Commands) -> None:
         "write a page that shows what a plan does: memory over the step, what is computed again, what is held at the peak",
         "The page is one file: no scripts, nothing loaded from elsewhere. The trace opens in ui.perfetto.dev or chrome://tracing.\n\n"
         "examples:\n"
-        "  planner show plan.json --graph model.json -o report.html\n"
-        "  planner show plan.json --graph model.json --trace trace.json",
+        "  planner show plan.json -o report.html\n"
+        "  planner show plan.json --graph elsewhere/model.json --trace trace.json",
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
-    parser.add_argument("--graph", metavar="GRAPH", required=True, help="what it was solved for: a plan does not hold its graph")
+    parser.add_argument("--graph", metavar="GRAPH", help="what it was solved for (default: the file that the plan names)")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page to write (.html)")
     parser.add_argument("--trace", metavar="FILE", help="the Chrome trace to write (.json)")
 
@@ -36,11 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [(path, make) for path, make in ((arguments.output, page), (arguments.trace, chrome_trace)) if path is not None]
     if not wanted:
         raise PlannerError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
+    plan = read_plan(arguments.plan)
+    graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
     for path, _ in wanted:
         check_writable(path)
-        if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, arguments.graph)):
+        if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, graph_path)):
             raise PlannerError(f"{path} is read for this: name another file to write")
-    plan, graph = read_plan(arguments.plan), read_graph(arguments.graph)
+    graph = read_graph(graph_path)
     check_same_graph(plan.graph, summarize(graph))
     playback = Playback(graph, plan)
     for path, make in wanted:
@@ -50,3 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join((str(plan), *(f"written to {path}" for path, _ in wanted))))
     return DONE
+
+
+def _graph_of(plan: "Plan", plan_path: str) -> Path:
+    """The file of the graph that `plan` was solved for."""
+    if plan.graph_file is None:
+        raise PlannerError(f"{plan_path} does not say where its graph is: name what it was solved for (--graph model.json)")
+    path = Path(plan_path).resolve().parent / plan.graph_file
+    if not path.is_file():
+        raise PlannerError(
+            f"the graph of {plan_path} was in {path}, where there is no file now: say where it is (--graph model.json), "
+            "or trace and solve again"
+        )
+    return path

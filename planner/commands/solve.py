@@ -1,6 +1,8 @@
 """``planner solve``: a graph and a budget in, a plan out."""
 
 import argparse
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
             should_stop=interrupt,
         )
     if arguments.output is not None:
-        write_plan(plan, arguments.output)
+        folder = Path(arguments.output).resolve().parent
+        graph_file = Path(os.path.relpath(Path(arguments.graph).resolve(), folder)).as_posix()
+        write_plan(replace(plan, graph_file=graph_file), arguments.output)
     if arguments.json:
         print_json({"output": arguments.output, **plan_data(plan)})
     else:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from graphs.trace import LossFn, TrainingStep
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
 from graphs.units import format_bytes
-from planner.api import capture_real, measured_peak
+from planner.api import measured_peak
 from planner.cache import PlanCache, warn_unusable
 from planner.chrome_trace import chrome_trace
 from planner.executor import Executor
@@ -26,6 +27,7 @@ from planner.machine import machine
 from planner.page import page
 from planner.playback import Playback
 from planner.solving import check_same_graph, solve, summarize
+from planner.wrappers import Plain, unwrap
 from solvers.result import Progress
 
 # How often a budget is lowered by what a measured peak is above it.
@@ -39,12 +41,13 @@ class PlannedStep:
 
     Attributes:
         plan: the schedule, what it was planned for, predicted and measured.
+        measured: the graph that was planned, with the times of its ops; None if the plan was loaded from a cache.
     """
 
-    def __init__(self, plan: Plan, executor: Executor, measured: Graph | None) -> None:
+    def __init__(self, plan: Plan, run: Callable[..., Any], measured: Graph | None) -> None:
         self.plan = plan
-        self._executor = executor
-        self._measured = measured
+        self.measured = measured
+        self._run = run
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """The loss of a batch, ready for ``backward()``; with what else the loss function returns, detached, as it does.
@@ -52,7 +55,7 @@ class PlannedStep:
         Raises:
             MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
         """
-        return self._executor(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write a page that shows what the plan does, and to `trace` the same as a Chrome trace: docs/report.md.
@@ -61,12 +64,12 @@ class PlannedStep:
             OutputError: a file cannot be written.
             PlannerError: the plan was loaded from a cache, so that the times of its ops are not known.
         """
-        if self._measured is None:
+        if self.measured is None:
             raise PlannerError(
                 "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
                 "planner.compile without cache= for a report"
             )
-        playback = Playback(self._measured, self.plan)
+        playback = Playback(self.measured, self.plan)
         targets = {path: page} if trace is None else {path: page, trace: chrome_trace}
         for target in targets:
             check_writable(target)
@@ -95,8 +98,11 @@ def compile(  # noqa: A001
     The step is run once on `batch` to measure its peak; parameters, buffers, gradients and random
     state are afterwards as they were.
 
+    A model in ``DistributedDataParallel`` or under ``fully_shard`` is planned on all its processes at once: rank 0
+    profiles and solves, the others get its plan, and an error on one is raised on all.
+
     Args:
-        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``.
+        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own.
         budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
             inputs, gradients and optimizer state included.
         solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``.
@@ -104,24 +110,32 @@ def compile(  # noqa: A001
             the plan is loaded, and nothing is profiled or solved.
 
     Raises:
-        TraceError: the step cannot be captured as one static graph.
+        TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned.
         InfeasibleError: no schedule meets the budget.
         LimitError: none was found in time.
         BudgetError: the measured peak stays above the budget.
         OutputError: plans cannot be kept in `cache`.
     """
     plans = None if cache is None else PlanCache(cache)
-    captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
-    made_for = {"budget": budget, **_made_for(captured, model), **solved.keywords}
-    compiler = _Compiler(captured, model, loss_fn, batch, passes, partial(solved, on_progress=on_progress))
-    if plans is None:
-        return compiler.solve(budget)
-    path = plans.path(made_for)
+    wrapper = unwrap(model)
+    with wrapper.opened():
+        captured = wrapper.ranks.each(lambda: wrapper.capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate))
+        made_for = {"budget": budget, **_made_for(captured, model), **solved.keywords}
+        compiler = _Compiler(captured, wrapper, loss_fn, batch, passes, partial(solved, on_progress=on_progress))
+        return wrapper.ranks.first(
+            lambda: compiler.solve(budget) if plans is None else _kept_or_made(compiler, budget, plans, plans.path(made_for)),
+            share=lambda step: (step.plan, step.measured),
+            adopt=lambda shared: compiler.reuse(*shared),
+        )
+
+
+def _kept_or_made(compiler: "_Compiler", budget: str | int, plans: PlanCache, path: Path) -> PlannedStep:
+    """The step of the plan in `path`; where there is none of use, of a new one, which is kept."""
     kept = plans.load(path)
     if kept is not None:
         try:
-            return compiler.reuse(kept)
+            return compiler.reuse(kept, None)
         except PlannerError as error:
             warn_unusable(path, error)
     step = compiler.solve(budget)
@@ -135,14 +149,14 @@ class _Compiler:
     def __init__(
         self,
         captured: Capture,
-        model: nn.Module,
+        wrapper: Plain,
         loss_fn: LossFn | None,
         batch: Batch,
         passes: int,
         solved: Callable[[Graph, str | int], Plan],
     ) -> None:
         self.captured = captured
-        self.model = model
+        self.wrapper = wrapper
         self.loss_fn = loss_fn
         self.batch = batch
         self.passes = passes
@@ -150,7 +164,7 @@ class _Compiler:
 
     def solve(self, budget: str | int) -> PlannedStep:
         """Profile, and solve until the measured peak is within the budget."""
-        graph = profile(self.captured, TrainingStep(self.model, self.loss_fn), self.batch, passes=self.passes)
+        graph = profile(self.captured, TrainingStep(self.wrapper.module, self.loss_fn), self.batch, passes=self.passes)
         allowed: str | int = budget
         wanted_bytes: int | None = None
         for _ in range(_CORRECTIONS):
@@ -158,7 +172,8 @@ class _Compiler:
             wanted_bytes = wanted_bytes or plan.budget_bytes
             executor, peak_bytes = self._executor(plan)
             if peak_bytes <= wanted_bytes:
-                return PlannedStep(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor, graph)
+                plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
+                return PlannedStep(plan, self.wrapper.wrapped(executor), graph)
             allowed = plan.budget_bytes - (peak_bytes - wanted_bytes)
         raise BudgetError(
             f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes or 0)}, "
@@ -166,8 +181,8 @@ class _Compiler:
             "lower the budget"
         )
 
-    def reuse(self, plan: Plan) -> PlannedStep:
-        """A plan that was made before.
+    def reuse(self, plan: Plan, measured: Graph | None) -> PlannedStep:
+        """A plan that was made before, or on another rank.
 
         Raises:
             MismatchError, ScheduleError: it is not one for this step.
@@ -179,11 +194,12 @@ class _Compiler:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
-        return PlannedStep(replace(plan, measured_peak_bytes=peak_bytes), executor, None)
+        return PlannedStep(replace(plan, measured_peak_bytes=peak_bytes), self.wrapper.wrapped(executor), measured)
 
     def _executor(self, plan: Plan) -> tuple[Executor, int]:
-        executor = Executor(self.captured, plan.schedule, self.model, self.loss_fn)
-        return executor, measured_peak(self.captured, executor, self.model, self.batch).peak_bytes
+        module = self.wrapper.module
+        executor = Executor(self.captured, plan.schedule, module, self.loss_fn)
+        return executor, measured_peak(self.captured, executor, module, self.batch).peak_bytes
 
 
 def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:

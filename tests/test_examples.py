@@ -11,6 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))
+ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # torchrun, at a port that is free
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -18,7 +19,8 @@ def test_an_example_trains(script: Path, tmp_path: Path) -> None:
     if script.stem == "train_huggingface" and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers")
     environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    run = [sys.executable, str(script), "--steps", "6"]
+    launcher = ON_TWO if script.stem in ("train_ddp", "train_fsdp2") else ()
+    run = [sys.executable, *launcher, str(script), "--steps", "6"]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", ended.stdout)]

@@ -141,6 +141,25 @@ def test_evaluation_is_not_planned(solves: list[int]) -> None:
     assert solves == []
 
 
+def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 3))
+    twin, x = copy.deepcopy(model), torch.randn(32, 16)
+    step = compiled(twin, budget="1GB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # the two share no budget: one of them runs at a time
+        for training in (True, False, True, False):
+            for run, of in ((model, model), (step, twin)):
+                of.train(training).zero_grad()
+                torch.manual_seed(1)
+                run(x).sum().backward()
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    assert solves == [10**9, 10**9]
+    assert torch.equal(compiled(twin.requires_grad_(requires_grad=False), budget="1GB")(x), model(x))
+    assert len(solves) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

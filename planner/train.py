@@ -116,9 +116,9 @@ def compile(  # noqa: A001
         BudgetError: the measured peak stays above the budget.
         OutputError: plans cannot be kept in `cache`.
     """
-    plans = None if cache is None else PlanCache(cache)
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
+    plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
     with wrapper.opened():
         captured = wrapper.ranks.each(lambda: wrapper.capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate))
         made_for = {"budget": budget, **_made_for(captured, model), **solved.keywords}

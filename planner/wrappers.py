@@ -86,15 +86,18 @@ class Sharded(Plain):
 
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, nn.Module)
+        self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
+            unit.reshard()  # the outermost stays gathered behind a forward pass
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
             raise TraceError(
                 "the model is not sharded by fully_shard over one mesh of one dimension, which is all that is planned"
             )
-        self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if any(unit._get_fsdp_state()._mp_policy.param_dtype is not None for unit in self._units):
             raise TraceError("fully_shard with a mixed precision policy is not planned: use torch.autocast around the step")
         super().__init__(model, Ranks(mesh.get_group()))
+        self._shard_bytes, self._trained_shard_bytes = _local_bytes(model.parameters()), _trained_bytes(model)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -111,12 +114,8 @@ class Sharded(Plain):
         """The step on whole parameters, beside this rank's shards: of optimizer state and earlier gradients there is no more."""
         whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
         captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
-        for unit in self._units:
-            unit.reshard()
-        shard_bytes, trained_bytes = _local_bytes(self.module.parameters()), _trained_bytes(self.module)
-        self._gather()
-        captured = _shrunk(captured, trained_bytes / max(1, whole_bytes))
-        captured = _holding(captured, Kind.PARAMETER, "parameter_shards", shard_bytes)
+        captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
+        captured = _holding(captured, Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return _holding(captured, Kind.ACCUMULATED_GRADIENT, "gradients_to_send", unit_bytes)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:

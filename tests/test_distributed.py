@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Net(nn.Module):
 
     def __init__(self, *, unused: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
         self.norm = nn.BatchNorm1d(32)
         self.head = nn.Linear(32, 3)
         self.head.bias.requires_grad_(requires_grad=False)
@@ -77,9 +78,9 @@ def state(model: nn.Module) -> list[Tensor | None]:
 def assert_trains_as(
     eager: nn.Module, planned: nn.Module, step: Loss, batch: Batch, *, sync: Callable[[nn.Module, bool], None] | None = None
 ) -> None:
-    """Three steps of AdamW, of two batches each where `sync` turns averaging off and on."""
+    """Two steps of AdamW, of two batches each where `sync` turns averaging off and on."""
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (eager, planned)]
-    for turn in range(3):
+    for turn in range(2):
         for last in (True,) if sync is None else (False, True):
             losses = []
             for model, run in ((eager, lambda x, y: F.cross_entropy(eager(x), y)), (planned, step)):
@@ -178,7 +179,7 @@ def check_fsdp2(rank: int) -> None:
     assert all(isinstance(p, DTensor) for p in planned.parameters())
     with torch.no_grad():  # the model itself, by its own hooks
         assert torch.equal(planned.eval()(batch[0]), eager.eval()(batch[0]))
-    planned.train().reshard()
+    planned.train().reshard()  # the outermost stays gathered behind a forward pass
     shards = [p.to_local() for p in planned.parameters()]
     trained = [p.to_local() for p in planned.parameters() if p.requires_grad]
     static = bytes_of([*shards, *planned.buffers(), *batch]) + 2 * bytes_of(trained)
@@ -200,6 +201,12 @@ def check_fsdp2(rank: int) -> None:
         planner.compile(half, F.cross_entropy, batch, budget="1GB")
 
 
+def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    eager, planned = pair(wrap)
+    compiled = torch.compile(planned, backend="planner", dynamic=False, options={"budget": "100%"})
+    assert_trains_as(eager, planned, lambda x, y: F.cross_entropy(compiled(x), y), batch_of(rank))
+
+
 def worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100))
@@ -208,7 +215,14 @@ def worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> 
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("checks", [(check_ddp, check_errors), (check_fsdp2,)], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "checks",
+    [
+        (check_ddp, check_errors, partial(check_backend, wrap=DistributedDataParallel)),
+        (check_fsdp2, partial(check_backend, wrap=sharded)),
+    ],
+    ids=["ddp", "fsdp2"],
+)
 def test_two_processes_train_by_one_plan(checks: tuple[Callable[[int], None], ...], tmp_path: Path) -> None:
     torch.multiprocessing.spawn(worker, (checks, str(tmp_path / "store")), nprocs=2)
 

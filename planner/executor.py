@@ -50,11 +50,20 @@ class Executor:
         Raises:
             MismatchError: the batch or the model is not as it was when the step was captured.
         """
-        leaves = self.signature.flatten(*args, **kwargs)
-        self._check(leaves)
+        leaves = self.check(*args, **kwargs)
         static = self.program.gather(self._step, leaves)
         results: tuple[torch.Tensor, ...] = _Step.apply(self, *static)  # type: ignore[no-untyped-call]
         return self.signature.unflatten(results)
+
+    def check(self, *args: object, **kwargs: object) -> list[object]:
+        """The leaves of a batch that the step was planned for.
+
+        Raises:
+            MismatchError: as calling the step does.
+        """
+        leaves = self.signature.flatten(*args, **kwargs)
+        self._check(leaves)
+        return leaves
 
     def _check(self, leaves: Sequence[object]) -> None:
         for source in self.program.sources:

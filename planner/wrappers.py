@@ -126,6 +126,7 @@ class Sharded(Plain):
             return executor(*args, **kwargs)
 
         def step(*args: object, **kwargs: object) -> Any:
+            executor.check(*args, **kwargs)  # an error inside would leave the hooks half way
             self.module.forward = forward
             try:
                 return self.module(*args, **kwargs)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from planner.api import RunReport, run, trace
+    from planner.dynamic import DynamicStep
     from planner.solving import solve
     from planner.train import PlannedStep, compile  # noqa: A004
 
-__all__ = ["PlannedStep", "RunReport", "compile", "run", "solve", "trace"]
+__all__ = ["DynamicStep", "PlannedStep", "RunReport", "compile", "run", "solve", "trace"]
 
 
 def _refuse_shadows() -> None:
@@ -33,5 +34,10 @@ def __getattr__(name: str) -> object:
     # The command must answer before torch is imported.
     if name not in __all__:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
-    modules = {"solve": "planner.solving", "compile": "planner.train", "PlannedStep": "planner.train"}
+    modules = {
+        "DynamicStep": "planner.dynamic",
+        "solve": "planner.solving",
+        "compile": "planner.train",
+        "PlannedStep": "planner.train",
+    }
     return getattr(import_module(modules.get(name, "planner.api")), name)

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from graphs.ir import Graph
 from graphs.jsonfile import check_writable, write_text
 from graphs.plan import Plan
 from graphs.profile import profile
-from graphs.trace import LossFn, TrainingStep
+from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
 from graphs.units import format_bytes
@@ -91,6 +90,8 @@ def compile(  # noqa: A001
     passes: int = 5,
     reorder: bool | None = None,
     cache: str | os.PathLike[str] | None = None,
+    dynamic: bool = False,
+    max_plans: int = 32,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -108,6 +109,9 @@ def compile(  # noqa: A001
         solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
+        dynamic: batches of other sizes may follow: the step is a ``planner.dynamic.DynamicStep``, which makes a plan
+            for each. `batch` must fit with everything kept; up to two sizes may vary.
+        max_plans: with `dynamic`, how many are kept; the one that was used longest ago goes first.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned.
@@ -118,62 +122,91 @@ def compile(  # noqa: A001
     """
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
+    compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, partial(solved, on_progress=on_progress))
+    if dynamic:
+        from planner.dynamic import DynamicStep  # it is a planned step
+
+        if cache is not None:
+            raise PlannerError("plans for varying sizes are not kept in a folder: leave out cache=, or dynamic=True")
+        if type(wrapper) is not Plain:
+            raise PlannerError(
+                "batches of varying sizes are not planned for several processes: leave out dynamic=True, and pad the batches"
+            )
+        return DynamicStep(compiler, batch, budget, max_plans=max_plans)
     plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
     with wrapper.opened():
-        captured = wrapper.ranks.each(lambda: wrapper.capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate))
-        made_for = {"budget": budget, **_made_for(captured, model), **solved.keywords}
-        compiler = _Compiler(captured, wrapper, loss_fn, batch, passes, partial(solved, on_progress=on_progress))
+        captured = wrapper.ranks.each(lambda: compiler.capture(batch))
+
+        def make() -> PlannedStep:
+            return compiler.solve(compiler.profile(captured, batch), batch, budget)
+
+        def find_or_make() -> PlannedStep:
+            if plans is None:
+                return make()
+            path = plans.path({"budget": budget, **_made_for(captured, model), **solved.keywords})
+            kept = plans.load(path)
+            if kept is not None:
+                try:
+                    return compiler.reuse(captured, batch, kept, None)
+                except PlannerError as error:
+                    warn_unusable(path, error)
+            step = make()
+            plans.store(step.plan, path)
+            return step
+
         return wrapper.ranks.first(
-            lambda: compiler.solve(budget) if plans is None else _kept_or_made(compiler, budget, plans, plans.path(made_for)),
+            find_or_make,
             share=lambda step: (step.plan, step.measured),
-            adopt=lambda shared: compiler.reuse(*shared),
+            adopt=lambda shared: compiler.reuse(captured, batch, *shared),
         )
 
 
-def _kept_or_made(compiler: "_Compiler", budget: str | int, plans: PlanCache, path: Path) -> PlannedStep:
-    """The step of the plan in `path`; where there is none of use, of a new one, which is kept."""
-    kept = plans.load(path)
-    if kept is not None:
-        try:
-            return compiler.reuse(kept, None)
-        except PlannerError as error:
-            warn_unusable(path, error)
-    step = compiler.solve(budget)
-    plans.store(step.plan, path)
-    return step
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Makes planned steps of a model, one for each batch that differs in its sizes.
 
+    Attributes:
+        wrapper: how the model is trained.
+        loss_fn, optimizer, accumulate, passes: as in ``compile``.
+        solved: solves a graph for a budget.
+    """
 
-class _Compiler:
-    """Makes a planned step of a captured one."""
+    wrapper: Plain
+    loss_fn: LossFn | None
+    optimizer: str
+    accumulate: bool
+    passes: int
+    solved: Callable[[Graph, str | int], Plan]
 
-    def __init__(
-        self,
-        captured: Capture,
-        wrapper: Plain,
-        loss_fn: LossFn | None,
-        batch: Batch,
-        passes: int,
-        solved: Callable[[Graph, str | int], Plan],
-    ) -> None:
-        self.captured = captured
-        self.wrapper = wrapper
-        self.loss_fn = loss_fn
-        self.batch = batch
-        self.passes = passes
-        self.solved = solved
+    def capture(self, batch: Batch) -> Capture:
+        """The step on `batch`, run once with everything kept; its times are not measured."""
+        return self.wrapper.capture(self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
 
-    def solve(self, budget: str | int) -> PlannedStep:
-        """Profile, and solve until the measured peak is within the budget."""
-        graph = profile(self.captured, TrainingStep(self.wrapper.module, self.loss_fn), self.batch, passes=self.passes)
+    def capture_shapes(self, batch: Batch) -> Capture:
+        """The step on `batch`, of which nothing is run: sizes are what shapes say."""
+        return capture(self.wrapper.module, self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
+
+    def profile(self, captured: Capture, batch: Batch) -> Capture:
+        """`captured` with measured times and workspaces."""
+        graph = profile(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch, passes=self.passes)
+        return replace(captured, graph=graph)
+
+    def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """The step of a profiled capture: solved until the measured peak is within the budget.
+
+        Raises:
+            InfeasibleError, LimitError: as ``planner.solve``.
+            BudgetError: the measured peak stays above the budget.
+        """
         allowed: str | int = budget
         wanted_bytes: int | None = None
         for _ in range(_CORRECTIONS):
-            plan = self.solved(graph, allowed)
+            plan = self.solved(captured.graph, allowed)
             wanted_bytes = wanted_bytes or plan.budget_bytes
-            executor, peak_bytes = self._executor(plan)
+            executor, peak_bytes = self._executor(captured, batch, plan)
             if peak_bytes <= wanted_bytes:
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
-                return PlannedStep(plan, self.wrapper.wrapped(executor), graph)
+                return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph)
             allowed = plan.budget_bytes - (peak_bytes - wanted_bytes)
         raise BudgetError(
             f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes or 0)}, "
@@ -181,25 +214,25 @@ class _Compiler:
             "lower the budget"
         )
 
-    def reuse(self, plan: Plan, measured: Graph | None) -> PlannedStep:
-        """A plan that was made before, or on another rank.
+    def reuse(self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None) -> PlannedStep:
+        """The step of a plan that was made before, or on another rank.
 
         Raises:
             MismatchError, ScheduleError: it is not one for this step.
             BudgetError: its measured peak is over its budget here.
         """
-        check_same_graph(plan.graph, summarize(self.captured.graph))
-        executor, peak_bytes = self._executor(plan)
+        check_same_graph(plan.graph, summarize(captured.graph))
+        executor, peak_bytes = self._executor(captured, batch, plan)
         if peak_bytes > plan.budget_bytes:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
         return PlannedStep(replace(plan, measured_peak_bytes=peak_bytes), self.wrapper.wrapped(executor), measured)
 
-    def _executor(self, plan: Plan) -> tuple[Executor, int]:
+    def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         module = self.wrapper.module
-        executor = Executor(self.captured, plan.schedule, module, self.loss_fn)
-        return executor, measured_peak(self.captured, executor, module, self.batch).peak_bytes
+        executor = Executor(captured, plan.schedule, module, self.loss_fn)
+        return executor, measured_peak(captured, executor, module, batch).peak_bytes
 
 
 def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:

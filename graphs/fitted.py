@@ -1,0 +1,108 @@
+"""The graph of sizes that were not captured, from those of others: amounts as polynomials in the sizes that vary."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from graphs.errors import GraphError
+from graphs.ir import Graph
+from graphs.scaled import same_ops
+
+Sizes = tuple[int, ...]
+Floats = NDArray[np.float64]
+
+POINTS = 3  # per size that varies: what attention takes grows with the square of a length
+_LEAST = 2  # frameworks treat a size of 1 in ways of their own
+
+
+def sample_sizes(size: int) -> tuple[int, ...]:
+    """Three sizes to capture at, falling: `size`, and two below it, so that they take less memory.
+
+    Raises:
+        GraphError: `size` is below 4.
+    """
+    low = max(_LEAST, size // 4)
+    points = (size, round((size * low) ** 0.5), low)
+    if size < 2 * _LEAST:
+        raise GraphError(
+            f"a size that varies is {size} in the batch planned for: must be at least {2 * _LEAST} to predict others"
+        )
+    return points
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Graphs of the same ops at several sizes; those at other sizes are predicted.
+
+    With n sizes that vary, an amount is a sum of products of their powers up to the square. Bytes of tensors go exactly
+    through what was captured. Times and workspaces are measured, and would swing: their coefficients are not negative, and
+    a workspace is raised until none that was measured is above it.
+
+    Attributes:
+        graphs: by their sizes; three of each in all combinations.
+
+    Raises:
+        GraphError: the graphs do not have the same ops and tensors, or are not at such sizes.
+    """
+
+    graphs: Mapping[Sizes, Graph]
+
+    def __post_init__(self) -> None:
+        axes = [sorted(set(axis)) for axis in zip(*self.graphs, strict=True)]
+        if any(len(axis) != POINTS for axis in axes) or set(product(*axes)) != set(self.graphs):
+            raise GraphError(f"graphs at {list(self.graphs)} make no grid of {POINTS} of each size")
+        first, *others = self.graphs.values()
+        for sizes, graph in zip(list(self.graphs)[1:], others, strict=True):
+            if not same_ops(first, graph):
+                raise GraphError(f"the step has other ops at sizes {sizes} than at {next(iter(self.graphs))}")
+
+    def graph(self, sizes: Sizes) -> Graph:
+        """The graph at `sizes`. Bytes are whole; nothing is below 0. Shapes are those of the first graph."""
+        at = self._powers([sizes])[0]
+        first = next(iter(self.graphs.values()))
+        tensor_bytes = np.rint(at @ self._tensors).astype(np.int64)
+        workspaces, times = np.ceil(self._workspaces @ [*at, 1.0]).astype(np.int64), self._times @ at
+        tensors = tuple(replace(t, size_bytes=max(0, int(size))) for t, size in zip(first.tensors, tensor_bytes, strict=True))
+        ops = tuple(
+            replace(op, workspace_bytes=int(workspace), time_s=float(time_s))
+            for op, workspace, time_s in zip(first.ops, workspaces, times, strict=True)
+        )
+        made = {"fitted_at_sizes": [list(known) for known in self.graphs], "fitted_to_sizes": list(sizes)}
+        return Graph(ops, tensors, first.kept, {**first.provenance, **made})
+
+    def _powers(self, sizes: Sequence[Sizes]) -> Floats:
+        """For each of `sizes` the products of powers, relative to the first sizes: numbers near 1 lose no bytes."""
+        relative = np.asarray(sizes, dtype=np.float64) / np.asarray(next(iter(self.graphs)))
+        exponents = list(product(range(POINTS), repeat=relative.shape[1]))
+        return np.stack([np.prod(relative ** np.asarray(e), axis=1) for e in exponents], axis=1)
+
+    @cached_property
+    def _known(self) -> Floats:
+        return self._powers(list(self.graphs))
+
+    @cached_property
+    def _tensors(self) -> Floats:
+        """Coefficients of the bytes of each tensor, in columns."""
+        amounts = np.array([[t.size_bytes for t in graph.tensors] for graph in self.graphs.values()], dtype=np.float64)
+        return np.linalg.solve(self._known, amounts).astype(np.float64)
+
+    @cached_property
+    def _times(self) -> Floats:
+        """Coefficients of the seconds of each op, in rows."""
+        amounts = np.array([[op.time_s for op in graph.ops] for graph in self.graphs.values()])
+        return np.array([nnls(self._known, amount)[0] for amount in amounts.T])
+
+    @cached_property
+    def _workspaces(self) -> Floats:
+        """Coefficients of the workspace of each op, in rows, and last what is added to all of them."""
+        amounts = np.array([[op.workspace_bytes for op in graph.ops] for graph in self.graphs.values()], dtype=np.float64)
+        rows = []
+        for amount in amounts.T:
+            coefficients = nnls(self._known, amount)[0]
+            rows.append([*coefficients, max(0.0, (amount - self._known @ coefficients).max())])
+        return np.array(rows)

@@ -5,11 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: lint ## style, types, layers and tests
 	$(BIN)/python -m pytest
@@ -25,6 +25,12 @@ demo: $(STAMP) ## plan and run a small GPT at several budgets
 
 bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve (ARGS='--suites zoo --fresh')
 	$(BIN)/python -m results.bench_solve $(ARGS)
+
+bench-inductor: $(STAMP) ## Inductor's kernels under our schedule and under PyTorch's memory budget, into results/inductor
+	$(BIN)/python -m results.bench_inductor $(ARGS)
+
+bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
+	$(BIN)/python -m results.bench_executor $(ARGS)
 
 results: bench-solve ## everything under results/, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m results.compare_models $(ARGS)

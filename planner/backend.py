@@ -23,7 +23,8 @@ from graphs.units import format_bytes
 from planner.partition import capture_joint, kept_bytes, split
 from planner.solving import budget_in_bytes, solve, summarize
 
-_OPTIONS = ("budget", "roofline", "time_limit", "tolerance")
+_OPTIONS = ("budget", "compile", "roofline", "time_limit", "tolerance")
+_COMPILERS = ("eager", "inductor")
 
 
 @dataclass
@@ -63,7 +64,8 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     Args:
         module, inputs: what Dynamo captured.
         options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of each graph, less
-            what earlier graphs keep; a percentage is of each graph's own peak), ``roofline`` (the device whose times
+            what earlier graphs keep; a percentage is of each graph's own peak), ``compile`` (whose kernels run: those of
+            eager PyTorch, or ``inductor``), ``roofline`` (the device whose times
             are modelled; by default the one the model is on), ``time_limit`` (seconds per graph, 60), ``tolerance`` (0.001).
 
     Raises:
@@ -81,6 +83,10 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 
     # As training loops do it: backward() is called outside autocast.
     with functorch_config.patch(backward_pass_autocast="off"):
+        if budget.options.get("compile") == "inductor":
+            from planner.inductor import compile_kernels  # importing Inductor takes a second
+
+            return compile_kernels(module, inputs, partition)
         compiled: Callable[..., Any] = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(module, inputs)
     return compiled
 
@@ -110,6 +116,8 @@ def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:
             raise PlannerError(f"unknown option {name!r} of the backend planner: choose from {', '.join(_OPTIONS)}")
         if name in ("time_limit", "tolerance") and not (isinstance(value, int | float) and math.isfinite(value)):
             raise PlannerError(f"option {name!r} is {value!r}: must be a number")
+    if given.get("compile", "eager") not in _COMPILERS:
+        raise PlannerError(f"option 'compile' is {given['compile']!r}: choose from {', '.join(_COMPILERS)}")
     if not isinstance(given.get("budget"), str | int):
         raise PlannerError(
             'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'

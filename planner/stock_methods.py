@@ -143,7 +143,7 @@ def memory_budget(fraction: float, backend: str = "aot_eager") -> Method:
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        compiled = torch.compile(_own_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
+        compiled = torch.compile(own_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
 
         def run(*args: object, **kwargs: object) -> Any:
             with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=True):
@@ -244,7 +244,7 @@ def _contexts(names: frozenset[str], saved: set[str], *, every_second: bool) -> 
     return contexts
 
 
-def _own_code(step: TrainingStep) -> Callable[..., Any]:
+def own_code(step: TrainingStep) -> Callable[..., Any]:
     """`step` as a function with a code object of its own, by which Dynamo knows what it has compiled.
 
     Otherwise one method would run what was compiled for another.

@@ -90,13 +90,21 @@ class Program:
             step: module whose parameters and buffers the sources name.
             leaves: of the batch.
         """
+        # By name each time, for parameters may be replaced; get_parameter would take longer than some steps.
+        owners: dict[str, Any] = {"": step}
+
+        def owner(path: str) -> Any:
+            if path not in owners:
+                parent, _, name = path.rpartition(".")
+                owners[path] = owner(parent)._modules[name]
+            return owners[path]
 
         def fetch(source: Source) -> Any:
             match source.kind:
-                case Kind.PARAMETER:
-                    return step.get_parameter(source.name)
-                case Kind.BUFFER:
-                    return step.get_buffer(source.name)
+                case Kind.PARAMETER | Kind.BUFFER as kind:
+                    path, _, name = source.name.rpartition(".")
+                    module = owner(path)
+                    return (module._parameters if kind is Kind.PARAMETER else module._buffers)[name]
                 case Kind.CONSTANT:
                     return self.namespace[source.name]
             return None if source.is_tangent else leaves[int(source.name)]

@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._guards import detect_fake_mode
+from torch.utils import _pytree as pytree
 
 from graphs.errors import TraceError
 
@@ -32,7 +33,7 @@ BATCH_NORMS = {
 
 
 def fix_outputs(graph: fx.Graph) -> None:
-    """Make mutations, the layout of gradients and dead code explicit in `graph`, in place.
+    """Make mutations, the layout of gradients and dead code explicit in `graph`, and drop needless copies, in place.
 
     Afterwards the output node lists the loss, the extra outputs and one gradient per input, each
     gradient a storage of its own with the strides that ``AccumulateGrad`` keeps without a copy.
@@ -41,6 +42,7 @@ def fix_outputs(graph: fx.Graph) -> None:
         TraceError: the loss is no scalar, or no trainable parameter reaches it.
     """
     _check_loss(graph)
+    _drop_needless_copies(graph)
     _write_back_mutations(graph, first_backward(graph))
     _own_gradients(graph)
     remove_dead_code(graph)
@@ -115,6 +117,29 @@ def first_backward(graph: fx.Graph) -> fx.Node:
         if node.op == "call_function" and any(arg in seen for arg in node.all_input_nodes):
             return node
     raise TraceError("no parameter with requires_grad=True gets a gradient from the loss: there is nothing to train")
+
+
+def _drop_needless_copies(graph: fx.Graph) -> None:
+    """Let readers of a copy read what was copied.
+
+    Autograd copies what its backward pass needs before an operation in place overwrites it (``hardtanh_``); nothing is
+    overwritten here but the step's inputs. A copy of a part of a storage, or in another layout, has its use.
+    """
+    static = {storage(fake(n)) for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)}
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        copied = node.args[0]
+        assert isinstance(copied, fx.Node)
+        value, result = fake(copied), fake(node)
+        same = value.untyped_storage().nbytes() == result.untyped_storage().nbytes() and value.stride() == result.stride()
+        # A view of the copy, or one that is returned, is what others know by its storage.
+        shared = any(storage(result) in map(storage, _tensors(user.meta.get("val"))) for user in node.users)
+        if same and not shared and graph.output_node() not in node.users and storage(value) not in static:
+            node.replace_all_uses_with(copied)
+            graph.erase_node(node)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:

@@ -43,6 +43,10 @@ class Executor:
         self._autocast = _autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
+        overwritten = {t for op in self.graph.ops for t in op.mutates}
+        read = [i for i, reads in enumerate(self.code.backward_reads) if reads and i != self._tangent]
+        self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
+        self._checked = [i for i in read if self.program.sources[i].tensor not in overwritten]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """One forward pass on a batch.
@@ -104,23 +108,15 @@ class Executor:
         Buffers that the step itself overwrites are excepted: a second forward pass may have done so,
         and the backward pass reads them only where their values do not matter.
         """
-        overwritten = {t for op in self.graph.ops for t in op.mutates}
-        checked = [
-            i
-            for i, source in enumerate(self.program.sources)
-            if self.code.backward_reads[i] and source.tensor not in overwritten and i != self._tangent
-        ]
-        ctx.save_for_backward(*(static[i] for i in checked))
-        ctx.checked = checked
-        ctx.unchecked = [
-            static[i] if self.code.backward_reads[i] and source.tensor in overwritten else None
-            for i, source in enumerate(self.program.sources)
-        ]
+        ctx.save_for_backward(*(static[i] for i in self._checked))
+        ctx.unchecked = [static[i] for i in self._unchecked]
 
     def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
         """The static tensors for the backward pass."""
-        static = list(ctx.unchecked)
-        for i, tensor in zip(ctx.checked, ctx.saved_tensors, strict=True):
+        static: list[Any] = [None] * len(self.program.sources)
+        for i, tensor in zip(self._checked, ctx.saved_tensors, strict=True):
+            static[i] = tensor
+        for i, tensor in zip(self._unchecked, ctx.unchecked, strict=True):
             static[i] = tensor
         static[self._tangent] = tangent
         return static

@@ -1,5 +1,6 @@
 """The planned step in use: interface, errors, and what it leaves in memory."""
 
+import copy
 import gc
 import re
 
@@ -178,3 +179,15 @@ def test_a_plan_for_another_graph_is_refused() -> None:
     plan = planner.solve(planner.trace(*small, passes=1), "100%")
     with pytest.raises(MismatchError, match=r"the plan is for another graph .*ops"):
         planner.run(plan, *large)
+
+
+def test_a_module_that_is_replaced_is_trained_by_the_same_plan() -> None:
+    workload = make("frozen")
+    captured = capture(*workload)
+    step = Executor(captured, schedule_of(captured.graph, range(len(captured.graph.ops))), workload.model, workload.loss_fn)
+    workload.model.head = copy.deepcopy(workload.model.head)
+    step(*workload.batch).backward()
+    planned = workload.model.head.weight.grad
+    workload.model.zero_grad()
+    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()
+    assert torch.equal(planned, workload.model.head.weight.grad)

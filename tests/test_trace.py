@@ -10,8 +10,11 @@ from graphs.ir import Graph, Kind, Op, Phase
 from graphs.profile import profile
 from graphs.simulate import simulate
 from graphs.trace import TrainingStep, capture
+from graphs.zoo import Workload
+from planner.executor import Executor
+from planner.measure import outcome
 from solvers.policies.store_all import store_all
-from tests.steps import STEPS, make
+from tests.steps import STEPS, make, random_schedule
 
 
 def ops_called(graph: Graph, target: str) -> list[Op]:
@@ -33,6 +36,37 @@ def test_a_perceptron_op_by_op() -> None:
     parameters = 4 * (4 * 8 + 8 + 8 * 2 + 2)
     assert graph.static_bytes_by_kind == {Kind.PARAMETER: parameters, Kind.INPUT: 4 * (3 * 4 + 3 * 2 + 1)}
     assert sum(graph.tensors[t].size_bytes for t in graph.kept) == parameters + 4
+
+
+def test_copies_that_only_protect_from_writes_in_place_are_dropped() -> None:
+    layers = (nn.Linear(4, 8), nn.Hardtanh(inplace=True), nn.Linear(8, 2))
+    workload = Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(3, 4), torch.randn(3, 2)))
+    captured = capture(*workload)
+    assert ops_called(captured.graph, "aten.clone.default") == []
+    planned = Executor(captured, random_schedule(captured.graph, 3), workload.model, workload.loss_fn)
+    eager = TrainingStep(workload.model, workload.loss_fn)
+    wanted = outcome(eager, workload.model, workload.batch, seed=1)
+    assert wanted.differences(outcome(planned, workload.model, workload.batch, seed=1)) == ()
+
+
+def test_copies_that_are_returned_or_keep_what_is_overwritten_stay() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("calls", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            before = self.calls.clone()
+            self.calls += 1
+            hidden = x * self.weight
+            return (hidden.sin() * before).sum(), hidden.clone()
+
+    model, x = Counter(), torch.randn(4)
+    captured = capture(model, None, (x,))
+    assert len(ops_called(captured.graph, "aten.clone.default")) == 2
+    step = Executor(captured, store_all(captured.graph), model, None)
+    assert [step(x)[0].item() == 0 for _ in range(2)] == [True, False]
 
 
 def test_views_are_neither_ops_nor_tensors() -> None:

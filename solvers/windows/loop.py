@@ -18,8 +18,8 @@ from solvers.windows.states import shortest
 _FIRST_SLICE_S = 2.0  # for the relaxation in the first round; twice as much in each further one
 _FEW = 4.0  # times the ops of the graph: what a rule of eviction may execute while nothing else looks for schedules
 _EVICTION_S = 20.0  # for rules of eviction while something else does
-_IMITATED = ("checkpoint_blocks", "sac-attention", "sac", "sac-every-second", "chen-sqrt", "memory-budget", "chen-greedy", "dtr")
-_IMITATION_S = 5.0  # for each of these, at most
+_IMITATED = ("checkpoint_blocks", "sac-attention", "sac", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy")
+_IMITATION_S = 4.0  # for all of these
 _GRACE_S = 0.5  # how long the end of a solve waits for the thread that looks for schedules
 _SMALL = 30  # ops of a graph for which searching all states comes before more windows
 _MAX_STATES = 1_000_000  # about a gigabyte
@@ -89,11 +89,12 @@ def _evict(search: Search) -> None:
 
 def imitate(search: Search) -> None:
     """Offer what other methods do: no schedule is slower than theirs."""
+    until = search.seconds + _IMITATION_S
     for name in _IMITATED:
-        if search.solved() or search.stopped():
+        limit_s = min(search.left_s, until - search.seconds)
+        if search.solved() or search.stopped() or limit_s <= 0:
             return
         search.tell(f"trying {name}")
-        limit_s = min(search.left_s, _IMITATION_S)
         found = get_solver(name)(search.problem.graph, search.budget_bytes, time_limit_s=limit_s, should_stop=search.stopped)
         if found.schedule is not None:
             _offer(search, found.schedule.computed)

@@ -59,11 +59,13 @@ class Neighbourhoods:
         windows = max(_WINDOWS, _SIZE // self.search.problem.ops)
         detail = tight_windows(self.search.problem, trials, self.search.budget_bytes, windows)
         self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
-        # What was solved for the least capacity nearly fits.
-        if trials and trials[-1].time_s < self.search.best_s():
-            self.search.tell("repairing a coarse solution")
-            self.settle(trials[-1])
+        fresh, before_s = self.detail, self.search.best_s()
         self.restart(_WHOLE_S)
+        # What was solved for the least capacity is not as good, but nearly fits.
+        if trials and trials[-1].time_s < before_s <= self.search.best_s():
+            self.search.tell("repairing a coarse solution")
+            self.detail = fresh
+            self.settle(trials[-1])
 
     def coarse_trials(self) -> list[Trial]:
         """What solutions of coarse models look like, for several capacities."""

@@ -32,8 +32,9 @@ bench-inductor: $(STAMP) ## Inductor's kernels under our schedule and under PyTo
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
 	$(BIN)/python -m results.bench_executor $(ARGS)
 
-results: bench-solve ## everything under results/, in about an hour (ARGS=--fresh to do all anew)
+results: bench-solve ## all under results/ but Inductor's table, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m results.compare_models $(ARGS)
+	$(BIN)/python -m results.bench_executor
 	$(BIN)/python examples/demo.py
 
 results-gpu: $(STAMP) ## compare methods on GPT-2 medium, a Llama, ResNet-50 and U-Net on a CUDA device

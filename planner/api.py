@@ -69,6 +69,11 @@ def capture_profiled(
 ) -> Capture:
     """The step as ``trace`` measures it, with the program that executes it."""
     captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+    return with_times(captured, model, loss_fn, batch, passes=passes)
+
+
+def with_times(captured: Capture, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, passes: int) -> Capture:
+    """`captured` with measured times and workspaces."""
     return replace(captured, graph=profile(captured, TrainingStep(model, loss_fn), batch, passes=passes))
 
 

@@ -13,12 +13,11 @@ from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
 from graphs.jsonfile import check_writable, write_text
 from graphs.plan import Plan
-from graphs.profile import profile
-from graphs.trace import LossFn, TrainingStep, capture
+from graphs.trace import LossFn, capture
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
 from graphs.units import format_bytes
-from planner.api import measured_peak
+from planner.api import measured_peak, with_times
 from planner.cache import PlanCache, warn_unusable
 from planner.chrome_trace import chrome_trace
 from planner.executor import Executor
@@ -188,8 +187,7 @@ class Compiler:
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """`captured` with measured times and workspaces."""
-        graph = profile(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch, passes=self.passes)
-        return replace(captured, graph=graph)
+        return with_times(captured, self.wrapper.module, self.loss_fn, batch, passes=self.passes)
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The step of a profiled capture: solved until the measured peak is within the budget.

@@ -50,7 +50,7 @@ class Neighbourhoods:
         self.small = without_small(search.problem, _SMALL_SHARE)
         self.known = Known()
         self.detail = coarse
-        self._best: _Best | None = None
+        self._best: _Placed | None = None
         self._draw = np.random.default_rng(0)
 
     def begin(self) -> None:
@@ -125,7 +125,7 @@ class Neighbourhoods:
         """Open what a few ops make, in all windows: some of it may be kept instead of the rest."""
         return self.openings("ops", lambda model: model.problem.ops, self.of_ops)
 
-    def openings(self, what: str, count: Callable[[Model], int], opened: Callable[["_Best", int], Columns]) -> Iterator[None]:
+    def openings(self, what: str, count: Callable[[Model], int], opened: Callable[["_Placed", int], Columns]) -> Iterator[None]:
         """Solve for some choices of the best schedule, the others fixed, as long as that may lead further.
 
         Args:
@@ -159,17 +159,19 @@ class Neighbourhoods:
                 size += 1 + size // 10
             yield
 
-    def best_in_model(self) -> "_Best":
+    def best_in_model(self) -> "_Placed":
         """The best schedule as a solution of the narrow model."""
         trial = self.search.best_trial()
         if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
             self.known.learn_order(trial.order)
-            model = self.model()
-            start = start_values(model, choice_of(self.small, self.detail, trial.order.computed))
-            self._best = _Best(trial, model, start)
+            self._best = self.placed(self.model(), trial)
         return self._best
 
-    def in_windows(self, best: "_Best", size: int) -> Columns:
+    def placed(self, model: Model, trial: Trial) -> "_Placed":
+        """What `trial` is in `model`."""
+        return _Placed(trial, model, start_values(model, choice_of(self.small, model.detail, trial.order.computed)))
+
+    def in_windows(self, best: "_Placed", size: int) -> Columns:
         """Columns of `size` windows that follow each other, most often of such as execute much again."""
         costs = np.zeros(len(best.model.detail.ends))
         for (k, _), cost in best.repeated():
@@ -177,7 +179,7 @@ class Neighbourhoods:
         middle = int(self._draw.choice(len(costs), p=_shares(costs)))
         return _columns_of(best.model, range(middle - size // 2, middle + size // 2 + 1))
 
-    def of_ops(self, best: "_Best", size: int) -> Columns:
+    def of_ops(self, best: "_Placed", size: int) -> Columns:
         """Columns of `size` ops in two runs, most often of such as are executed again at much cost."""
         costs = np.zeros(best.model.problem.ops)
         for (_, i), cost in best.repeated():
@@ -220,7 +222,7 @@ class Neighbourhoods:
         search, problem = self.search, self.search.problem
         order = order_of(model.detail, trial.order.computed)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
-        fixed = _Best(trial, model, start_values(model, choice_of(self.small, model.detail, trial.order.computed)))
+        placed = self.placed(model, trial)
         much = problem.units(trial.time_s - problem.base_s * (1 - _MUCH))
         windows = len(model.detail.ends)
         radius = _RADIUS
@@ -228,7 +230,7 @@ class Neighbourhoods:
         least = np.inf
         while not search.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
-            program = _fixed_but_for(fixed, _columns_of(model, opened))
+            program = _fixed_but_for(placed, _columns_of(model, opened))
             answer = search.solve_part(program, _PART_S, gap=0.5 * search.tolerance)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
@@ -251,8 +253,8 @@ class Neighbourhoods:
 
 
 @dataclass(frozen=True, slots=True)
-class _Best:
-    """The best schedule, and what it is in a model."""
+class _Placed:
+    """A schedule, and what it is in a model."""
 
     trial: Trial
     model: Model
@@ -263,9 +265,9 @@ class _Best:
         return ((key, self.model.program.cost[column]) for key, column in self.model.again.items() if self.start[column] > 0.5)
 
 
-def _fixed_but_for(best: _Best, opened: Columns) -> Program:
-    """The program with its choices fixed as in `best`, but for the columns `opened`."""
-    model, start = best.model, best.start
+def _fixed_but_for(placed: _Placed, opened: Columns) -> Program:
+    """The program with its choices fixed as in `placed`, but for the columns `opened`."""
+    model, start = placed.model, placed.start
     fixed = np.zeros(len(start), dtype=bool)
     fixed[[*model.again.values(), *model.handed.values()]] = True
     fixed[opened] = False

@@ -115,8 +115,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def check_ddp(rank: int) -> None:
     batch, profiles = batch_of(rank), []
-    profile = train.profile
-    train.profile = lambda *args, **kwargs: profiles.append(rank) or profile(*args, **kwargs)
+    with_times = train.with_times
+    train.with_times = lambda *args, **kwargs: profiles.append(rank) or with_times(*args, **kwargs)
 
     eager, planned = pair(DistributedDataParallel)
     step = planner.compile(planned, F.cross_entropy, batch, budget="80%", optimizer="adamw", passes=1)

@@ -9,12 +9,13 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
-from solvers.result import Status
-from solvers.windows import solve
 from solvers.windows.evict import least_evicting_schedule
+from solvers.windows.loop import run
+from solvers.windows.search import Search
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6
+_SLICE = 0.25  # of the time that is left, for each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,26 @@ def least_budget(
     best = min((s for s in (store_all(graph), least_evicting_schedule(graph)) if s), key=lambda s: simulate(graph, s).peak_bytes)
     found = simulate(graph, best).peak_bytes
     refused = proved  # nothing was found here, though it is not proved that there is nothing
-    while found - refused > precision * found and time.monotonic() < end and not (should_stop and should_stop()):
+    while found - proved > precision * found and time.monotonic() < end and not (should_stop and should_stop()):
+        if found - refused <= precision * found:
+            refused = proved  # all has been asked for a short while: with the time left, again
         budget = int(refused + _NEXT * (found - refused))
-        slice_s = max(1.0, (end - time.monotonic()) / 4)
-        result = solve(graph, budget, tolerance=1.0, time_limit_s=slice_s, should_stop=should_stop)
-        if result.schedule is not None and result.peak_bytes is not None:
-            best, found = result.schedule, result.peak_bytes
-        else:
+        search = _first_schedule(graph, budget, max(1.0, (end - time.monotonic()) * _SLICE), should_stop)
+        if search.least is not None and search.least.peak_bytes < found:
+            best, found = search.least.schedule, search.least.peak_bytes
+        if search.best is None:
             refused = budget + 1
-            if result.status is Status.INFEASIBLE:
-                proved = refused
+        if search.infeasible:
+            proved = refused
     return LeastBudgetBracket(proved, found, best)
+
+
+def _first_schedule(graph: Graph, budget_bytes: int, time_limit_s: float, should_stop: Callable[[], bool] | None) -> Search:
+    """A search until there is a schedule, however slow, or the proof that there is none."""
+
+    def enough() -> bool:
+        return search.best is not None or (should_stop is not None and should_stop())
+
+    search = Search(graph, budget_bytes, 1.0, time_limit_s, None, enough)
+    run(search)
+    return search

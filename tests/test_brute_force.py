@@ -10,6 +10,7 @@ from graphs.simulate import simulate
 from graphs.synthetic import random_graph
 from solvers.bounds import least_budget_bound
 from solvers.highs import Outcome, solve_program
+from solvers.least import least_budget
 from solvers.policies.store_all import store_all
 from solvers.result import Result, Status
 from solvers.windows import solve
@@ -108,6 +109,17 @@ def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
         if best is not None and result.time_s is not None:
             assert result.time_s >= best * (1 - TOLERANCE) - SLACK
         best = result.time_s if result.time_s is not None else float("inf")
+
+
+@settings(EXACT, max_examples=200)
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 7))
+def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
+    graph = random_graph(seed, ops)
+    bracket = least_budget(graph, precision=0.0)
+    assert bracket.exact
+    assert simulate(graph, bracket.schedule).peak_bytes == bracket.found_bytes
+    assert fastest(graph, bracket.found_bytes) is not None
+    assert fastest(graph, bracket.found_bytes - 1) is None
 
 
 @settings(EXACT, max_examples=1000)

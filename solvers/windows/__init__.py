@@ -71,9 +71,9 @@ def _verdict(search: Search, graph: Graph, budget_bytes: int, least_bytes: int, 
 
 def _bracket(search: Search, proved_bytes: int) -> str:
     """What is known of the least feasible budget."""
-    found_bytes = search.least_peak_bytes
-    if found_bytes is None:
+    if search.least is None:
         return f"The least feasible budget is at least {format_bytes(proved_bytes)}."
+    found_bytes = search.least.peak_bytes
     if found_bytes == proved_bytes:
         return f"The least feasible budget is {format_bytes(proved_bytes)}."
     return f"The least feasible budget is between {format_bytes(proved_bytes)} and {format_bytes(found_bytes)}."

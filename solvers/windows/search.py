@@ -49,7 +49,7 @@ class Search:
         self.deadline = self.began + time_limit_s
         self.best: Trial | None = None
         self.bound_s = graph.time_s
-        self.least_peak_bytes: int | None = None  # of all schedules that were tried
+        self.least: Trial | None = None  # the one of least peak of all that were tried
         self.infeasible = False
         self.solved_at: float | None = None
         self.activity = "keeping everything"
@@ -133,7 +133,8 @@ class Search:
     def offer(self, order: Order, detail: Detail) -> Trial:
         """Try an order out and keep it if it fits and is the fastest so far."""
         trial = try_out(self.problem, order)
-        self.least_peak_bytes = min(trial.peak_bytes, self.least_peak_bytes or trial.peak_bytes)
+        if self.least is None or trial.peak_bytes < self.least.peak_bytes:
+            self.least = trial
         if trial.peak_bytes <= self.budget_bytes and self._take(trial):
             self._take(without_needless(self.problem, detail, trial, self.budget_bytes, self.stopped))
         return trial

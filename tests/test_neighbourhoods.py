@@ -19,6 +19,7 @@ from solvers.windows.narrow import Known, NarrowBuilder, tight_windows
 from solvers.windows.neighbourhoods import Neighbourhoods
 from solvers.windows.ordered import OrderedBuilder
 from solvers.windows.problem import Problem, problem_of
+from solvers.windows.refine import refined, with_stages_in_order
 from solvers.windows.search import Search
 
 
@@ -35,6 +36,26 @@ def knows_all(problem: Problem) -> Known:
 def whole_trial(problem: Problem) -> Trial:
     whole = Detail((problem.ops - 1,))
     return try_out(problem, order_of(whole, range(problem.ops)))
+
+
+def test_looking_ahead_is_as_if_it_did_not_fit_before_earlier_ops_either() -> None:
+    problem = problem_of(training_chain(6), 100)
+    v, x = 9, 2
+    ops = list(range(problem.ops))
+    detail = Detail((3, problem.ops - 1))
+    order = order_of(detail, [*ops[:v], x, *ops[v:]])
+    trial = replace(try_out(problem, order), memory_bytes=tuple(5 + (step == v) for step in range(problem.ops + 1)))
+    budget_bytes = 5
+
+    near = refined(detail, trial, budget_bytes)
+    assert near.ends == (3, 8, 9, problem.ops - 1)
+    assert not near.repeats
+    ahead = refined(detail, trial, budget_bytes, ahead=3)
+    assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
+    assert ahead.repeats == {(7, x), (8, x), (9, x)}
+    assert with_stages_in_order(ahead, trial, budget_bytes, ahead=3).ordered == {(7, x), (8, x), (9, x)}
+    assert with_stages_in_order(near, trial, budget_bytes).ordered == {(9, x)}
+    assert refined(detail, trial, budget_bytes, ahead=100).ends[:9] == tuple(range(9))
 
 
 @pytest.mark.parametrize("seed", range(12))

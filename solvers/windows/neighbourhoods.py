@@ -200,10 +200,12 @@ class Neighbourhoods:
         What it has looked at closely stays so in the model.
         """
         search, budget_bytes = self.search, self.search.budget_bytes
+        ahead = 1
         for _ in range(_ROUNDS):
             if trial.peak_bytes <= budget_bytes:
                 return True
-            closer = with_stages_in_order(refined(self.detail, trial, budget_bytes), trial, budget_bytes)
+            closer = refined(self.detail, trial, budget_bytes, ahead=ahead)
+            closer = with_stages_in_order(closer, trial, budget_bytes, ahead=ahead)
             closer = replace(closer, chains=frozenset())
             if closer == self.detail or search.enough():
                 return False
@@ -214,6 +216,8 @@ class Neighbourhoods:
             looked = None if choice is None else self.look(model, choice)
             if looked is None:
                 return False
+            # What costs the same has probably but moved what does not fit to an earlier op.
+            ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + _GAP) else 1
             trial = looked
         return trial.peak_bytes <= budget_bytes
 

@@ -27,12 +27,16 @@ def worst_of_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
             yield max(run[begin : begin + size], key=lambda step: (trial.memory_bytes[step], -step))
 
 
-def refined(detail: Detail, trial: Trial, budget_bytes: int) -> Detail:
+def refined(detail: Detail, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Detail:
     """`detail` with a closer look at every place where `trial` is over the budget.
 
     At a first execution of v: row 6; if it is there, a window ends at v. At a further execution of
     x before v: a window of its own for v; if it has one, rows 7 and 9. The same detail comes back
     when there is nothing left to add.
+
+    Args:
+        ahead: what is executed again before v would often not fit before the op ahead of it either, where the
+            next solution then has it: look at so many ops up to v, as if it did not fit before any of them.
     """
     ends, firsts, repeats, chains = set(detail.ends), set(detail.firsts), set(detail.repeats), set(detail.chains)
     for step in worst_of_runs(trial, budget_bytes):
@@ -41,14 +45,13 @@ def refined(detail: Detail, trial: Trial, budget_bytes: int) -> Detail:
             (ends if op in firsts else firsts).add(op)
             continue
         before = next(trial.order.computed[s] for s in range(step, len(trial.order.first)) if trial.order.first[s])
-        window = detail.window_of(before)
-        if detail.is_single(window):
-            repeats.add((before, op))
-            chains.update((before, x, op) for x in _executed_again_before(trial, step))
-        else:
-            ends.add(before)
-            if before > 0:
-                ends.add(before - 1)
+        for v in _up_to(before, ahead):
+            single = detail.is_single(detail.window_of(v))
+            if not single:
+                ends.update((v - 1, v) if v > 0 else (v,))
+            if single or ahead > 1:
+                repeats.add((v, op))
+                chains.update((v, x, op) for x in _executed_again_before(trial, step))
     closer = replace(detail, firsts=frozenset(firsts), repeats=frozenset(repeats), chains=frozenset(chains))
     return closer.split(ends)
 
@@ -61,8 +64,16 @@ def _executed_again_before(trial: Trial, step: int) -> list[int]:
     return list(trial.order.computed[begin:step])
 
 
-def with_stages_in_order(detail: Detail, trial: Trial, budget_bytes: int) -> Detail:
-    """`detail` with Checkmate's memory rows in stages where `trial` does not fit, for what it executes again there."""
+def _up_to(op: int, count: int) -> range:
+    return range(max(0, op - count + 1), op + 1)
+
+
+def with_stages_in_order(detail: Detail, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Detail:
+    """`detail` with Checkmate's memory rows in stages where `trial` does not fit, for what it executes again there.
+
+    Args:
+        ahead: as in ``refined``.
+    """
     order = trial.order
     ordered = set(detail.ordered)
     done = -1
@@ -72,8 +83,9 @@ def with_stages_in_order(detail: Detail, trial: Trial, budget_bytes: int) -> Det
             again.append((op, taken))
             continue
         done = op
-        if any(taken > budget_bytes for _, taken in again) and detail.is_single(detail.window_of(done)):
-            ordered.update((done, x) for x, taken in again if taken > _NEARLY * budget_bytes)
+        if any(taken > budget_bytes for _, taken in again):
+            stages = [v for v in _up_to(done, ahead) if detail.is_single(detail.window_of(v))]
+            ordered.update((v, x) for v in stages for x, taken in again if taken > _NEARLY * budget_bytes)
         again = []
     return replace(detail, ordered=frozenset(ordered))
 

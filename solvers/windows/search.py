@@ -270,7 +270,8 @@ class Search:
                 self.solve_model(model, until=time.monotonic() + _more(self.seconds), is_relaxation=is_relaxation)
                 return detail, False
             if answer.outcome is not Outcome.OPTIMAL:
-                return closer, answer.outcome is Outcome.INFEASIBLE
+                # The bound of a finer model, which takes longer, would lag behind for long: this one is given more time.
+                return (detail if is_relaxation else closer), answer.outcome is Outcome.INFEASIBLE
             if closer == detail:
                 return detail, True
             detail = closer

@@ -15,7 +15,8 @@ from solvers.windows.refine import halved
 from solvers.windows.search import Search
 from solvers.windows.states import shortest
 
-_FIRST_SLICE_S = 2.0  # for the relaxation in the first round; twice as much in each further one
+_FIRST_SLICE_S = 2.0  # for the relaxation in the first round
+_LONGER = 3.0  # times as long in each further one: a model that was stopped begins anew
 _FEW = 4.0  # times the ops of the graph: what a rule of eviction may execute while nothing else looks for schedules
 _EVICTION_S = 20.0  # for rules of eviction while something else does
 _IMITATED = ("checkpoint_blocks", "sac-attention", "sac", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy")
@@ -112,12 +113,12 @@ def _bound(search: Search, detail: Detail) -> None:
     """Refine the relaxation for as long as that may help."""
     slice_s = _FIRST_SLICE_S
     while not (search.solved() or search.stopped()):
+        slice_s *= _LONGER
         detail, exhausted = search.refine(detail, slice_s, is_relaxation=True)
         if exhausted:
             if search.problem.ops <= _SMALL or len(detail.ends) == search.problem.ops:
                 return
             detail = halved(detail)
-        slice_s *= 2
 
 
 def _decide(search: Search) -> None:

@@ -1,0 +1,113 @@
+"""Plans inside somebody else's training loop: one for each kind of batch that comes, and the optimizer the loop has."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from inspect import Parameter, signature
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.errors import PlannerError
+from graphs.trace import LossFn
+from graphs.trace_signature import Batch
+from planner import train
+
+_MOST_PLANS = 32
+_OPTIONS = {p.name for p in signature(train.compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - {"budget"}
+
+
+class BatchPlans:
+    """Makes a plan when a batch of new sizes first comes, and keeps the last of them.
+
+    With ``dynamic=True`` among the options there is one step, which sees to the sizes itself.
+
+    Attributes:
+        last: the step that was used last; None before the first batch.
+    """
+
+    def __init__(self, budget: str | int, options: Mapping[str, Any]) -> None:
+        """What every plan is made with.
+
+        Args:
+            budget: as in ``planner.compile``.
+            options: its other keyword arguments.
+
+        Raises:
+            PlannerError: an option is unknown.
+        """
+        if unknown := options.keys() - _OPTIONS:
+            raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose of {', '.join(sorted(_OPTIONS))}")
+        self.last: train.PlannedStep | None = None
+        self._budget = budget
+        self._options = dict(options)
+        self._steps: OrderedDict[Hashable, train.PlannedStep] = OrderedDict()
+
+    def step(
+        self, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, optimizer: torch.optim.Optimizer, accumulate: bool
+    ) -> train.PlannedStep:
+        """The step for `batch`.
+
+        Args:
+            model, loss_fn, accumulate: as in ``planner.compile``, the same in every call.
+            optimizer: whose memory counts, unless the options name another.
+
+        Raises:
+            PlannerError: that memory is not known; or what ``planner.compile`` raises.
+        """
+        sizes_matter = not self._options.get("dynamic", False)
+        key = (_kind(batch, sizes_matter=sizes_matter), tuple(p.requires_grad for p in model.parameters()))
+        if key not in self._steps:
+            if self._steps:
+                warn(
+                    f"planning again, for {_shapes(batch)}: batches of one size need one plan (pad them, drop the last), "
+                    "batches of many sizes dynamic=True",
+                    stacklevel=2,
+                )
+            options = {"accumulate": accumulate, **self._options}
+            if "optimizer" not in options:
+                options["optimizer"] = optimizer_kind(optimizer)
+            self._steps[key] = train.compile(model, loss_fn, batch, budget=self._budget, **options)
+            self._budget = self._steps[key].plan.budget_bytes  # where it is a share, of the first batch's peak
+        self._steps.move_to_end(key)
+        while len(self._steps) > self._options.get("max_plans", _MOST_PLANS):
+            self._steps.popitem(last=False)
+        self.last = self._steps[key]
+        return self.last
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """What ``planner.compile`` calls an optimizer.
+
+    Raises:
+        PlannerError: it is none of those whose memory is known.
+    """
+    found = {_kind_of_group(type(optimizer), group) for group in optimizer.param_groups}
+    if len(found) != 1 or None in found:
+        raise PlannerError(
+            f"what memory {type(optimizer).__name__} takes is not known: name the optimizer that takes as much, "
+            'optimizer="adamw" (two copies of the parameters), "momentum" (one) or "none"'
+        )
+    return str(found.pop())
+
+
+def _kind_of_group(optimizer: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str | None:
+    if optimizer is torch.optim.SGD:
+        return "momentum" if group["momentum"] else "sgd"
+    if optimizer in (torch.optim.Adam, torch.optim.AdamW) and not group["amsgrad"]:
+        return "adamw"
+    return None
+
+
+def _kind(batch: Batch, *, sizes_matter: bool) -> Hashable:
+    leaves, spec = pytree.tree_flatten(batch)
+    return str(spec), tuple(
+        (leaf.dtype, tuple(leaf.shape) if sizes_matter else leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+
+
+def _shapes(batch: Batch) -> str:
+    return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,105 @@
+"""Training by a plan in the ``Trainer`` of Hugging Face Transformers."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from graphs.errors import PlannerError
+from planner.batch_plans import BatchPlans
+from planner.train import PlannedStep
+
+
+class PlannedTrainerMixin:
+    """Comes before a subclass of ``Trainer``: ``class Mine(PlannedTrainerMixin, Seq2SeqTrainer): ...``.
+
+    Training steps run as planned; evaluation and all else are the trainer's. A ``compute_loss`` of the class behind is
+    part of the plan; it must call the model once, with named arguments.
+    """
+
+    def __init__(self, *args: Any, budget: str | int, plan_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """A trainer, and what it plans with.
+
+        Args:
+            budget: as in ``planner.compile``.
+            plan_options: its other keyword arguments, such as ``time_limit_s``, ``cache`` or ``dynamic``. The optimizer
+                and gradient accumulation are known from the trainer.
+            args, kwargs: of the trainer.
+
+        Raises:
+            PlannerError: an option is unknown, or ``compute_loss`` is overridden where no plan is used.
+        """
+        if type(self).compute_loss is not PlannedTrainerMixin.compute_loss:
+            raise PlannerError(
+                f"{type(self).__name__}.compute_loss would go before the planned one: write it in a class behind "
+                "PlannedTrainerMixin, class Planned(PlannedTrainerMixin, YourTrainer)"
+            )
+        self._plans = BatchPlans(budget, plan_options or {})
+        super().__init__(*args, **kwargs)
+
+    @property
+    def planned(self) -> PlannedStep | None:
+        """The step that was used last, with its plan; None before the first batch."""
+        return self._plans.last
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,  # noqa: FBT001, FBT002  # the trainer's own signature
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """As the trainer's, planned while it trains."""
+        ordinary = super().compute_loss  # type: ignore[misc]
+        this: Any = self
+        if return_outputs or not (model.training and torch.is_grad_enabled()):
+            return ordinary(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        if this.compute_loss_func is None and ordinary.__func__ is Trainer.compute_loss:
+            if this.label_smoother is not None:
+                raise PlannerError(
+                    "label_smoothing_factor is not planned: give the trainer a compute_loss_func that calls "
+                    "cross_entropy(..., label_smoothing=...)"
+                )
+
+            def planned(**given: Any) -> dict[str, Any]:
+                return {"loss": self._loss(model, None, given)}
+
+            return ordinary(planned, inputs, num_items_in_batch=num_items_in_batch)
+
+        def loss_fn(outputs: Any, loss_inputs: dict[str, Any]) -> Any:
+            return ordinary(lambda **_: outputs, **loss_inputs)
+
+        loss_inputs = {"inputs": dict(inputs), "num_items_in_batch": num_items_in_batch}
+        given = _asked_of_the_model(ordinary, loss_inputs)
+        return self._loss(model, loss_fn, {**given, "loss_inputs": loss_inputs})
+
+    def _loss(self, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: dict[str, Any]) -> Any:
+        this: Any = self
+        optimizer = getattr(this.optimizer, "optimizer", this.optimizer)  # without the wrapper of Accelerate
+        accumulate = this.args.gradient_accumulation_steps > 1
+        return self._plans.step(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate)(**batch)
+
+
+class PlannedTrainer(PlannedTrainerMixin, Trainer):
+    """``Trainer(..., budget="8GB")``."""
+
+
+class _AskedError(Exception):
+    pass
+
+
+def _asked_of_the_model(compute_loss: Callable[..., Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
+    """What `compute_loss` calls the model with."""
+    asked: dict[str, Any] = {}
+
+    def model(**given: Any) -> Any:
+        asked.update(given)
+        raise _AskedError
+
+    try:
+        compute_loss(model, dict(loss_inputs["inputs"]), num_items_in_batch=loss_inputs["num_items_in_batch"])
+    except _AskedError:
+        return asked
+    raise PlannerError("compute_loss does not call the model it is given, so that there is nothing to plan")

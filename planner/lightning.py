@@ -1,0 +1,161 @@
+"""Training by a plan in PyTorch Lightning."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphs.errors import PlannerError, TraceError
+from planner.batch_plans import BatchPlans
+from planner.measure import unchanged
+from planner.train import PlannedStep
+
+try:
+    from lightning import pytorch as pl
+except ImportError:  # its older name
+    import pytorch_lightning as pl  # type: ignore[no-redef]
+
+
+_LOGGED = "logged by training_step"
+
+
+class PlannedTraining(pl.Callback):
+    """``Trainer(callbacks=[PlannedTraining(budget="8GB")])``: ``training_step`` runs as planned.
+
+    The first batch is planned for when it comes. What ``training_step`` logs is logged as ever; it must be tensors.
+    """
+
+    def __init__(self, budget: str | int, **options: Any) -> None:
+        """What it plans with.
+
+        Args:
+            budget: as in ``planner.compile``.
+            options: its other keyword arguments. The optimizer and gradient accumulation are known from the trainer.
+
+        Raises:
+            PlannerError: an option is unknown.
+        """
+        self._plans = BatchPlans(budget, options)
+
+    @property
+    def planned(self) -> PlannedStep | None:
+        """The step that was used last, with its plan; None before the first batch."""
+        return self._plans.last
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Put the planned step in the place of ``training_step``.
+
+        Raises:
+            PlannerError: the module optimizes by hand, or trains in several processes.
+        """
+        if not pl_module.automatic_optimization:
+            raise PlannerError("a module with automatic_optimization=False is not planned: use planner.compile in training_step")
+        if trainer.strategy.model is not pl_module:
+            raise PlannerError(
+                f"strategy {type(trainer.strategy).__name__} is not planned: use a single device, or planner.compile with "
+                "DistributedDataParallel in a loop of your own"
+            )
+        self._replace(trainer, pl_module)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Leave the module as it was."""
+        vars(pl_module).pop("training_step", None)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Leave the module as it was."""
+        vars(pl_module).pop("training_step", None)
+
+    def _replace(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        step = _Step(pl_module)
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            with step.recording():
+                options = step.options_of_logs(batch)
+                planned = self._plans.step(
+                    step, None, (batch,), optimizer=trainer.optimizers[0], accumulate=trainer.accumulate_grad_batches > 1
+                )
+            returned = planned(batch)
+            for name, value in returned.pop(_LOGGED).items():
+                pl_module.log(name, value, **options[name])
+            return returned if returned.keys() > {"loss"} else returned["loss"]
+
+        vars(pl_module)["training_step"] = training_step
+
+
+class _Step(nn.Module):
+    """``training_step`` as a model that returns its loss and what it logs."""
+
+    def __init__(self, module: "pl.LightningModule") -> None:
+        super().__init__()
+        self.module = module
+        self._logs = _Logs()
+        self._options: dict[str, dict[str, Any]] | None = None
+        takes_index = len(signature(type(module).training_step).parameters) > 2  # self, batch, batch_idx
+        self._arguments = (_BatchIndex(),) if takes_index else ()
+
+    def forward(self, batch: Any) -> dict[str, Any]:
+        self._logs.values = {}
+        returned = type(self.module).training_step(self.module, batch, *self._arguments)
+        returned = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        return {**returned, _LOGGED: self._logs.values}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, what the module logs is returned, not logged."""
+        vars(self.module)["log"] = self._logs.log
+        try:
+            yield
+        finally:
+            del vars(self.module)["log"]
+
+    def options_of_logs(self, batch: Any) -> dict[str, dict[str, Any]]:
+        """How each value is logged. Called inside ``recording``."""
+        if self._options is None:
+            with torch.no_grad(), unchanged(self, (batch,)):
+                self(batch)
+            self._options = self._logs.options
+        return self._options
+
+
+class _Logs:
+    """What a step logs.
+
+    Attributes:
+        values: of the step that is run.
+        options: how each is logged.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self.options: dict[str, dict[str, Any]] = {}
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Stands for ``LightningModule.log``."""
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"training_step logs {name!r}, which is no tensor but {type(value).__name__}: it would be part of the plan, the "
+                "same in every step; log it in on_train_batch_end"
+            )
+        self.values[name] = value
+        self.options[name] = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **options}
+
+
+_LOG_OPTIONS = list(signature(pl.LightningModule.log).parameters)[3:]  # behind self, name and value
+
+
+class _BatchIndex:
+    """Stands for ``batch_idx``, which no plan can depend on: whatever is done with it is an error."""
+
+    def _refuse(self, *others: object) -> Any:
+        raise TraceError(
+            "training_step uses batch_idx, which would be part of the plan, the same in every step: do what depends on it in "
+            "on_train_batch_start or on_train_batch_end"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __mod__ = __pow__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = _refuse
+    __hash__ = object.__hash__

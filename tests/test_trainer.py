@@ -1,0 +1,153 @@
+"""Training by a plan in the ``Trainer`` of Hugging Face: losses and parameters equal those of the trainer alone."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from graphs.errors import PlannerError  # noqa: E402
+from planner.huggingface import PlannedTrainer, PlannedTrainerMixin  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+QUICK = {"passes": 1, "tolerance": 0.05, "time_limit_s": 20.0}
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def sentences(count: int, *, longer: int = 0) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    found = []
+    for i in range(count):
+        tokens = torch.randint(97, (16 + longer * (i // 4),), generator=draw)
+        mask = torch.ones_like(tokens)
+        mask[-(1 + i % 3) :] = 0  # Transformers chooses another kernel where no token is padded
+        found.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens})
+    return found
+
+
+def arguments(folder: Path, **more: Any) -> Any:
+    options = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        **more,
+    }
+    return transformers.TrainingArguments(output_dir=str(folder), **options)
+
+
+def trained(make: type, folder: Path, data: Any, *, options: dict[str, Any] | None = None, **more: Any) -> Any:
+    given = {"model": model(), "args": arguments(folder, **more), "train_dataset": data, **(options or {})}
+    trainer = make(**given)
+    trainer.train()
+    return trainer
+
+
+def assert_same(planned: Any, eager: Any) -> None:
+    logs = [
+        [entry.get(name) for entry in t.state.log_history for name in ("loss", "grad_norm", "eval_loss")]
+        for t in (planned, eager)
+    ]
+    assert logs[0] == logs[1]
+    assert any(entry is not None for entry in logs[0])
+    pairs = zip(planned.model.state_dict().items(), eager.model.state_dict().items(), strict=True)
+    assert [name for (name, a), (_, b) in pairs if not torch.equal(a, b)] == []
+
+
+def planned_options(budget: str = "80%", **more: Any) -> dict[str, Any]:
+    return {"budget": budget, "plan_options": {**QUICK, **more}}
+
+
+def test_trains_as_the_trainer_alone(tmp_path: Path) -> None:
+    data = sentences(20)
+    more = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    eager = trained(transformers.Trainer, tmp_path, data, options={"eval_dataset": sentences(4)}, **more)
+    planned = trained(PlannedTrainer, tmp_path, data, options={"eval_dataset": sentences(4), **planned_options()}, **more)
+    assert_same(planned, eager)
+    plan = planned.planned.plan
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert len(plan.schedule.computed) > plan.graph.ops
+    assert plan.graph.provenance["accumulate"] is True
+    assert plan.graph.provenance["optimizer"] == "adamw"
+
+
+def test_half_precision_is_part_of_the_plan(tmp_path: Path) -> None:
+    data = sentences(8)
+    planned = trained(PlannedTrainer, tmp_path, data, options=planned_options(), bf16=True, max_steps=2)
+    assert_same(planned, trained(transformers.Trainer, tmp_path, data, bf16=True, max_steps=2))
+
+
+def test_a_smaller_last_batch_is_planned_for(tmp_path: Path) -> None:
+    data = sentences(6)
+    eager = trained(transformers.Trainer, tmp_path, data)
+    with pytest.warns(UserWarning, match=r"planning again, for \[2, 16\]"):
+        planned = trained(PlannedTrainer, tmp_path, data, options=planned_options())
+    assert_same(planned, eager)
+
+
+def test_batches_of_many_lengths(tmp_path: Path) -> None:
+    data = sentences(16, longer=4)
+    eager = trained(transformers.Trainer, tmp_path, data)
+    assert_same(trained(PlannedTrainer, tmp_path, data, options=planned_options("3MB", dynamic=True)), eager)
+
+
+class Weighted(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs)
+        loss = 2 * F.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class PlannedWeighted(PlannedTrainerMixin, Weighted):
+    pass
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("eager", "planned", "options"),
+    [(Weighted, PlannedWeighted, {}), (transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed})],
+    ids=["overridden", "function"],
+)
+def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any], tmp_path: Path) -> None:
+    data = sentences(8)
+    alone = trained(eager, tmp_path, data, options=options, max_steps=2)
+    assert_same(trained(planned, tmp_path, data, options={**options, **planned_options()}, max_steps=2), alone)
+
+
+def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
+    class Before(PlannedTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(PlannerError, match=r"Before\.compute_loss would go before the planned one"):
+        trained(Before, tmp_path, sentences(4), options=planned_options())
+    with pytest.raises(PlannerError, match=r"unknown option 'time_limit' of planner\.compile: choose of accumulate, "):
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(time_limit=3))
+    with pytest.raises(PlannerError, match="what memory Adafactor takes is not known: name the optimizer"):
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), optim="adafactor")
+    with pytest.raises(PlannerError, match="label_smoothing_factor is not planned"):
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
+    with pytest.raises(PlannerError, match="below"):
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB"))

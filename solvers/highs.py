@@ -8,6 +8,7 @@ does not ask (presolve, a long factorisation), and Python's signal handlers keep
 import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -228,7 +229,9 @@ class _Run:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="HiGHS")
         kinds = highspy.cb.HighsCallbackType
-        solver.setCallback(self._called, None)
+        # HiGHS holds the callback, where Python's collector does not see it: a reference back would keep all of a solve.
+        this = weakref.ref(self)
+        solver.setCallback(lambda *told: run._called(*told) if (run := this()) else None, None)
         if is_mip:
             solver.startCallback(kinds.kCallbackMipImprovingSolution)
             solver.startCallback(kinds.kCallbackMipInterrupt)

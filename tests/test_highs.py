@@ -1,5 +1,6 @@
 """What HiGHS is asked and how its answers are read."""
 
+import gc
 import math
 import time
 
@@ -52,6 +53,17 @@ def test_every_status_of_highs_is_mapped() -> None:
     assert OUTCOMES[status.kTimeLimit] is OUTCOMES[status.kInterrupt] is Outcome.STOPPED
     # A failure is never taken for a proof.
     assert {OUTCOMES[s] for s in (status.kUnknown, status.kSolveError, status.kNotset)} == {Outcome.FAILED}
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.5])
+def test_nothing_of_a_solve_stays_in_memory(seconds: float) -> None:
+    told: list[float] = []
+    watch = Watch(on_incumbent=lambda values, objective: told.append(objective) or False)
+    asked = knapsack() if seconds < 1 else knapsack(variables=20)
+    solve_program(asked, time_limit_s=seconds, start=np.zeros(len(asked.cost)), watch=watch)
+    assert told
+    gc.collect()
+    assert not [alive for alive in gc.get_objects() if isinstance(alive, highspy.Highs)]
 
 
 def test_optimum_of_a_0_1_program() -> None:

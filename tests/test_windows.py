@@ -1,5 +1,6 @@
 """The exact solver: known optima, what it promises, and how it stops."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -22,6 +23,7 @@ from graphs.synthetic import (
 )
 from solvers.bounds import least_budget_bound
 from solvers.highs import Outcome, solve_program
+from solvers.memory import give_back, resident_bytes
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, get_solver
 from solvers.result import Progress, Status
@@ -236,6 +238,25 @@ def test_a_stop_before_anything_is_found() -> None:
 
 def test_a_time_limit_that_has_passed() -> None:
     assert solve(training_chain(30), 5, time_limit_s=1e-9).status is Status.LIMIT
+
+
+def test_without_memory_to_grow_there_is_still_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("solvers.windows.search._MOST_BYTES", -1)
+    graph = transformer(TransformerSize(layers=2))
+    budget = int(0.7 * peak_of(graph))
+    result = solve(graph, budget, time_limit_s=3)
+    assert result.schedule is not None
+    assert simulate(graph, result.schedule).peak_bytes <= budget
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not say")
+def test_resident_memory_is_known() -> None:
+    before = resident_bytes()
+    block = np.ones(10_000_000)
+    assert 60_000_000 < resident_bytes() - before < 200_000_000
+    del block
+    give_back()
+    assert resident_bytes() - before < 40_000_000
 
 
 @pytest.mark.parametrize("share", [9, 7, 6])

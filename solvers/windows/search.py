@@ -10,6 +10,7 @@ import numpy as np
 
 from graphs.ir import Graph
 from solvers.highs import Answer, Floats, Option, Outcome, Program, Watch, solve_program
+from solvers.memory import give_back, resident_bytes
 from solvers.result import Progress
 from solvers.windows.chains import build_relaxation
 from solvers.windows.detail import Detail, Model
@@ -23,6 +24,7 @@ _TELL_S = 0.4
 _INNER = 0.8  # a model is solved to this part of the tolerance,
 _CLOSE = 0.05  # or this once the tolerance is reached
 _MOMENT_S = 0.5
+_MOST_BYTES = 2_500_000_000  # that the process may grow by before a relaxation or an ordered model is given up
 # Less strong branching than by default: what looks for schedules wants many nodes rather than a bound.
 _EAGER: dict[str, Option] = {"mip_pscost_minreliable": 1}
 
@@ -63,6 +65,7 @@ class Search:
         self._owner = threading.current_thread()
         self._lock = threading.Lock()
         self._news = False
+        self._began_bytes = resident_bytes()
 
     # The clock.
 
@@ -105,6 +108,10 @@ class Search:
     def enough(self) -> bool:
         """Whether to stop looking for better schedules."""
         return self.stopped() or self.satisfied()
+
+    def crowded(self) -> bool:
+        """Whether the solve has taken as much memory as it may."""
+        return resident_bytes() - self._began_bytes > _MOST_BYTES
 
     def tell(self, activity: str | None = None, *, news: bool = False) -> None:
         """Report progress: at once when there is news, else twice a second."""
@@ -229,8 +236,9 @@ class Search:
             time_limit_s=min(until, self.deadline) - time.monotonic(),
             absolute_gap=(_CLOSE if self.solved() else _INNER) * self.tolerance * OBJECTIVE_SCALE,
             start=start,
-            watch=Watch(should_stop=self.enough, on_incumbent=try_solution, on_bound=on_bound),
+            watch=Watch(should_stop=lambda: self.enough() or self.crowded(), on_incumbent=try_solution, on_bound=on_bound),
         )
+        give_back()
         if is_relaxation:
             if answer.outcome is Outcome.INFEASIBLE:
                 self.infeasible = self.best is None
@@ -264,6 +272,7 @@ class Search:
                 self.tell(f"searching in {len(detail.ends)} windows")
                 model = build_ordered(self.problem, detail)
             answer, closer = self.solve_model(model, until=until, is_relaxation=is_relaxation)
+            in_time = time.monotonic() < until
             if is_relaxation:
                 closer = replace(closer, ordered=detail.ordered)
             if self.solved():
@@ -271,7 +280,9 @@ class Search:
                 return detail, False
             if answer.outcome is not Outcome.OPTIMAL:
                 # The bound of a finer model, which takes longer, would lag behind for long: this one is given more time.
-                return (detail if is_relaxation else closer), answer.outcome is Outcome.INFEASIBLE
+                # Where it was not time that ended it, but memory, more of it is of no use.
+                again = is_relaxation and not in_time
+                return (detail if again else closer), answer.outcome is Outcome.INFEASIBLE
             if closer == detail:
                 return detail, True
             detail = closer

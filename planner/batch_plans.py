@@ -44,6 +44,7 @@ class BatchPlans:
         self._budget = budget
         self._options = dict(options)
         self._steps: OrderedDict[Hashable, train.PlannedStep] = OrderedDict()
+        self._parameters: list[nn.Parameter] = []
 
     def step(
         self, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, optimizer: torch.optim.Optimizer, accumulate: bool
@@ -58,7 +59,9 @@ class BatchPlans:
             PlannerError: that memory is not known; or what ``planner.compile`` raises.
         """
         sizes_matter = not self._options.get("dynamic", False)
-        key = (_kind(batch, sizes_matter=sizes_matter), tuple(p.requires_grad for p in model.parameters()))
+        # This is asked at every step, and finding the parameters of a large model takes milliseconds.
+        self._parameters = self._parameters or list(model.parameters())
+        key = (_kind(batch, sizes_matter=sizes_matter), tuple(p.requires_grad for p in self._parameters))
         if key not in self._steps:
             if self._steps:
                 warn(

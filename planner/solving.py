@@ -13,7 +13,7 @@ from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.reorder import Reordering, in_program_order, reordered
 from solvers.result import Progress, Result, Status
-from solvers.windows.evict import least_evicting_schedule
+from solvers.windows.evict_least import least_evicting_schedule
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})

@@ -9,13 +9,13 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
-from solvers.windows.evict import least_evicting_schedule
+from solvers.windows.evict_least import least_evicting_schedule
 from solvers.windows.loop import run
 from solvers.windows.search import Search
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6
-_SLICE = 0.25  # of the time that is left, for each of them
+_SLICE = 0.25  # of the time that is left, for each of them; and of all of it, for rules of eviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ def least_budget(
     """
     end = time.monotonic() + time_limit_s
     proved = least_budget_bound(graph).budget_bytes
-    best = min((s for s in (store_all(graph), least_evicting_schedule(graph)) if s), key=lambda s: simulate(graph, s).peak_bytes)
+    evicting = least_evicting_schedule(graph, should_stop=lambda: time.monotonic() > end - (1 - _SLICE) * time_limit_s)
+    best = min((s for s in (store_all(graph), evicting) if s), key=lambda s: simulate(graph, s).peak_bytes)
     found = simulate(graph, best).peak_bytes
     refused = proved  # nothing was found here, though it is not proved that there is nothing
     while found - proved > precision * found and time.monotonic() < end and not (should_stop and should_stop()):

@@ -1,24 +1,28 @@
 """Schedules at once, at any budget: run the program, and evict what is cheapest to do without.
 
-An imitation of what dynamic tensor rematerialization does online (Kirisame et al., ICLR 2021), with
-two advantages of a static graph: the next use of every tensor is known (as in Belady's rule for
-caches), and whether a rule works can be tried out.
+An imitation of what dynamic tensor rematerialization does online (Kirisame et al., ICLR 2021), with the advantages
+of a static graph: the next use of every tensor is known (as in Belady's rule for caches), what is missing for an op
+is made again in program order, so that nothing waits in memory for the rest of it, and whether a rule works can be
+tried out.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.errors import ScheduleError
-from graphs.ir import Graph
-from graphs.schedule import Schedule, schedule_of
-from graphs.simulate import simulate
+from graphs.ir import Graph, Phase
 
 _GUIDED = 30.0  # times its rank for what a guide hands on, and one over that for what it does not
+_NEVER = 1 << 60  # the next use of what is not used any more
+_DOOMED_S = 1e9  # cost of what there will be no room to make again
+_ROUNDS = 5  # an op executed so often before the next new one goes round in circles
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +30,17 @@ class Rule:
     """How tensors are ranked: evicted first is the one of least cost^a / (bytes^b x distance^c).
 
     The cost is the time to make it again with what is missing for that; the distance is the number of
-    ops until its next use in the program.
+    ops until its next use in the program, be it by what was evicted and is made of it.
+
+    Attributes:
+        gradients_stay: where there would be no room to make a tensor again beside all gradients that are alive when
+            it is used next, it is evicted last.
     """
 
     cost: float = 1.0
     size: float = 1.0
     distance: float = 1.0
+    gradients_stay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +57,15 @@ class Guide:
 
 
 RULES = (
-    Rule(),
     Rule(distance=0.5),
-    Rule(size=0.5),
+    Rule(distance=0.0),
+    Rule(),
     Rule(cost=0.5),
-    Rule(cost=0.0, size=1.0, distance=1.0),
-    Rule(cost=1.0, size=1.0, distance=0.0),
-    Rule(cost=1.0, size=0.0, distance=1.0),
-    Rule(cost=0.0, size=0.0, distance=1.0),
+    Rule(size=0.5),
+    Rule(size=0.0),
 )
+# Where memory is so scarce that these fail.
+TIGHT_RULES = tuple(replace(rule, gradients_stay=True) for rule in RULES)
 
 
 def evicting_order(
@@ -86,33 +95,6 @@ def evicting_order(
     return _Run(graph, budget_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
 
 
-def least_evicting_schedule(graph: Graph, *, should_stop: Callable[[], bool] | None = None) -> Schedule | None:
-    """The schedule of least peak that some rule finds until `should_stop`; None if none finds any."""
-    best: Schedule | None = None
-    least = simulate(graph, schedule_of(graph, range(len(graph.ops)))).peak_bytes
-    for rule in RULES:
-        low, high = graph.static_bytes, least
-        while high - low > 0.005 * high:
-            budget = (low + high) // 2
-            order = evicting_order(graph, budget, rule, should_stop=should_stop)
-            schedule = None if order is None else schedule_of(graph, order)
-            peak = None if schedule is None else _peak_bytes(graph, schedule)
-            if peak is None:
-                low = budget + 1
-                continue
-            if peak < least:
-                best, least = schedule, peak
-            high = min(budget, peak)
-    return best
-
-
-def _peak_bytes(graph: Graph, schedule: Schedule) -> int | None:
-    try:
-        return simulate(graph, schedule).peak_bytes
-    except ScheduleError:  # it reads what has been written over: eviction does not look at that
-        return None
-
-
 class _FailedError(Exception):
     pass
 
@@ -130,120 +112,193 @@ class _Run:
         should_stop: Callable[[], bool] | None,
     ) -> None:
         self.graph = graph
-        self.free_bytes = budget_bytes - graph.static_bytes
+        self.capacity_bytes = self.free_bytes = budget_bytes - graph.static_bytes
         self.rule = rule
         self.guide = guide
         self.max_executions = max_executions
         self.time_left_s = max_time_s
         self.should_stop = should_stop or (lambda: False)
         self.order: list[int] = []
-        tensors, ops = len(graph.tensors), len(graph.ops)
-        self.size = np.array([t.size_bytes for t in graph.tensors], dtype=np.float64)
-        self.producer: NDArray[np.int64] = np.array(
-            [-1 if t.producer is None else t.producer for t in graph.tensors], dtype=np.int64
-        )
-        self.time: NDArray[np.float64] = np.array([op.time_s for op in graph.ops], dtype=np.float64)
-        self.sized = (self.size + 1.0) ** rule.size / (1.0 if bias is None else bias)
-        self.live = np.zeros(tensors, dtype=bool)
-        self.locks = np.zeros(tensors, dtype=np.int64)
-        self.missing_cost = np.zeros(ops)  # to make again the inputs of each op that are not in memory
-        self.chain = np.zeros(tensors)  # cost of each evicted tensor, as it was when evicted
-        self.evictable = np.array([self._may_be_evicted(t.id) for t in graph.tensors])
-        self.next_use = np.full(tensors, 0, dtype=np.int64)
-        self.uses_left = [list(reversed(readers)) for readers in graph.consumers]
-        for t in range(tensors):
-            self._set_next_use(t)
+        self.done = -1  # the last new op
+        self.rounds: Counter[int] = Counter()  # executions since then
+        self.size = [t.size_bytes for t in graph.tensors]
+        factors = np.ones(len(self.size)) if bias is None else bias
+        self.sized: list[float] = ((np.array(self.size, dtype=np.float64) + 1.0) ** rule.size / factors).tolist()
+        self.producer = [-1 if t.producer is None else t.producer for t in graph.tensors]
+        self.inputs = [[t for t in op.inputs if self.producer[t] >= 0] for op in graph.ops]
+        self.time = [op.time_s for op in graph.ops]
+        self.live: set[int] = set()
+        self.there = [t.producer is None for t in graph.tensors]  # in memory: alive, or static
+        self.next_use = [readers[0] if readers else _NEVER for readers in graph.consumers]
+        self.cost: dict[int, float] = {}
+        self.alone_bytes = [
+            op.workspace_bytes + sum(self.size[t] for t in {*self.inputs[op.id], *op.outputs} - graph.kept) for op in graph.ops
+        ]
+        self.staying_bytes = self._staying_bytes()
 
     def run(self) -> list[int] | None:
         try:
-            for op in self.graph.ops:
-                self.now = op.id
-                self._execute(op.id)
-                for t in op.inputs:
-                    if self.producer[t] >= 0:
-                        self.uses_left[t].pop()
-                        self._set_next_use(t)
-        except (_FailedError, RecursionError):
+            for op in range(len(self.graph.ops)):
+                self.rounds.clear()
+                while missing := self._missing(op):
+                    self._execute(missing[0], self._wanted((*missing[1:], op)))
+                    self._look_ahead(missing[0])
+                self._execute(op, {})
+                self.done = op
+                self._look_ahead(op)
+        except _FailedError:
             return None
         return self.order
 
-    def _may_be_evicted(self, t: int) -> bool:
-        """Kept tensors stay; so does what cannot be made again, while something that reads it may run."""
-        producer = self.graph.tensors[t].producer
-        return producer is not None and t not in self.graph.kept and self.graph.ops[producer].recomputable
+    def _staying_bytes(self) -> list[int]:
+        """For each op what is in memory before it whatever is evicted; with gradients, if those are to stay."""
+        change = [0] * (len(self.graph.ops) + 1)
+        for op in self.graph.ops:
+            for t in op.outputs:
+                readers = self.graph.consumers[t]
+                if t in self.graph.kept:
+                    change[op.id + 1] += self.size[t]
+                elif self.rule.gradients_stay and op.phase is Phase.BACKWARD and readers:
+                    change[op.id + 1] += self.size[t]
+                    change[readers[-1] + 1] -= self.size[t]
+        return list(accumulate(change))
 
-    def _set_next_use(self, t: int) -> None:
-        left = self.uses_left[t]
-        self.next_use[t] = left[-1] if left else len(self.graph.ops) * 4
-        if (
-            not left
-            and self.producer[t] >= 0
-            and t not in self.graph.kept
-            and not any(self.graph.ops[r].recomputable for r in self.graph.consumers[t])
-        ):
-            self.evictable[t] = True  # nothing will read it any more
+    # What there is to do.
 
-    def _execute(self, op_id: int) -> None:
-        op = self.graph.ops[op_id]
-        inputs = [t for t in op.inputs if self.producer[t] >= 0]
-        for t in inputs:
-            self.locks[t] += 1
-        # Those made last first: what they need is then the least likely to be evicted for the others.
-        for t in sorted((t for t in inputs if not self.live[t]), reverse=True):
-            if not self.live[t]:
-                self._execute(int(self.producer[t]))
-        # Making one input may have had to evict nothing that is locked, so all are here now.
-        self.order.append(op_id)
+    def _missing(self, op: int) -> list[int]:
+        """Ops to execute again before `op`, in program order."""
+        found: set[int] = set()
+        stack = [self.producer[t] for t in self.inputs[op] if not self.there[t]]
+        while stack:
+            i = stack.pop()
+            if i not in found:
+                found.add(i)
+                stack.extend(self.producer[t] for t in self.inputs[i] if not self.there[t])
+        return sorted(found)
+
+    def _wanted(self, ops: tuple[int, ...]) -> dict[int, int]:
+        """For each tensor that `ops` read, the place of the first of them."""
+        wanted: dict[int, int] = {}
+        for place, op in enumerate(ops):
+            for t in self.inputs[op]:
+                wanted.setdefault(t, place)
+        return wanted
+
+    def _execute(self, i: int, wanted: dict[int, int]) -> None:
+        """Execute op `i`, whose inputs are there, while `wanted` is wanted soon."""
+        op = self.graph.ops[i]
+        self.rounds[i] += 1
         self.time_left_s -= op.time_s
-        if len(self.order) > self.max_executions or self.time_left_s < 0.0 or self.should_stop():
+        if len(self.order) >= self.max_executions or self.rounds[i] > _ROUNDS or self.time_left_s < 0.0 or self.should_stop():
             raise _FailedError
-        outputs_bytes = sum(self.graph.tensors[t].size_bytes for t in op.outputs)
         for t in op.outputs:
-            if self.live[t] and t not in self.graph.kept:
-                self._drop(t, 0.0)  # made again anyway
-        self._make_room(outputs_bytes + op.workspace_bytes)
-        for t in op.outputs:
-            if not self.live[t]:
-                self.live[t] = True
-                self.free_bytes -= self.graph.tensors[t].size_bytes
-                if self.chain[t]:
-                    for reader in self.graph.consumers[t]:
-                        self.missing_cost[reader] -= self.chain[t]
-                    self.chain[t] = 0.0
-        for t in inputs:
-            self.locks[t] -= 1
+            if self.there[t] and t not in self.graph.kept:
+                self._drop(t)  # made again anyway
+        new = [t for t in op.outputs if not self.there[t]]
+        needed = op.workspace_bytes + sum(self.size[t] for t in new)
+        if self.free_bytes < needed:
+            self._make_room(needed, i, wanted)
+        self.order.append(i)
+        for t in new:
+            self.there[t] = True
+            self.live.add(t)
+            self.free_bytes -= self.size[t]
 
-    def _make_room(self, wanted_bytes: int) -> None:
-        while self.free_bytes < wanted_bytes:
-            candidates = np.flatnonzero(self.live & self.evictable & (self.locks == 0))
-            if not len(candidates):
+    # What to evict.
+
+    def _make_room(self, needed_bytes: int, i: int, wanted: dict[int, int]) -> None:
+        """Evict until there is room beside the inputs of op `i`: first what is not `wanted`, then what is wanted last."""
+        others, soon = [], []
+        for t in sorted(self.live.difference(self.inputs[i])):
+            if self._stays(t):
+                continue
+            if t in wanted:
+                soon.append(t)
+            elif self.next_use[t] == _NEVER:
+                self._drop(t)
+            else:
+                self.cost[t] = self._cost(t)
+                others.append((self._rank(t), t))
+        heapify(others)
+        while self.free_bytes < needed_bytes and others:
+            rank, t = others[0]
+            cost = self._cost(t)
+            if cost > self.cost[t]:  # for what has gone since
+                self.cost[t] = cost
+                if (now := self._rank(t)) > rank:
+                    heapreplace(others, (now, t))
+                    continue
+            heappop(others)
+            self._drop(t)
+        soon.sort(key=wanted.__getitem__)
+        while self.free_bytes < needed_bytes:
+            if not soon:
                 raise _FailedError
-            producer = self.producer[candidates]
-            cost = self.time[producer] + np.maximum(self.missing_cost[producer], 0.0) + 1e-9
-            distance = np.maximum(self.next_use[candidates] - self.now, 1)
-            rule = self.rule
-            rank = (
-                self._worth(candidates)
-                * cost**rule.cost
-                / (self.sized[candidates] * distance.astype(np.float64) ** rule.distance)
-            )
-            order = np.argsort(rank)
-            for i in order[: max(1, len(order) // 50)]:
-                self._drop(int(candidates[i]), float(cost[i]))
-                if self.free_bytes >= wanted_bytes:
-                    break
+            self._drop(soon.pop())
 
-    def _worth(self, candidates: NDArray[np.int64]) -> NDArray[np.float64] | float:
-        """What the guide says on keeping each of `candidates`."""
+    def _stays(self, t: int) -> bool:
+        """Kept tensors do; so does what cannot be made again, while something that reads it may run."""
+        ops, readers = self.graph.ops, self.graph.consumers[t]
+        if t in self.graph.kept:
+            return True
+        if ops[self.producer[t]].recomputable or not readers:
+            return False
+        return readers[-1] > self.done or any(ops[r].recomputable for r in readers)
+
+    def _rank(self, t: int) -> float:
+        rule = self.rule
+        distance = max(1, self.next_use[t] - self.done)
+        return self._worth(t) * math.pow(self.cost[t], rule.cost) / (self.sized[t] * math.pow(distance, rule.distance))
+
+    def _worth(self, t: int) -> float:
+        """What the guide says on keeping a tensor."""
         if self.guide is None:
             return 1.0
-        window = bisect_left(self.guide.ends, self.now)
-        soon = np.where(self.next_use[candidates] <= self.guide.ends[window], 1.0, 1.0 / _GUIDED)
-        return np.where(self.guide.handed[window, candidates], _GUIDED, soon)
+        window = bisect_left(self.guide.ends, self.done + 1)
+        if self.guide.handed[window, t]:
+            return _GUIDED
+        return 1.0 if self.next_use[t] <= self.guide.ends[window] else 1.0 / _GUIDED
 
-    def _drop(self, t: int, cost: float) -> None:
-        self.live[t] = False
-        self.free_bytes += self.graph.tensors[t].size_bytes
-        self.chain[t] = cost
-        for reader in self.graph.consumers[t]:
-            self.missing_cost[reader] += cost
+    def _cost(self, t: int) -> float:
+        """Seconds to make a tensor again, with what is missing for that."""
+        total = 1e-9
+        staying_bytes = self.staying_bytes[min(self.next_use[t], len(self.time))]
+        found = {self.producer[t]}
+        stack = [self.producer[t]]
+        while stack:
+            i = stack.pop()
+            total += self.time[i]
+            if self.alone_bytes[i] + staying_bytes > self.capacity_bytes:
+                return _DOOMED_S
+            for u in self.inputs[i]:
+                if not self.there[u] and (producer := self.producer[u]) not in found:
+                    found.add(producer)
+                    stack.append(producer)
+        return total
+
+    # When tensors are used next: by a new op, or to make again what is not there.
+
+    def _drop(self, t: int) -> None:
+        self.live.discard(t)
+        self.there[t] = False
+        self.free_bytes += self.size[t]
+        use = self.next_use[t]
+        stack = [t]
+        while stack:
+            for u in self.inputs[self.producer[stack.pop()]]:
+                if self.next_use[u] > use:
+                    self.next_use[u] = use
+                    if not self.there[u]:
+                        stack.append(u)
+
+    def _look_ahead(self, op: int) -> None:
+        """Find the next use of what `op` reads, now that it has been executed; all of it is there."""
+        for t in self.inputs[op]:
+            readers = self.graph.consumers[t]
+            old = bisect_right(readers, self.done)
+            use = readers[old] if old < len(readers) else _NEVER
+            for reader in readers[:old]:
+                for u in self.graph.ops[reader].outputs:
+                    if not self.there[u]:
+                        use = min(use, self.next_use[u])
+            self.next_use[t] = use

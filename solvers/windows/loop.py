@@ -7,7 +7,8 @@ import numpy as np
 
 from solvers.registry import get_solver
 from solvers.windows.detail import Detail
-from solvers.windows.evict import RULES, evicting_order, least_evicting_schedule
+from solvers.windows.evict import RULES, TIGHT_RULES, evicting_order
+from solvers.windows.evict_least import least_evicting_schedule
 from solvers.windows.expand import late_writers, order_of
 from solvers.windows.finder import Finder
 from solvers.windows.problem import OBJECTIVE_SCALE
@@ -18,6 +19,7 @@ from solvers.windows.states import shortest
 _FIRST_SLICE_S = 2.0  # for the relaxation in the first round
 _LONGER = 3.0  # times as long in each further one: a model that was stopped begins anew
 _FEW = 4.0  # times the ops of the graph: what a rule of eviction may execute while nothing else looks for schedules
+_FIRST_RULES_S = 1.0  # for all of them
 _EVICTION_S = 20.0  # for rules of eviction while something else does
 _IMITATED = ("checkpoint_blocks", "sac-attention", "sac", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy")
 _IMITATION_S = 4.0  # for all of these
@@ -36,10 +38,12 @@ def run(search: Search) -> None:
     if search.solved():
         return
     detail, _ = search.refine(coarse, _FIRST_SLICE_S, is_relaxation=True)
+    until = search.seconds + _FIRST_RULES_S
     for rule in RULES:
         if search.solved() or search.stopped():
             return
-        _offer(search, evicting_order(search.problem.graph, search.budget_bytes, rule, max_factor=_FEW))
+        if search.seconds < until:
+            _offer(search, evicting_order(search.problem.graph, search.budget_bytes, rule, max_factor=_FEW))
     finder = Finder(search, coarse, detail)
     errors: list[Exception] = []
 
@@ -79,7 +83,7 @@ def _evict(search: Search) -> None:
         search.tell()
         return search.best is not None or search.seconds > until or search.stopped()
 
-    for rule in RULES:
+    for rule in (*RULES, *TIGHT_RULES):
         if should_stop():
             return
         _offer(search, evicting_order(graph, search.budget_bytes, rule, should_stop=should_stop))

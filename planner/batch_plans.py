@@ -1,6 +1,5 @@
 """Plans inside somebody else's training loop: one for each kind of batch that comes, and the optimizer the loop has."""
 
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from inspect import Parameter, signature
 from typing import Any
@@ -12,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from graphs.errors import PlannerError
 from graphs.trace import LossFn
-from graphs.trace_signature import Batch
+from graphs.trace_signature import Batch, leaves
 from planner import train
+from planner.last_used import LastUsed
 
 _MOST_PLANS = 32
 _OPTIONS = {p.name for p in signature(train.compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - {"budget"}
@@ -43,7 +43,7 @@ class BatchPlans:
         self.last: train.PlannedStep | None = None
         self._budget = budget
         self._options = dict(options)
-        self._steps: OrderedDict[Hashable, train.PlannedStep] = OrderedDict()
+        self._steps: LastUsed[Hashable, train.PlannedStep] = LastUsed(self._options.get("max_plans", _MOST_PLANS))
         self._parameters: list[nn.Parameter] = []
 
     def step(
@@ -62,23 +62,24 @@ class BatchPlans:
         # This is asked at every step, and finding the parameters of a large model takes milliseconds.
         self._parameters = self._parameters or list(model.parameters())
         key = (_kind(batch, sizes_matter=sizes_matter), tuple(p.requires_grad for p in self._parameters))
-        if key not in self._steps:
-            if self._steps:
-                warn(
-                    f"planning again, for {_shapes(batch)}: batches of one size need one plan (pad them, drop the last), "
-                    "batches of many sizes dynamic=True",
-                    stacklevel=2,
-                )
-            options = {"accumulate": accumulate, **self._options}
-            if "optimizer" not in options:
-                options["optimizer"] = optimizer_kind(optimizer)
-            self._steps[key] = train.compile(model, loss_fn, batch, budget=self._budget, **options)
-            self._budget = self._steps[key].plan.budget_bytes  # where it is a share, of the first batch's peak
-        self._steps.move_to_end(key)
-        while len(self._steps) > self._options.get("max_plans", _MOST_PLANS):
-            self._steps.popitem(last=False)
-        self.last = self._steps[key]
+        self.last = self._steps.use(key, lambda: self._made(model, loss_fn, batch, optimizer, accumulate=accumulate))
         return self.last
+
+    def _made(
+        self, model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: torch.optim.Optimizer, *, accumulate: bool
+    ) -> train.PlannedStep:
+        if self.last:
+            warn(
+                f"planning again, for {_shapes(batch)}: batches of one size need one plan (pad them, drop the last), "
+                "batches of many sizes dynamic=True",
+                stacklevel=4,
+            )
+        options = {"accumulate": accumulate, **self._options}
+        if "optimizer" not in options:
+            options["optimizer"] = optimizer_kind(optimizer)
+        made = train.compile(model, loss_fn, batch, budget=self._budget, **options)
+        self._budget = made.plan.budget_bytes  # where it is a share, of the first batch's peak
+        return made
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
@@ -113,4 +114,4 @@ def _kind(batch: Batch, *, sizes_matter: bool) -> Hashable:
 
 
 def _shapes(batch: Batch) -> str:
-    return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    return ", ".join(str(list(leaf.shape)) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -5,7 +5,6 @@ another size runs within the budget already. Nothing but shapes is captured at t
 of a program, and differ. Schedules are solved for sizes rounded up, and serve every size below.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,6 +18,7 @@ from graphs.simulate import simulate
 from graphs.trace_signature import Batch
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import measure
+from planner.last_used import LastUsed
 from planner.solving import summarize
 from planner.train import Compiler, PlannedStep
 from planner.varying import Shapes, Varying, shapes_of
@@ -81,13 +81,12 @@ class DynamicStep(PlannedStep):
         self._compiler = compiler
         self._batch = batch
         self._graph = profiled.graph
-        self._max_plans = max_plans
         self._budget_bytes = first.plan.budget_bytes
         self._varying = Varying.of(shapes_of(batch))
         self._fit: Fit | None = None
-        self._schedules: OrderedDict[Sizes, Plan | None] = OrderedDict()
-        self._steps: OrderedDict[Shapes, tuple[PlannedStep, SizedPlan]] = OrderedDict()
-        self._keep(batch, first, ())
+        self._schedules: LastUsed[Sizes, Plan | None] = LastUsed(max_plans)
+        self._steps: LastUsed[Shapes, tuple[PlannedStep, SizedPlan]] = LastUsed(max_plans)
+        self._steps.use(shapes_of(batch), lambda: self._timed(batch, first, ()))
 
     @property
     def plans(self) -> tuple[SizedPlan, ...]:
@@ -103,12 +102,7 @@ class DynamicStep(PlannedStep):
             MismatchError: batches differ in more than two sizes, or the step's ops change with them.
         """
         batch: Batch = kwargs or args
-        shapes = shapes_of(batch)
-        if shapes not in self._steps:
-            self._learn(shapes)
-            self._plan(batch)
-        self._steps.move_to_end(shapes)
-        step, sized = self._steps[shapes]
+        step, sized = self._steps.use(shapes_of(batch), lambda: self._made(batch))
         self.plan, self.measured, self._run = sized.plan, step.measured, step._run
         return super().__call__(*args, **kwargs)
 
@@ -131,10 +125,11 @@ class DynamicStep(PlannedStep):
     def _profiled(self, batch: Batch) -> Graph:
         return self._compiler.profile(self._compiler.capture(batch), batch).graph
 
-    def _plan(self, batch: Batch) -> None:
-        """Make and keep the step for the sizes of `batch`."""
-        assert self._fit is not None
+    def _made(self, batch: Batch) -> tuple[PlannedStep, SizedPlan]:
+        """The step for the sizes of `batch`."""
         shapes = shapes_of(batch)
+        self._learn(shapes)
+        assert self._fit is not None
         sizes = self._varying.sizes(shapes)
         captured = self._compiler.capture_shapes(batch)
         if not same_ops(captured.graph, self._graph):
@@ -144,40 +139,31 @@ class DynamicStep(PlannedStep):
             )
         captured = replace(captured, graph=_at_least(self._fit.graph(sizes), captured.graph))
         upper = tuple(map(rounded_up, sizes))
-        plan = self._solved(upper)
+        plan = self._schedules.use(upper, lambda: self._solved(upper))
         here = None if plan is None else _on(captured.graph, plan)
         try:
             if here is not None and here.peak_bytes <= self._budget_bytes:
-                self._keep(batch, self._compiler.reuse(captured, batch, here, captured.graph), upper)
-                return
+                return self._timed(batch, self._compiler.reuse(captured, batch, here, captured.graph), upper)
         except BudgetError:
             pass  # measured above what was predicted: solved for as much less
         try:
-            self._keep(batch, self._compiler.solve(captured, batch, self._budget_bytes), sizes)
+            return self._timed(batch, self._compiler.solve(captured, batch, self._budget_bytes), sizes)
         except (InfeasibleError, LimitError) as error:
             raise type(error)(f"for a batch of {_inputs(captured.graph)}: {error}") from error
 
     def _solved(self, sizes: Sizes) -> Plan | None:
         """The plan for `sizes`; None where none is found."""
         assert self._fit is not None
-        if sizes not in self._schedules:
-            try:
-                self._schedules[sizes] = self._compiler.solved(self._fit.graph(sizes), self._budget_bytes)
-            except (InfeasibleError, LimitError):
-                self._schedules[sizes] = None
-        self._schedules.move_to_end(sizes)
-        while len(self._schedules) > self._max_plans:
-            self._schedules.popitem(last=False)
-        return self._schedules[sizes]
+        try:
+            return self._compiler.solved(self._fit.graph(sizes), self._budget_bytes)
+        except (InfeasibleError, LimitError):
+            return None
 
-    def _keep(self, batch: Batch, step: PlannedStep, solved_for: Sizes) -> None:
+    def _timed(self, batch: Batch, step: PlannedStep, solved_for: Sizes) -> tuple[PlannedStep, SizedPlan]:
         model = self._compiler.wrapper.module
         with measure.unchanged(model, batch):
             times = measure.median_times({"step": step}, batch, parameters=list(model.parameters()), repeats=3)
-        shapes = shapes_of(batch)
-        self._steps[shapes] = step, SizedPlan(shapes, solved_for, step.plan, times["step"])
-        while len(self._steps) > self._max_plans:
-            self._steps.popitem(last=False)
+        return step, SizedPlan(shapes_of(batch), solved_for, step.plan, times["step"])
 
 
 def rounded_up(size: int) -> int:

@@ -1,0 +1,28 @@
+"""Values that are kept while they are used."""
+
+import pytest
+
+from planner.last_used import LastUsed
+
+
+def test_the_one_used_longest_ago_goes_first() -> None:
+    kept: LastUsed[str, str] = LastUsed(2)
+    made: list[str] = []
+
+    def use(key: str) -> str:
+        return kept.use(key, lambda: made.append(key) or key.upper())
+
+    assert [use(key) for key in "abacab"] == list("ABACAB")
+    assert made == ["a", "b", "c", "b"]
+    assert kept.values() == ("A", "B")
+    assert "c" not in kept
+
+
+def test_what_could_not_be_made_leaves_nothing_behind() -> None:
+    kept: LastUsed[str, float] = LastUsed(1)
+    kept.use("a", lambda: 1.0)
+    with pytest.raises(ZeroDivisionError):
+        kept.use("b", lambda: 1 / 0)
+    assert kept.values() == (1.0,)
+    kept.clear()
+    assert kept.values() == ()

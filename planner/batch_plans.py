@@ -14,13 +14,14 @@ from graphs.trace import LossFn
 from graphs.trace_signature import Batch, leaves
 from planner import train
 from planner.last_used import LastUsed
+from planner.wrappers import Plain, unwrap
 
 _MOST_PLANS = 32
 _OPTIONS = {p.name for p in signature(train.compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - {"budget"}
 
 
 class BatchPlans:
-    """Makes a plan when a batch of new sizes first comes, and keeps the last of them.
+    """Makes a plan when a batch of new sizes first comes to a model, and keeps the last of them.
 
     With ``dynamic=True`` among the options there is one step, which sees to the sizes itself.
 
@@ -28,45 +29,53 @@ class BatchPlans:
         last: the step that was used last; None before the first batch.
     """
 
-    def __init__(self, budget: str | int, options: Mapping[str, Any]) -> None:
-        """What every plan is made with.
+    def __init__(self, model: nn.Module | Plain, budget: str | int, options: Mapping[str, Any]) -> None:
+        """What every plan is made for, and with.
 
         Args:
-            budget: as in ``planner.compile``.
+            model, budget: as in ``planner.compile``.
             options: its other keyword arguments.
 
         Raises:
-            PlannerError: an option is unknown.
+            TraceError: the model is wrapped in a way that is not planned.
         """
-        if unknown := options.keys() - _OPTIONS:
-            raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose of {', '.join(sorted(_OPTIONS))}")
         self.last: train.PlannedStep | None = None
+        self._wrapper = unwrap(model)
         self._budget = budget
         self._options = dict(options)
         self._steps: LastUsed[Hashable, train.PlannedStep] = LastUsed(self._options.get("max_plans", _MOST_PLANS))
-        self._parameters: list[nn.Parameter] = []
+        self._parameters = list(self._wrapper.module.parameters())
 
     def step(
-        self, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, optimizer: torch.optim.Optimizer, accumulate: bool
+        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: torch.optim.Optimizer, accumulate: bool
     ) -> train.PlannedStep:
-        """The step for `batch`.
+        """The step for `batch`. Where several processes train, all call this, with batches of the same sizes.
 
         Args:
-            model, loss_fn, accumulate: as in ``planner.compile``, the same in every call.
+            loss_fn, accumulate: as in ``planner.compile``, the same in every call.
             optimizer: whose memory counts, unless the options name another.
 
         Raises:
-            PlannerError: that memory is not known; or what ``planner.compile`` raises.
+            PlannerError: that memory is not known, or the processes' batches differ; or what ``planner.compile`` raises.
         """
         sizes_matter = not self._options.get("dynamic", False)
-        # This is asked at every step, and finding the parameters of a large model takes milliseconds.
-        self._parameters = self._parameters or list(model.parameters())
         key = (_kind(batch, sizes_matter=sizes_matter), tuple(p.requires_grad for p in self._parameters))
-        self.last = self._steps.use(key, lambda: self._made(model, loss_fn, batch, optimizer, accumulate=accumulate))
+        self._check_same(key, batch)
+        self.last = self._steps.use(key, lambda: self._made(loss_fn, batch, optimizer, accumulate=accumulate))
         return self.last
 
+    def _check_same(self, key: Hashable, batch: Batch) -> None:
+        """A process that planned on its own would wait for the others for ever."""
+        ranks = self._wrapper.ranks
+        if not ranks.same(key):
+            found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_shapes(batch))))
+            raise PlannerError(
+                f"the batches of the processes differ ({found}), but one plan is for all of them: pad to one length, and drop "
+                "the last batch"
+            )
+
     def _made(
-        self, model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: torch.optim.Optimizer, *, accumulate: bool
+        self, loss_fn: LossFn | None, batch: Batch, optimizer: torch.optim.Optimizer, *, accumulate: bool
     ) -> train.PlannedStep:
         if self.last:
             warn(
@@ -77,9 +86,19 @@ class BatchPlans:
         options = {"accumulate": accumulate, **self._options}
         if "optimizer" not in options:
             options["optimizer"] = optimizer_kind(optimizer)
-        made = train.compile(model, loss_fn, batch, budget=self._budget, **options)
+        made = train.compile(self._wrapper, loss_fn, batch, budget=self._budget, **options)
         self._budget = made.plan.budget_bytes  # where it is a share, of the first batch's peak
         return made
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Whether ``planner.compile`` has these keyword arguments besides the budget.
+
+    Raises:
+        PlannerError: it has not.
+    """
+    if unknown := options.keys() - _OPTIONS:
+        raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose of {', '.join(sorted(_OPTIONS))}")
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Trainer
 
 from graphs.errors import PlannerError
-from planner.batch_plans import BatchPlans
+from planner.batch_plans import BatchPlans, check_options
 from planner.train import PlannedStep
 
 
@@ -36,13 +36,16 @@ class PlannedTrainerMixin:
                 f"{type(self).__name__}.compute_loss would go before the planned one: write it in a class behind "
                 "PlannedTrainerMixin, class Planned(PlannedTrainerMixin, YourTrainer)"
             )
-        self._plans = BatchPlans(budget, plan_options or {})
+        check_options(plan_options or {})
+        self._budget, self._options = budget, plan_options or {}
+        self._planned_model: nn.Module | None = None
+        self._plans: BatchPlans | None = None
         super().__init__(*args, **kwargs)
 
     @property
     def planned(self) -> PlannedStep | None:
         """The step that was used last, with its plan; None before the first batch."""
-        return self._plans.last
+        return None if self._plans is None else self._plans.last
 
     def compute_loss(
         self,
@@ -77,9 +80,12 @@ class PlannedTrainerMixin:
 
     def _loss(self, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: dict[str, Any]) -> Any:
         this: Any = self
+        if self._plans is None or model is not self._planned_model:  # the trainer makes another for another run
+            self._plans = None
+            self._planned_model, self._plans = model, BatchPlans(model, self._budget, self._options)
         optimizer = getattr(this.optimizer, "optimizer", this.optimizer)  # without the wrapper of Accelerate
         accumulate = this.args.gradient_accumulation_steps > 1
-        return self._plans.step(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate)(**batch)
+        return self._plans.step(loss_fn, batch, optimizer=optimizer, accumulate=accumulate)(**batch)
 
 
 class PlannedTrainer(PlannedTrainerMixin, Trainer):

@@ -1,17 +1,19 @@
 """Training by a plan in PyTorch Lightning."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from graphs.errors import PlannerError, TraceError
-from planner.batch_plans import BatchPlans
+from planner.batch_plans import BatchPlans, check_options
 from planner.measure import unchanged
 from planner.train import PlannedStep
+from planner.wrappers import InReplicated
 
 try:
     from lightning import pytorch as pl
@@ -38,27 +40,35 @@ class PlannedTraining(pl.Callback):
         Raises:
             PlannerError: an option is unknown.
         """
-        self._plans = BatchPlans(budget, options)
+        check_options(options)
+        self._budget, self._options = budget, options
+        self._plans: BatchPlans | None = None
 
     @property
     def planned(self) -> PlannedStep | None:
         """The step that was used last, with its plan; None before the first batch."""
-        return self._plans.last
+        return None if self._plans is None else self._plans.last
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Put the planned step in the place of ``training_step``.
+        """Put the planned step in the place of ``training_step``; under DDP, that is inside the wrapper's forward pass.
 
         Raises:
-            PlannerError: the module optimizes by hand, or trains in several processes.
+            PlannerError: the module optimizes by hand, or its strategy is not planned.
         """
         if not pl_module.automatic_optimization:
             raise PlannerError("a module with automatic_optimization=False is not planned: use planner.compile in training_step")
-        if trainer.strategy.model is not pl_module:
+        step, trained = _Step(pl_module), trainer.strategy.model
+        if trained is pl_module:
+            plans = BatchPlans(step, self._budget, self._options)
+        elif isinstance(trained, DistributedDataParallel):
+            plans = BatchPlans(InReplicated(step, trained), self._budget, self._options)
+        else:
             raise PlannerError(
-                f"strategy {type(trainer.strategy).__name__} is not planned: use a single device, or planner.compile with "
-                "DistributedDataParallel in a loop of your own"
+                f"strategy {type(trainer.strategy).__name__} is not planned: use a single device or strategy='ddp', or "
+                "planner.compile with fully_shard in a loop of your own"
             )
-        self._replace(trainer, pl_module)
+        self._plans = plans
+        vars(pl_module)["training_step"] = _planned(step, plans, trainer)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leave the module as it was."""
@@ -68,21 +78,21 @@ class PlannedTraining(pl.Callback):
         """Leave the module as it was."""
         vars(pl_module).pop("training_step", None)
 
-    def _replace(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        step = _Step(pl_module)
 
-        def training_step(batch: Any, batch_idx: int) -> Any:
-            with step.recording():
-                options = step.options_of_logs(batch)
-                planned = self._plans.step(
-                    step, None, (batch,), optimizer=trainer.optimizers[0], accumulate=trainer.accumulate_grad_batches > 1
-                )
-            returned = planned(batch)
-            for name, value in returned.pop(_LOGGED).items():
-                pl_module.log(name, value, **options[name])
-            return returned if returned.keys() > {"loss"} else returned["loss"]
+def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callable[[Any, int], Any]:
+    """What stands for the ``training_step`` of a module."""
 
-        vars(pl_module)["training_step"] = training_step
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        with step.recording():
+            options = step.options_of_logs(batch)
+            accumulate = trainer.accumulate_grad_batches > 1
+            planned = plans.step(None, (batch,), optimizer=trainer.optimizers[0], accumulate=accumulate)
+        returned = planned(batch)
+        for name, value in returned.pop(_LOGGED).items():
+            step.module.log(name, value, **options[name])
+        return returned if returned.keys() > {"loss"} else returned["loss"]
+
+    return training_step
 
 
 class _Step(nn.Module):

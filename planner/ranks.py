@@ -1,9 +1,12 @@
 """The processes that train a model together: what one of them finds is all's, and so is an error."""
 
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from graphs.errors import PlannerError
 
@@ -20,6 +23,14 @@ class Alone:
     def first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
         """What `make` makes; there is nobody to share it with."""
         return make()
+
+    def same(self, value: object) -> bool:
+        """Whether all processes call this with equal values, which are told apart by their ``repr``."""
+        return True
+
+    def gather(self, value: T) -> list[T]:
+        """The values that the processes call this with, that of rank 0 first."""
+        return [value]
 
 
 class Ranks(Alone):
@@ -51,10 +62,25 @@ class Ranks(Alone):
             made, error = _tried(lambda: adopt(shared))
         return self._agreed(made, error)
 
+    def same(self, value: object) -> bool:
+        """Whether all processes call this with equal values, which are told apart by their ``repr``.
+
+        Asked before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
+        """
+        digest = int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest())
+        extremes = torch.tensor([digest, -digest], device=_get_object_coll_device(self._group))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        return extremes.sum().item() == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The values that the processes call this with, that of rank 0 first."""
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
     def _agreed(self, made: tuple[()] | tuple[T], error: Exception | None) -> T:
         """What was made, where all ranks made theirs."""
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, None if error is None else _told(error), group=self._group)
+        told = self.gather(None if error is None else _told(error))
         if error is not None:
             raise error
         for rank, failed in enumerate(told):

@@ -76,7 +76,7 @@ class PlannedStep:
 
 
 def compile(  # noqa: A001
-    model: nn.Module,
+    model: nn.Module | Plain,
     loss_fn: LossFn | None,
     batch: Batch,
     *,
@@ -102,7 +102,8 @@ def compile(  # noqa: A001
     profiles and solves, the others get its plan, and an error on one is raised on all.
 
     Args:
-        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own.
+        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own. A
+            model may come with how it is wrapped (``planner.wrappers``), where its own type does not say so.
         budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
             inputs, gradients and optimizer state included.
         solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``.
@@ -142,7 +143,7 @@ def compile(  # noqa: A001
         def find_or_make() -> PlannedStep:
             if plans is None:
                 return make()
-            path = plans.path({"budget": budget, **_made_for(captured, model), **solved.keywords})
+            path = plans.path({"budget": budget, **_made_for(captured, wrapper.module), **solved.keywords})
             kept = plans.load(path)
             if kept is not None:
                 try:

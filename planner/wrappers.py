@@ -81,6 +81,18 @@ class Replicated(Plain):
         return step
 
 
+class InReplicated(Replicated):
+    """A step that is called inside the forward pass of ``DistributedDataParallel``, whatever that calls in the end."""
+
+    def __init__(self, step: nn.Module, model: DistributedDataParallel) -> None:
+        super().__init__(model)
+        self.module = step
+
+    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+        """`executor` itself: the wrapper's forward pass is around it."""
+        return executor
+
+
 class Sharded(Plain):
     """A model under ``fully_shard`` (FSDP2). All parameters are gathered before the step, and sharded again behind it."""
 
@@ -140,17 +152,23 @@ class Sharded(Plain):
             unit.unshard()
 
 
-def unwrap(model: nn.Module) -> Plain:
-    """How `model` is trained.
+def unwrap(model: nn.Module | Plain) -> Plain:
+    """How `model` is trained, if it does not say so itself.
 
     Raises:
         TraceError: it is wrapped in a way that is not planned; says what is.
     """
+    if isinstance(model, Plain):
+        return model
     if isinstance(model, DistributedDataParallel):
         return Replicated(model)
     if isinstance(model, FSDPModule):
         return Sharded(model)
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+    if isinstance(model, nn.DataParallel):
+        raise TraceError("DataParallel is not planned: start a process for each device (torchrun), with DistributedDataParallel")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise TraceError("FullyShardedDataParallel (FSDP1) is not planned: use fully_shard (FSDP2), or DistributedDataParallel")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TraceError("parts of the model are sharded, but not the model itself: call fully_shard(model) after its blocks")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise TraceError("the parameters of the model are DTensors: plan the model before, or shard it with fully_shard")

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceErr
 from planner import train
 from planner.measure import measure_memory
 from planner.wrappers import unwrap
+from tests.processes import on_two
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -198,6 +198,9 @@ def check_fsdp2(rank: int) -> None:
     fully_shard(blocks.blocks[0])
     with pytest.raises(TraceError, match=r"parts of the model are sharded, .* call fully_shard\(model\) after its blocks"):
         planner.compile(blocks, F.cross_entropy, batch, budget="1GB")
+    old = FullyShardedDataParallel(Block(32), device_id=torch.device("cpu"))
+    with pytest.raises(TraceError, match=r"FSDP1\) is not planned: use fully_shard"):
+        planner.compile(old, F.cross_entropy, batch, budget="1GB")
     half = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with pytest.raises(TraceError, match=r"mixed precision policy is not planned: use torch.autocast around the step"):
         planner.compile(half, F.cross_entropy, batch, budget="1GB")
@@ -209,14 +212,6 @@ def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert_trains_as(eager, planned, lambda x, y: F.cross_entropy(compiled(x), y), batch_of(rank))
 
 
-def worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100))
-    for check in checks:
-        check(rank)
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "checks",
     [
@@ -226,9 +221,11 @@ def worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> 
     ids=["ddp", "fsdp2"],
 )
 def test_two_processes_train_by_one_plan(checks: tuple[Callable[[int], None], ...], tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(worker, (checks, str(tmp_path / "store")), nprocs=2)
+    on_two(checks, tmp_path)
 
 
 def test_one_process_is_left_alone() -> None:
     model = Net()
     assert unwrap(model).module is model
+    with pytest.raises(TraceError, match="DataParallel is not planned: start a process for each device"):
+        unwrap(nn.DataParallel(model))

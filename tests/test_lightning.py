@@ -1,9 +1,7 @@
 """Training by a plan in PyTorch Lightning: what is logged and learnt equals that without a plan."""
 
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 from graphs.errors import PlannerError, TraceError  # noqa: E402
 from planner.lightning import PlannedTraining  # noqa: E402
@@ -84,7 +84,9 @@ def batches(count: int) -> DataLoader:
     return DataLoader(made, batch_size=None)
 
 
-def trained(module: Any, folder: Path, *callbacks: Any, **more: Any) -> tuple[Any, list[dict[str, float]]]:
+def trained(
+    module: Any, folder: Path, *callbacks: Any, data: tuple[DataLoader, ...] | None = None, **more: Any
+) -> tuple[Any, list[dict[str, float]]]:
     recorder = Recorder()
     options = {
         "max_epochs": 2,
@@ -96,7 +98,7 @@ def trained(module: Any, folder: Path, *callbacks: Any, **more: Any) -> tuple[An
     options = {**options, "enable_model_summary": False, "log_every_n_steps": 1, "gradient_clip_val": 1.0, **more}
     trainer = pl.Trainer(default_root_dir=folder, callbacks=[*callbacks, recorder], **options)
     torch.manual_seed(5)
-    trainer.fit(module, batches(3), batches(1))
+    trainer.fit(module, *((batches(3), batches(1)) if data is None else data))
     return module, recorder.logged
 
 
@@ -159,14 +161,23 @@ def test_what_cannot_be_planned_is_said(make: type, kind: type, message: str, tm
     assert module.log.__func__ is pl.LightningModule.log
 
 
+class Wrapping(SingleDeviceStrategy):
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self.model = nn.DataParallel(self.model)
+
+
 def test_other_strategies_are_refused(tmp_path: Path) -> None:
-    try:
-        # Lightning leaves in the environment what says that this is one of several processes.
-        with mock.patch.dict(os.environ), pytest.raises(PlannerError, match="strategy DDPStrategy is not planned"):
-            trained(Module(), tmp_path, PlannedTraining("75%", **QUICK), strategy="ddp", devices=1)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    with pytest.raises(PlannerError, match="strategy Wrapping is not planned: use a single device or strategy='ddp'"):
+        trained(Module(), tmp_path, PlannedTraining("75%", **QUICK), accelerator="auto", strategy=Wrapping("cpu"))
+
+
+def test_another_module_gets_another_plan(tmp_path: Path) -> None:
+    callback = PlannedTraining("75%", **QUICK)
+    first, _ = trained(Module(), tmp_path, callback)
+    second, _ = trained(Module(), tmp_path, callback)
+    assert first is not second
+    assert all(map(torch.equal, second.parameters(), first.parameters()))
 
 
 def test_unknown_options_are_refused() -> None:

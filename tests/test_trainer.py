@@ -110,6 +110,20 @@ def test_batches_of_many_lengths(tmp_path: Path) -> None:
     assert_same(trained(PlannedTrainer, tmp_path, data, options=planned_options("3MB", dynamic=True)), eager)
 
 
+def test_another_model_gets_another_plan(tmp_path: Path) -> None:
+    def runs(make: type, **options: Any) -> list[Any]:
+        given = {"args": arguments(tmp_path, max_steps=2), "train_dataset": sentences(8), **options}
+        trainer, ends = make(model_init=lambda trial: model(), **given), []
+        for seed in (1, 2):
+            trainer.args.seed = seed
+            trainer.train()
+            ends.append([p.detach().clone() for p in trainer.model.parameters()])
+        return ends
+
+    for planned, eager in zip(runs(PlannedTrainer, **planned_options()), runs(transformers.Trainer), strict=True):
+        assert all(map(torch.equal, planned, eager))
+
+
 class Weighted(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(**inputs)

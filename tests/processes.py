@@ -1,0 +1,24 @@
+"""Two processes that train together, as ``torchrun --nproc-per-node 2`` starts them."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
+    """Call each of `checks` with its rank, on both processes; what fails there fails here."""
+    torch.multiprocessing.spawn(_worker, (checks, str(folder / "store")), nprocs=2)
+
+
+def _worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}  # a file, no port, is used
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100))
+    for check in checks:
+        check(rank)
+    dist.destroy_process_group()

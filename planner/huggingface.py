@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_utils import unwrap_peft_model
 
 from graphs.errors import PlannerError
 from planner.batch_plans import BatchPlans, check_options
@@ -60,11 +61,8 @@ class PlannedTrainerMixin:
         if return_outputs or not (model.training and torch.is_grad_enabled()):
             return ordinary(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if this.compute_loss_func is None and ordinary.__func__ is Trainer.compute_loss:
-            if this.label_smoother is not None:
-                raise PlannerError(
-                    "label_smoothing_factor is not planned: give the trainer a compute_loss_func that calls "
-                    "cross_entropy(..., label_smoothing=...)"
-                )
+            if this.label_smoother is not None and "labels" in inputs:
+                return self._smoothed(model, ordinary, inputs, num_items_in_batch)
 
             def planned(**given: Any) -> dict[str, Any]:
                 return {"loss": self._loss(model, None, given)}
@@ -78,6 +76,23 @@ class PlannedTrainerMixin:
         given = _asked_of_the_model(ordinary, loss_inputs)
         return self._loss(model, loss_fn, {**given, "loss_inputs": loss_inputs})
 
+    def _smoothed(self, model: nn.Module, ordinary: Callable[..., Any], inputs: dict[str, Any], items: Any) -> Any:
+        """The loss that the trainer's ``LabelSmoother`` makes of the model's outputs: both are in the plan."""
+        this: Any = self
+        smoother = this.label_smoother
+
+        def loss_fn(outputs: Any, smoothed: dict[str, Any]) -> Any:
+            return smoother(outputs, **smoothed)
+
+        def planned(given: dict[str, Any], labels: torch.Tensor, **options: Any) -> Any:
+            return self._loss(model, loss_fn, {**given, "smoothed": {"labels": labels, **options}})
+
+        this.label_smoother = planned
+        try:
+            return ordinary(_Unasked(this.accelerator.unwrap_model(model)), inputs, num_items_in_batch=items)
+        finally:
+            this.label_smoother = smoother
+
     def _loss(self, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: dict[str, Any]) -> Any:
         this: Any = self
         if self._plans is None or model is not self._planned_model:  # the trainer makes another for another run
@@ -90,6 +105,21 @@ class PlannedTrainerMixin:
 
 class PlannedTrainer(PlannedTrainerMixin, Trainer):
     """``Trainer(..., budget="8GB")``."""
+
+
+class _Unasked:
+    """Stands for a model whose outputs are computed with the loss: it gives back what it is called with."""
+
+    _modules: Mapping[str, nn.Module] = {}  # Accelerate looks for compiled ones
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name = unwrap_peft_model(model)._get_name()  # type: ignore[no-untyped-call]
+
+    def __call__(self, **given: Any) -> dict[str, Any]:
+        return given
+
+    def _get_name(self) -> str:
+        return str(self._name)
 
 
 class _AskedError(Exception):

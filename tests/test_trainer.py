@@ -110,6 +110,17 @@ def test_batches_of_many_lengths(tmp_path: Path) -> None:
     assert_same(trained(PlannedTrainer, tmp_path, data, options=planned_options("3MB", dynamic=True)), eager)
 
 
+def test_smoothed_labels(tmp_path: Path) -> None:
+    data = [{**sentence, "labels": sentence["labels"].clone()} for sentence in sentences(16)]
+    for i, sentence in enumerate(data):
+        sentence["labels"][-(1 + i % 3) :] = -100
+    more = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2, "max_steps": 2}
+    eager = trained(transformers.Trainer, tmp_path, data, **more)
+    planned = trained(PlannedTrainer, tmp_path, data, options=planned_options(), **more)
+    assert_same(planned, eager)
+    assert planned.label_smoother == eager.label_smoother
+
+
 def test_another_model_gets_another_plan(tmp_path: Path) -> None:
     def runs(make: type, **options: Any) -> list[Any]:
         given = {"args": arguments(tmp_path, max_steps=2), "train_dataset": sentences(8), **options}
@@ -161,7 +172,5 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(time_limit=3))
     with pytest.raises(PlannerError, match="what memory Adafactor takes is not known: name the optimizer"):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), optim="adafactor")
-    with pytest.raises(PlannerError, match="label_smoothing_factor is not planned"):
-        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
     with pytest.raises(PlannerError, match="below"):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB"))

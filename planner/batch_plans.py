@@ -6,7 +6,6 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphs.errors import PlannerError
@@ -14,7 +13,7 @@ from graphs.trace import LossFn
 from graphs.trace_signature import Batch, leaves
 from planner import train
 from planner.last_used import LastUsed
-from planner.wrappers import Plain, unwrap
+from planner.wrappers import Plain
 
 _MOST_PLANS = 32
 _OPTIONS = {p.name for p in signature(train.compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - {"budget"}
@@ -29,22 +28,20 @@ class BatchPlans:
         last: the step that was used last; None before the first batch.
     """
 
-    def __init__(self, model: nn.Module | Plain, budget: str | int, options: Mapping[str, Any]) -> None:
+    def __init__(self, wrapper: Plain, budget: str | int, options: Mapping[str, Any]) -> None:
         """What every plan is made for, and with.
 
         Args:
-            model, budget: as in ``planner.compile``.
+            wrapper: how the model is trained.
+            budget: as in ``planner.compile``.
             options: its other keyword arguments.
-
-        Raises:
-            TraceError: the model is wrapped in a way that is not planned.
         """
         self.last: train.PlannedStep | None = None
-        self._wrapper = unwrap(model)
+        self._wrapper = wrapper
         self._budget = budget
         self._options = dict(options)
         self._steps: LastUsed[Hashable, train.PlannedStep] = LastUsed(self._options.get("max_plans", _MOST_PLANS))
-        self._parameters = list(self._wrapper.module.parameters())
+        self._parameters = list(wrapper.module.parameters())
 
     def step(
         self, loss_fn: LossFn | None, batch: Batch, *, optimizer: torch.optim.Optimizer, accumulate: bool

@@ -11,6 +11,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from graphs.errors import PlannerError
 from planner.batch_plans import BatchPlans, check_options
 from planner.train import PlannedStep
+from planner.wrappers import Sharded, unwrap
 
 
 class PlannedTrainerMixin:
@@ -97,7 +98,13 @@ class PlannedTrainerMixin:
         this: Any = self
         if self._plans is None or model is not self._planned_model:  # the trainer makes another for another run
             self._plans = None
-            self._planned_model, self._plans = model, BatchPlans(model, self._budget, self._options)
+            wrapper = unwrap(model)
+            if isinstance(wrapper, Sharded):
+                raise PlannerError(
+                    "FSDP is not planned in the trainer: leave out fsdp, so that it trains under DDP, or use planner.compile "
+                    "with fully_shard in a loop of your own"
+                )
+            self._planned_model, self._plans = model, BatchPlans(wrapper, self._budget, self._options)
         optimizer = getattr(this.optimizer, "optimizer", this.optimizer)  # without the wrapper of Accelerate
         accumulate = this.args.gradient_accumulation_steps > 1
         return self._plans.step(loss_fn, batch, optimizer=optimizer, accumulate=accumulate)(**batch)

@@ -13,7 +13,7 @@ from graphs.errors import PlannerError, TraceError
 from planner.batch_plans import BatchPlans, check_options
 from planner.measure import unchanged
 from planner.train import PlannedStep
-from planner.wrappers import InReplicated
+from planner.wrappers import InReplicated, unwrap
 
 try:
     from lightning import pytorch as pl
@@ -53,22 +53,22 @@ class PlannedTraining(pl.Callback):
         """Put the planned step in the place of ``training_step``; under DDP, that is inside the wrapper's forward pass.
 
         Raises:
-            PlannerError: the module optimizes by hand, or its strategy is not planned.
+            PlannerError: the module optimizes by hand, or its strategy is not planned (a TraceError where parts are sharded).
         """
         if not pl_module.automatic_optimization:
             raise PlannerError("a module with automatic_optimization=False is not planned: use planner.compile in training_step")
         step, trained = _Step(pl_module), trainer.strategy.model
         if trained is pl_module:
-            plans = BatchPlans(step, self._budget, self._options)
+            wrapper = unwrap(step)
         elif isinstance(trained, DistributedDataParallel):
-            plans = BatchPlans(InReplicated(step, trained), self._budget, self._options)
+            wrapper = InReplicated(step, trained)
         else:
             raise PlannerError(
                 f"strategy {type(trainer.strategy).__name__} is not planned: use a single device or strategy='ddp', or "
                 "planner.compile with fully_shard in a loop of your own"
             )
-        self._plans = plans
-        vars(pl_module)["training_step"] = _planned(step, plans, trainer)
+        self._plans = BatchPlans(wrapper, self._budget, self._options)
+        vars(pl_module)["training_step"] = _planned(step, self._plans, trainer)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leave the module as it was."""

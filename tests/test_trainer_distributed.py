@@ -11,12 +11,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from graphs.errors import PlannerError  # noqa: E402
 from planner.huggingface import PlannedTrainer  # noqa: E402
 from tests.processes import on_two  # noqa: E402
-from tests.test_trainer import assert_same, planned_options, sentences, summed, trained  # noqa: E402
+from tests.test_trainer import arguments, assert_same, model, planned_options, sentences, summed, trained  # noqa: E402
 
 SHORT, LONG = sentences(8), sentences(8, longer=4)[4:]  # two batches of 16 tokens, one of 20
 
@@ -60,5 +62,14 @@ def check_differing_sizes(rank: int) -> None:
         run(PlannedTrainer, [*SHORT, *SHORT[:4], *LONG], options=planned_options("100%"))
 
 
+def check_sharded(rank: int) -> None:
+    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (2,)))
+    with TemporaryDirectory() as folder:
+        trainer = PlannedTrainer(model(), arguments(Path(folder), ddp_backend="gloo"), **planned_options())
+    batch = {name: value[None] for name, value in SHORT[0].items()}
+    with pytest.raises(PlannerError, match="FSDP is not planned in the trainer: leave out fsdp, so that it trains under DDP"):
+        trainer.compute_loss(sharded, batch)
+
+
 def test_trains_as_the_trainer_alone_under_ddp(tmp_path: Path) -> None:
-    on_two((check_accumulation, check_smoothed_labels, check_other_sizes, check_differing_sizes), tmp_path)
+    on_two((check_accumulation, check_smoothed_labels, check_other_sizes, check_sharded, check_differing_sizes), tmp_path)

@@ -61,9 +61,15 @@ class PlannedTrainerMixin:
         this: Any = self
         if return_outputs or not (model.training and torch.is_grad_enabled()):
             return ordinary(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        if this.compute_loss_func is None and ordinary.__func__ is Trainer.compute_loss:
-            if this.label_smoother is not None and "labels" in inputs:
-                return self._smoothed(model, ordinary, inputs, num_items_in_batch)
+        of_the_trainer = ordinary.__func__ is Trainer.compute_loss
+        if this.compute_loss_func is None and this.label_smoother is not None and "labels" in inputs:
+            if not of_the_trainer:
+                raise PlannerError(
+                    f"label_smoothing_factor is not planned with {ordinary.__qualname__}: leave it out, and smooth there, by "
+                    "cross_entropy(..., label_smoothing=...)"
+                )
+            return self._smoothed(model, ordinary, inputs, num_items_in_batch)
+        if this.compute_loss_func is None and of_the_trainer:
 
             def planned(**given: Any) -> dict[str, Any]:
                 return {"loss": self._loss(model, None, given)}
@@ -78,7 +84,10 @@ class PlannedTrainerMixin:
         return self._loss(model, loss_fn, {**given, "loss_inputs": loss_inputs})
 
     def _smoothed(self, model: nn.Module, ordinary: Callable[..., Any], inputs: dict[str, Any], items: Any) -> Any:
-        """The loss that the trainer's ``LabelSmoother`` makes of the model's outputs: both are in the plan."""
+        """The loss that the trainer's ``LabelSmoother`` makes of the model's outputs: both are in the plan.
+
+        What lies between them looks for libraries that wrap models, which cannot be captured.
+        """
         this: Any = self
         smoother = this.label_smoother
 

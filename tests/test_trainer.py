@@ -172,5 +172,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(time_limit=3))
     with pytest.raises(PlannerError, match="what memory Adafactor takes is not known: name the optimizer"):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), optim="adafactor")
+    with pytest.raises(PlannerError, match=r"label_smoothing_factor is not planned with Weighted\.compute_loss: leave it out"):
+        trained(PlannedWeighted, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
     with pytest.raises(PlannerError, match="below"):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB"))

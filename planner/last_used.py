@@ -15,12 +15,6 @@ class LastUsed(Generic[K, V]):
         self._most = most
         self._values: OrderedDict[K, V] = OrderedDict()
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._values
-
-    def __len__(self) -> int:
-        return len(self._values)
-
     def values(self) -> tuple[V, ...]:
         """All of them, the last used last."""
         return tuple(self._values.values())

@@ -122,6 +122,11 @@ class Graph:
             if self.tensors[t].producer is None:
                 raise GraphError(f"kept tensor {self.tensors[t].name!r} has no producer: what is static is not listed as kept")
 
+    def holding(self, kind: Kind, name: str, size_bytes: int) -> "Graph":
+        """This graph with so much more in memory throughout, which no op reads."""
+        tensors = (*self.tensors, Tensor(len(self.tensors), name, size_bytes, None, kind))
+        return Graph(self.ops, tensors, self.kept, self.provenance)
+
     @cached_property
     def static_bytes(self) -> int:
         """Bytes in memory throughout the step."""

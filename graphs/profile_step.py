@@ -23,13 +23,8 @@ class RealStep:
 
     def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
         self.capture = capture
-        static = capture.program.gather(step, leaves(batch))
-        self.device: torch.device = next(t.device for t in static if t is not None)
-        for i, source in enumerate(capture.program.sources):
-            if source.is_tangent:
-                tangent = capture.graph.tensors[source.tensor]
-                static[i] = torch.ones(tangent.shape, dtype=getattr(torch, tangent.dtype), device=self.device)
-        self._static = static
+        self._static = real_static(capture, step, batch)
+        self.device: torch.device = self._static[0].device
 
     def compile(self, *, look: Callable[[Op], str], at_end: bool) -> Callable[[Callable[..., object]], None]:
         """``run(hook)``: executes the step and the source line ``hook(<look(op)>)`` for each op.
@@ -67,6 +62,22 @@ class RealStep:
             finally:
                 for value, saved in before:
                     value.copy_(saved)
+
+
+def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """The static tensors of `capture`, as it is called with; the gradient of the loss is one.
+
+    Args:
+        step: the module that was captured (``graphs.trace.TrainingStep``), with real parameters.
+        batch: real tensors of the captured shapes.
+    """
+    static = capture.program.gather(step, leaves(batch))
+    device = next(tensor.device for tensor in static if tensor is not None)
+    for i, source in enumerate(capture.program.sources):
+        if source.is_tangent:
+            tangent = capture.graph.tensors[source.tensor]
+            static[i] = torch.ones(tangent.shape, dtype=getattr(torch, tangent.dtype), device=device)
+    return static
 
 
 def with_real_sizes(capture: Capture, step: nn.Module, batch: Batch) -> Capture:

@@ -27,6 +27,7 @@ from graphs.profile_roofline import model_times
 from graphs.schedule import Compute, Schedule, Step
 from graphs.trace_lower import Capture, StaticTensors, lower
 from graphs.trace_outputs import ignored_inputs, outputs
+from graphs.trace_random import drawn_once
 from graphs.trace_signature import Signature
 from planner.codegen import boundary
 
@@ -54,7 +55,8 @@ def capture_joint(module: fx.GraphModule, device: Device) -> Capture:
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
     statics = _Placeholders(placeholders, where)
     generator = torch.default_generator
-    captured = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
+    lowered = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
+    captured = drawn_once(lowered)
     graph = model_times(captured, device)
     mutated = {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
     return replace(captured, graph=_once(graph, mutated))
@@ -80,16 +82,9 @@ class _Placeholders(StaticTensors):
 
 
 def _once(graph: Graph, mutated: set[int]) -> Graph:
-    """`graph` with ops that are executed once only.
-
-    Random ops, so that no generator state need be kept for them; and what reads an input that is overwritten when the
-    forward pass has ended.
-    """
-    states = {t.id for t in graph.tensors if t.kind is Kind.RANDOM_STATE}
-    once = states | mutated
-    ops = tuple(replace(op, recomputable=op.recomputable and not once.intersection(op.inputs)) for op in graph.ops)
-    tensors = tuple(replace(t, size_bytes=0) if t.id in states else t for t in graph.tensors)
-    return Graph(ops, tensors, graph.kept, graph.provenance)
+    """`graph` with ops that are executed once only, where they read an input that is overwritten behind the forward pass."""
+    ops = tuple(replace(op, recomputable=op.recomputable and not mutated.intersection(op.inputs)) for op in graph.ops)
+    return Graph(ops, graph.tensors, graph.kept, graph.provenance)
 
 
 def kept_bytes(graph: Graph, schedule: Schedule) -> int:

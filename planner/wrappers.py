@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from graphs.errors import TraceError
-from graphs.ir import Graph, Kind, Tensor
+from graphs.ir import Graph, Kind
 from graphs.trace import LossFn
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
@@ -65,7 +65,8 @@ class Replicated(Plain):
         """The step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
         in_buckets = self._model.gradient_as_bucket_view
         captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate and not in_buckets)
-        return _holding(captured, Kind.ACCUMULATED_GRADIENT, "gradient_buckets", _trained_bytes(self.module))
+        buckets = Kind.ACCUMULATED_GRADIENT, "gradient_buckets", _trained_bytes(self.module)
+        return replace(captured, graph=captured.graph.holding(*buckets))
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """The wrapper's own forward pass, around the planned one instead of the module's."""
@@ -127,8 +128,8 @@ class Sharded(Plain):
         whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
         captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
         captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
-        captured = _holding(captured, Kind.PARAMETER, "parameter_shards", self._shard_bytes)
-        return _holding(captured, Kind.ACCUMULATED_GRADIENT, "gradients_to_send", unit_bytes)
+        graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
+        return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, "gradients_to_send", unit_bytes))
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """The forward pass of the outermost module, with its hooks, around the planned one instead of its own."""
@@ -215,13 +216,6 @@ def _without_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
         for hooks, all_hooks in zip(tables, before, strict=True):
             hooks.clear()
             hooks.update(all_hooks)
-
-
-def _holding(captured: Capture, kind: Kind, name: str, size_bytes: int) -> Capture:
-    """`captured` with so much more in memory throughout, which no op reads."""
-    graph = captured.graph
-    tensors = (*graph.tensors, Tensor(len(graph.tensors), name, size_bytes, None, kind))
-    return replace(captured, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))
 
 
 def _shrunk(captured: Capture, share: float) -> Capture:

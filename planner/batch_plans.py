@@ -75,6 +75,11 @@ class BatchPlans:
         self, loss_fn: LossFn | None, batch: Batch, optimizer: torch.optim.Optimizer, *, accumulate: bool
     ) -> train.PlannedStep:
         if self.last:
+            if self._options.get("cuda_graph", False):
+                raise PlannerError(
+                    f"a batch of {_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
+                    "batches to one size and drop the last, or leave out cuda_graph=True"
+                )
             warn(
                 f"planning again, for {_shapes(batch)}: batches of one size need one plan (pad them, drop the last), "
                 "batches of many sizes dynamic=True",

@@ -13,17 +13,19 @@ from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
 from graphs.jsonfile import check_writable, write_text
 from graphs.plan import Plan
-from graphs.trace import LossFn, capture
+from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
 from graphs.units import format_bytes
 from planner.api import measured_peak, with_times
 from planner.cache import PlanCache, warn_unusable
 from planner.chrome_trace import chrome_trace
+from planner.cuda_graph import CudaGraphs
 from planner.executor import Executor
 from planner.machine import machine
 from planner.page import page
 from planner.playback import Playback
+from planner.recorded import Recorder, record, recordable
 from planner.solving import check_same_graph, solve, summarize
 from planner.wrappers import Plain, unwrap
 from solvers.result import Progress
@@ -91,6 +93,7 @@ def compile(  # noqa: A001
     cache: str | os.PathLike[str] | None = None,
     dynamic: bool = False,
     max_plans: int = 32,
+    cuda_graph: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -112,9 +115,13 @@ def compile(  # noqa: A001
         dynamic: batches of other sizes may follow: the step is a ``planner.dynamic.DynamicStep``, which makes a plan
             for each. `batch` must fit with everything kept; up to two sizes may vary.
         max_plans: with `dynamic`, how many are kept; the one that was used longest ago goes first.
+        cuda_graph: replay the step as CUDA graphs, at one launch for each pass: docs/training.md. What they hold between
+            steps, and the copies of what goes in and out, count; random ops are not computed again.
 
     Raises:
-        TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned.
+        TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
+            `cuda_graph`, an op cannot be captured.
+        PlannerError: an option does not go with another, or with the device.
         InfeasibleError: no schedule meets the budget.
         LimitError: none was found in time.
         BudgetError: the measured peak stays above the budget.
@@ -122,7 +129,8 @@ def compile(  # noqa: A001
     """
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
-    compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, partial(solved, on_progress=on_progress))
+    recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
+    compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, partial(solved, on_progress=on_progress), recorder)
     if dynamic:
         from planner.dynamic import DynamicStep  # it is a planned step
 
@@ -169,6 +177,7 @@ class Compiler:
         wrapper: how the model is trained.
         loss_fn, optimizer, accumulate, passes: as in ``compile``.
         solved: solves a graph for a budget.
+        recorder: makes what records a step, to be replayed; None: steps run op by op.
     """
 
     wrapper: Plain
@@ -177,10 +186,12 @@ class Compiler:
     accumulate: bool
     passes: int
     solved: Callable[[Graph, str | int], Plan]
+    recorder: Callable[[], Recorder] | None = None
 
     def capture(self, batch: Batch) -> Capture:
         """The step on `batch`, run once with everything kept; its times are not measured."""
-        return self.wrapper.capture(self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
+        captured = self.wrapper.capture(self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
+        return captured if self.recorder is None else recordable(captured)
 
     def capture_shapes(self, batch: Batch) -> Capture:
         """The step on `batch`, of which nothing is run: sizes are what shapes say."""
@@ -200,17 +211,23 @@ class Compiler:
         allowed: str | int = budget
         wanted_bytes: int | None = None
         for _ in range(_CORRECTIONS):
-            plan = self.solved(captured.graph, allowed)
+            try:
+                plan = self.solved(captured.graph, allowed)
+            except BudgetError:
+                if wanted_bytes is None:
+                    raise
+                break  # nothing fits in as much less
             wanted_bytes = wanted_bytes or plan.budget_bytes
             executor, peak_bytes = self._executor(captured, batch, plan)
             if peak_bytes <= wanted_bytes:
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph)
             allowed = plan.budget_bytes - (peak_bytes - wanted_bytes)
+            del executor  # with what its recording holds
         raise BudgetError(
             f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes or 0)}, "
-            f"though {format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show; "
-            "lower the budget"
+            f"though {format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a "
+            "CUDA graph's pool has lost some to fragments; lower the budget"
         )
 
     def reuse(self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None) -> PlannedStep:
@@ -231,7 +248,25 @@ class Compiler:
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         module = self.wrapper.module
         executor = Executor(captured, plan.schedule, module, self.loss_fn)
-        return executor, measured_peak(captured, executor, module, batch).peak_bytes
+        if self.recorder is None:
+            return executor, measured_peak(captured, executor, module, batch).peak_bytes
+        recorder = self.recorder()
+        record(captured, executor, TrainingStep(module, self.loss_fn), batch, recorder)
+        return executor, captured.graph.static_bytes + recorder.held_bytes()
+
+
+def _recorder(wrapper: Plain, *, dynamic: bool) -> Callable[[], Recorder]:
+    if dynamic:
+        raise PlannerError(
+            "a CUDA graph keeps its memory, and there would be one for each size: leave out cuda_graph=True, or dynamic=True and "
+            "pad the batches"
+        )
+    if type(wrapper) is not Plain:
+        raise PlannerError("CUDA graphs are not planned for several processes: leave out cuda_graph=True")
+    device = next(wrapper.module.parameters()).device
+    if device.type != "cuda":
+        raise PlannerError(f"cuda_graph=True is for models on a CUDA device, and this one is on {device}: leave it out")
+    return partial(CudaGraphs, device)
 
 
 def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:

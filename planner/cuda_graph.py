@@ -1,0 +1,72 @@
+"""CUDA graphs as recordings: what ``torch.cuda.graph`` captures, and how much memory it keeps.
+
+Warm-up, stream and pool are as in ``torch.cuda.make_graphed_callables`` and Inductor's CUDA graph trees.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from graphs.errors import TraceError
+
+T = TypeVar("T")
+
+_WARM_UPS = 3
+
+
+class CudaGraphs:
+    """Records functions as CUDA graphs that share a pool of memory, to be replayed in the order in which they were recorded.
+
+    Args:
+        device: that all of it happens on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Call `run` beside the present stream, as it is captured; libraries allocate, and choose their kernels."""
+        present = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(present)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                run()
+        present.wait_stream(self._stream)
+
+    def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
+        """Capture what `function` launches.
+
+        Returns:
+            What it returned, empty until the first replay; and the replay, on the stream that is current then.
+
+        Raises:
+            TraceError: it cannot be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may prepare batches meanwhile. A capture that fails leaves its stream the current one.
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        # What cuBLAS works in is to lie in the pool too: elsewhere others may clear it, and the graph would go on using it.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with torch.cuda.stream(self._stream), capture:
+                returned = function(*args)
+        except RuntimeError as error:
+            why = str(_first(error)).strip().partition("\n")[0]
+            raise TraceError(f"the step cannot be captured as a CUDA graph: {why}; leave out cuda_graph=True") from error
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        return returned, graph.replay
+
+    def held_bytes(self) -> int:
+        """Of the pool, whose memory nobody else gets: fragments and the allocator's rounding included."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What failed before `error`: the end of a capture fails too, and says nothing of the reason."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error

@@ -132,7 +132,7 @@ def train(
     if clip is None:  # which is in place, on what hooks have seen
         left |= {f"seen {k} {i}": gradient for k in seen for i, gradient in enumerate(seen[k]) if gradient is not None}
     left |= {name: value.detach() for name, value in workload.model.state_dict().items()}
-    left["random state"] = torch.get_rng_state()
+    left["random state"] = (torch.cuda if parameters[0].is_cuda else torch).get_rng_state()
     return left
 
 
@@ -423,20 +423,26 @@ def test_in_a_trainers_loop_a_second_size_is_refused(monkeypatch: pytest.MonkeyP
         plans.step(model, loss_fn, (x[:4], y[:4]), optimizer=optimizer, accumulate=False)
 
 
+def on_cuda() -> Workload:
+    model, loss_fn, batch = dropout_and_norm()
+    return Workload(model.cuda(), loss_fn, tuple(value.cuda() for value in batch))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_cuda_graph_trains_as_the_planned_step_does(loop: str) -> None:
-    def moved() -> Workload:
-        workload = dropout_and_norm()
-        return Workload(workload.model.cuda(), workload.loss_fn, tuple(value.cuda() for value in workload.batch))
-
-    workload, other = moved(), moved()
+    workload, other = on_cuda(), on_cuda()
     captured = recordable(capture(*other))
     launched = Executor(captured, random_schedule(captured.graph, 1), other.model, other.loss_fn)
     replayed = recorded(workload, recorder=CudaGraphs(torch.device("cuda", torch.cuda.current_device())))
     wanted, found = train(other, launched, **LOOPS[loop]), train(workload, replayed, **LOOPS[loop])
     assert_same(wanted, found)
-    step = planner.compile(*moved(), budget="1GB", cuda_graph=True)
+
+
+@pytest.mark.gpu
+def test_the_pool_of_cuda_graphs_is_within_the_budget() -> None:
+    workload = on_cuda()
+    step = planner.compile(*workload, budget="1GB", optimizer="adamw", cuda_graph=True)
     assert step.plan.measured_peak_bytes is not None
     assert step.plan.peak_bytes <= step.plan.measured_peak_bytes <= 10**9
     step(*workload.batch).backward()

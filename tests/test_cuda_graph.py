@@ -2,10 +2,13 @@
 
 import copy
 import gc
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -421,6 +424,66 @@ def test_in_a_trainers_loop_a_second_size_is_refused(monkeypatch: pytest.MonkeyP
     plans.step(model, loss_fn, (x + 1, y), optimizer=optimizer, accumulate=False)
     with pytest.raises(PlannerError, match=r"a batch of \[4, 24\], \[4\] needs a plan of its own, and CUDA graphs hold"):
         plans.step(model, loss_fn, (x[:4], y[:4]), optimizer=optimizer, accumulate=False)
+
+
+class FakeCuda:
+    """As much of ``torch.cuda`` as a recorder asks for, without a device; leaving a capture that failed fails as well."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.stream = SimpleNamespace(device=torch.device("cpu"), wait_stream=lambda other: self.log.append("wait"))
+        arguments = inspect.signature(torch.cuda.graph)
+
+        @contextmanager
+        def graph(*args: Any, **options: Any) -> Iterator[None]:
+            assert arguments.bind(*args, **options).arguments["pool"] == (0, 7)
+            self.log.append("begin")
+            try:
+                yield
+            except RuntimeError:
+                raise RuntimeError("operation failed due to a previous error during capture") from None
+            finally:
+                self.log.append("end")
+
+        segments = [{"segment_pool_id": (0, pool), "total_size": 2**pool} for pool in (0, 7, 8, 7)]
+        fakes = {
+            "graph_pool_handle": lambda: (0, 7),
+            "Stream": lambda device: self.stream,
+            "current_stream": lambda device: self.stream,
+            "stream": nullcontext,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
+            "graph": graph,
+            "memory_snapshot": lambda: segments,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        clear = "_cuda_clearCublasWorkspaces"
+        monkeypatch.setattr(torch._C, clear, lambda: self.log.append("clear"), raising=False)
+
+
+def test_cuda_graphs_warm_up_capture_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    recorder = CudaGraphs(torch.device("cpu"))
+    recorder.warm_up(lambda: fake.log.append("run"))
+    assert fake.log == ["wait", "run", "run", "run", "wait"]
+    fake.log.clear()
+    returned, replay = recorder.record(lambda a, b: a + b, 1, 2)
+    replay()
+    assert returned == 3
+    assert fake.log == ["clear", "begin", "end", "clear", "replay"]
+    assert recorder.held_bytes() == 2 * 2**7
+
+
+def test_a_capture_that_fails_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+
+    def waits() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    said = "cannot be captured as a CUDA graph: operation not permitted when stream is capturing; leave out cuda_graph=True"
+    with pytest.raises(TraceError, match=said):
+        CudaGraphs(torch.device("cpu")).record(waits)
+    assert fake.log[-1] == "clear"
 
 
 def on_cuda() -> Workload:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.errors import BudgetError, PlannerError
+from graphs.errors import BudgetError, InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.jsonfile import check_writable, write_text
 from graphs.plan import Plan
@@ -31,7 +31,7 @@ from planner.wrappers import Plain, unwrap
 from solvers.result import Progress
 
 # How often a budget is lowered by what a measured peak is above it.
-_CORRECTIONS = 3
+_CORRECTIONS = 2
 
 
 class PlannedStep:
@@ -208,27 +208,25 @@ class Compiler:
             InfeasibleError, LimitError: as ``planner.solve``.
             BudgetError: the measured peak stays above the budget.
         """
-        allowed: str | int = budget
-        wanted_bytes: int | None = None
-        for _ in range(_CORRECTIONS):
-            try:
-                plan = self.solved(captured.graph, allowed)
-            except BudgetError:
-                if wanted_bytes is None:
-                    raise
-                break  # nothing fits in as much less
-            wanted_bytes = wanted_bytes or plan.budget_bytes
+        plan = self.solved(captured.graph, budget)
+        wanted_bytes = plan.budget_bytes
+        for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
             if peak_bytes <= wanted_bytes:
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph)
-            allowed = plan.budget_bytes - (peak_bytes - wanted_bytes)
             del executor  # with what its recording holds
-        raise BudgetError(
-            f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes or 0)}, "
-            f"though {format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a "
-            "CUDA graph's pool has lost some to fragments; lower the budget"
-        )
+            over = (
+                f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes)}, though "
+                f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA "
+                "graph's pool has lost some to fragments"
+            )
+            if left:
+                try:
+                    plan = self.solved(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
+                except BudgetError as error:
+                    raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
+        raise BudgetError(f"{over}; lower the budget")
 
     def reuse(self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None) -> PlannedStep:
         """The step of a plan that was made before, or on another rank.

@@ -1,7 +1,23 @@
 """What all tests share."""
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The same examples on every run, and no clock: the machine may be busy.
 settings.register_profile("project", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Dynamo without what it compiled before, and budgets of which no graph has taken a part."""
+    import torch
+
+    from planner import backend
+
+    torch._dynamo.reset()
+    backend._BUDGETS.clear()
+    yield
+    torch._dynamo.reset()

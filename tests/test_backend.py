@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,7 @@ from planner.measure import measure_memory, outcome
 from tests.steps import make
 from tests.test_other_models import norm_twice
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    backend._BUDGETS.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,17 +17,10 @@ from planner.measure import Outcome, measure_memory, outcome
 from planner.measured import relative_error
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    backend._BUDGETS.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def mlp(norm: type[nn.Module] = nn.LayerNorm, dropout: float = 0.0) -> Workload:

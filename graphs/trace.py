@@ -31,6 +31,8 @@ LossFn = Callable[..., object]
 
 # Copies of the parameters that an optimizer keeps from the first step on.
 OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
+# AdamW counts the steps of each parameter in a tensor, which is on the CPU wherever the parameter is.
+_COUNTER_BYTES = {"adamw": 4}
 
 
 class TrainingStep(nn.Module):
@@ -100,8 +102,10 @@ def capture(
     device = _device(model, batch)
     planned_device = torch.device("cuda") if as_on_cuda else device
     statics = StaticTensors(step, batch, planned_device)
-    trained_bytes = sum(allocated_bytes(p.nbytes, planned_device) for p in model.parameters() if p.requires_grad)
-    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, OPTIMIZER_COPIES[optimizer] * trained_bytes)
+    trained = [allocated_bytes(p.nbytes, planned_device) for p in model.parameters() if p.requires_grad]
+    trained_bytes = sum(trained)
+    counted_bytes = _COUNTER_BYTES.get(optimizer, 0) * len(trained) if planned_device.type == "cpu" else 0
+    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, OPTIMIZER_COPIES[optimizer] * trained_bytes + counted_bytes)
     statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * trained_bytes)
     provenance = {
         "model": name or type(model).__name__,

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from graphs.ir import Kind
 from graphs.jsonio import read_graph, write_graph
 from graphs.trace_lower import Capture
@@ -20,7 +18,7 @@ from planner import api
 from planner.compare import Judge, Solved, Task, judge_of, solve_tasks, tasks_for
 from planner.compare_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
 from planner.executor import Executor
-from planner.machine import machine
+from planner.measure import device_name
 from planner.measured import Contest, Measured
 from planner.solving import check_same_graph, summarize
 from planner.stock_methods import Method, eager
@@ -103,7 +101,7 @@ def compare_measured(
         tolerance=settings.tolerance,
         time_limit_s=settings.time_limit_s,
         seed=settings.seed,
-        machine_name=_machine(workload),
+        machine_name=device_name(next(workload.model.parameters()).device),
     )
     tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
     kept = KeptRows(folder, captured.graph.fingerprint)
@@ -223,11 +221,3 @@ def _timed(row: Row, times: Sequence[float], eager_times: Sequence[float]) -> Ro
     """Others on the machine disturb both steps of a turn alike, so their ratio is taken there."""
     ratio = median(own / eagers for own, eagers in zip(times, eager_times, strict=True))
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))
-
-
-def _machine(workload: Workload) -> str:
-    device = next(workload.model.parameters()).device
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}; {machine()}"
-    threads = torch.get_num_threads()
-    return f"{machine()}, {threads} thread{'s' if threads > 1 else ''}"

@@ -12,6 +12,7 @@ from torch import nn
 
 from graphs.profile_memory import cpu_allocations
 from graphs.trace_signature import Batch, call, leaves
+from planner.machine import machine
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
 Step = Callable[..., Any]
@@ -78,10 +79,10 @@ def turn_times(
         for name, step in steps.items():
             for parameter in parameters:
                 parameter.grad = None
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             loss_of(call(step, batch)).backward()
-            _synchronize(device)
+            synchronize(device)
             if turn:
                 times[name].append(time.perf_counter() - start)
     return times
@@ -145,6 +146,20 @@ def loss_of(returned: Any) -> torch.Tensor:
     return loss
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what was begun on `device`: on CUDA a call returns before its work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """What is measured on: the GPU and its machine, or the machine and how many of its threads."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}; {machine()}"
+    threads = torch.get_num_threads()
+    return f"{machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None else value.detach().clone()
 
@@ -156,8 +171,3 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return False
     # NaN is the same as NaN: a diverged step is still the same step.
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -4,25 +4,21 @@ The schedule that keeps everything, eager PyTorch, and ``torch.compile(mode="lit
 turns; ratios are medians of those within a turn, so that what disturbs the machine disturbs both.
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from graphs.jsonfile import write_text
 from graphs.trace import TrainingStep, capture
 from graphs.trace_signature import Batch, call
 from graphs.units import format_seconds
 from graphs.zoo import Workload, build
 from planner.executor import Executor
-from planner.machine import commit, machine
 from planner.measure import Step, loss_of, turn_times, unchanged
-from planner.rows import write_csv
 from planner.stock_methods import own_code
 from planner.tables import as_markdown
+from results.bench import PROVENANCE, command_line, one_thread, provenance, write
 from solvers.policies.store_all import store_all
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
@@ -35,7 +31,7 @@ MODELS = {
     "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=64, classes=10, batch=16, dropout=0),
     "mobilenet_v2-wide": partial(build, "mobilenet_v2", multiplier=0.5, size=96, classes=10, batch=16, dropout=0),
 }
-COLUMNS = ("model", "ops", "eager_s", "executor_ratio", "lite_ratio", "repeats", "machine", "commit", "torch")
+COLUMNS = ("model", "ops", "eager_s", "executor_ratio", "lite_ratio", "repeats", *PROVENANCE)
 
 
 def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
@@ -60,9 +56,7 @@ def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
         "executor_ratio": ratio("executor"),
         "lite_ratio": ratio("lite"),
         "repeats": repeats,
-        "machine": machine(),
-        "commit": commit(),
-        "torch": torch.__version__,
+        **provenance(),
     }
 
 
@@ -89,17 +83,13 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure all models; write rows and table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="with commas (default: %(default)s)")
+    parser = command_line(__doc__, models=MODELS, out="results/executor")
     parser.add_argument("--repeats", type=int, default=40, help="steps timed of each (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("results/executor"))
     arguments = parser.parse_args(words)
-    torch.set_num_threads(1)  # two that wait for each other double what other processes disturb
+    one_thread()
     torch.manual_seed(0)
-    rows = [measure(name, MODELS[name](), arguments.repeats) for name in arguments.models.split(",")]
-    write_csv(arguments.out / "rows.csv", COLUMNS, rows)
-    write_text(arguments.out / "table.md", table(rows))
-    print(table(rows), end="")
+    rows = [measure(name, MODELS[name](), arguments.repeats) for name in arguments.models]
+    write(arguments.out, COLUMNS, rows, table(rows))
 
 
 if __name__ == "__main__":

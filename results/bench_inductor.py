@@ -4,25 +4,21 @@ PyTorch's ``activation_memory_budget`` runs first; the peak that it was measured
 Times are medians of interleaved runs, of all methods on one model.
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch._inductor import config as inductor_config
 
-from graphs.jsonfile import write_text
 from graphs.trace import LossFn, TrainingStep
 from graphs.units import format_bytes
 from graphs.zoo import build
-from planner.machine import commit, machine
 from planner.measure import Step
 from planner.measured import Contest, Measured
-from planner.rows import write_csv
 from planner.stock_methods import Method, eager, memory_budget, own_code
 from planner.tables import as_markdown
+from results.bench import PROVENANCE, command_line, one_thread, provenance, write
 
 # With dropout the gradients of PyTorch's memory budget are wrong.
 MODELS = {
@@ -31,7 +27,7 @@ MODELS = {
     "resnet18": partial(build, "resnet18", width=16, size=64, classes=10, batch=8),
 }
 FRACTIONS = (1.0, 0.5, 0.0)
-COLUMNS = ("model", "method", "budget_bytes", "peak_bytes", "time_s", "loss_and_gradients", "error", "machine", "commit", "torch")
+COLUMNS = ("model", "method", "budget_bytes", "peak_bytes", "time_s", "loss_and_gradients", "error", *PROVENANCE)
 
 
 def planned(budget_bytes: int) -> Method:
@@ -62,7 +58,7 @@ def compare(name: str, repeats: int) -> list[dict[str, object]]:
         if rival.peak_bytes is not None:
             found.append((contest.enter(planned(rival.peak_bytes)), rival.peak_bytes))
     times = contest.times([measured.method for measured, _ in found if measured.error is None], repeats=repeats)
-    about = {"machine": machine(), "commit": commit(), "torch": torch.__version__}
+    about = provenance()
     return [
         {
             "model": name,
@@ -92,19 +88,15 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure all models; write rows and table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="with commas (default: %(default)s)")
+    parser = command_line(__doc__, models=MODELS, out="results/inductor")
     parser.add_argument("--repeats", type=int, default=15, help="steps timed of each method (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("results/inductor"))
     arguments = parser.parse_args(words)
-    torch.set_num_threads(1)  # two that wait for each other double what other processes disturb
+    one_thread()
     rows = []
-    for name in arguments.models.split(","):
+    for name in arguments.models:
         rows += compare(name, arguments.repeats)
         torch._dynamo.reset()
-    write_csv(arguments.out / "rows.csv", COLUMNS, rows)
-    write_text(arguments.out / "table.md", table(rows))
-    print(table(rows), end="")
+    write(arguments.out, COLUMNS, rows, table(rows))
 
 
 if __name__ == "__main__":

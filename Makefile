@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor bench-training clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -32,13 +32,18 @@ bench-inductor: $(STAMP) ## Inductor's kernels under our schedule and under PyTo
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
 	$(BIN)/python -m results.bench_executor $(ARGS)
 
+bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
+	$(BIN)/python -m results.bench_training $(ARGS)
+
 results: bench-solve ## all under results/ but Inductor's table, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m results.compare_models $(ARGS)
 	$(BIN)/python -m results.bench_executor
+	$(BIN)/python -m results.bench_training --device cpu
 	$(BIN)/python examples/demo.py
 
-results-gpu: $(STAMP) ## compare methods on GPT-2 medium, a Llama, ResNet-50 and U-Net on a CUDA device
+results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models and train two of them at half of the memory
 	$(BIN)/python -m results.compare_models --suites cuda $(ARGS)
+	$(BIN)/python -m results.bench_training --device cuda
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,12 +11,11 @@ from scipy.optimize import nnls
 
 from graphs.errors import GraphError
 from graphs.ir import Graph
-from graphs.scaled import same_ops
 
 Sizes = tuple[int, ...]
 Floats = NDArray[np.float64]
 
-POINTS = 3  # per size that varies: what attention takes grows with the square of a length
+_POINTS = (2, 3)  # per size that varies: for straight lines, and for the square of a length that attention takes
 _LEAST = 2  # frameworks treat a size of 1 in ways of their own
 
 
@@ -39,12 +38,13 @@ def sample_sizes(size: int) -> tuple[int, ...]:
 class Fit:
     """Graphs of the same ops at several sizes; those at other sizes are predicted.
 
-    With n sizes that vary, an amount is a sum of products of their powers up to the square. Bytes of tensors go exactly
-    through what was captured. Times and workspaces are measured, and would swing: their coefficients are not negative, and
-    a workspace is raised until none that was measured is above it.
+    With n sizes that vary, an amount is a sum of products of their powers: up to the first where there are two of each
+    size, up to the square where there are three. Bytes of tensors go exactly through what was captured. Times and
+    workspaces are measured, and would swing: their coefficients are not negative, and a workspace is raised until none
+    that was measured is above it.
 
     Attributes:
-        graphs: by their sizes; three of each in all combinations.
+        graphs: by their sizes; two or three of each in all combinations.
 
     Raises:
         GraphError: the graphs do not have the same ops and tensors, or are not at such sizes.
@@ -54,8 +54,9 @@ class Fit:
 
     def __post_init__(self) -> None:
         axes = [sorted(set(axis)) for axis in zip(*self.graphs, strict=True)]
-        if any(len(axis) != POINTS for axis in axes) or set(product(*axes)) != set(self.graphs):
-            raise GraphError(f"graphs at {list(self.graphs)} make no grid of {POINTS} of each size")
+        counts = {len(axis) for axis in axes}
+        if len(counts) != 1 or counts.isdisjoint(_POINTS) or set(product(*axes)) != set(self.graphs):
+            raise GraphError(f"graphs at {list(self.graphs)} make no grid of two or three of each size")
         first, *others = self.graphs.values()
         for sizes, graph in zip(list(self.graphs)[1:], others, strict=True):
             if not same_ops(first, graph):
@@ -78,8 +79,13 @@ class Fit:
     def _powers(self, sizes: Sequence[Sizes]) -> Floats:
         """For each of `sizes` the products of powers, relative to the first sizes: numbers near 1 lose no bytes."""
         relative = np.asarray(sizes, dtype=np.float64) / np.asarray(next(iter(self.graphs)))
-        exponents = list(product(range(POINTS), repeat=relative.shape[1]))
+        exponents = list(product(range(self._points), repeat=relative.shape[1]))
         return np.stack([np.prod(relative ** np.asarray(e), axis=1) for e in exponents], axis=1)
+
+    @property
+    def _points(self) -> int:
+        """Of each size."""
+        return len({sizes[0] for sizes in self.graphs})
 
     @cached_property
     def _known(self) -> Floats:
@@ -106,3 +112,13 @@ class Fit:
             coefficients = nnls(self._known, amount)[0]
             rows.append([*coefficients, max(0.0, (amount - self._known @ coefficients).max())])
         return np.array(rows)
+
+
+def same_ops(one: Graph, other: Graph) -> bool:
+    """Whether two graphs differ in sizes, times and names only."""
+    return _structure(one) == _structure(other)
+
+
+def _structure(graph: Graph) -> object:
+    ops = [(op.target, op.inputs, op.outputs, op.mutates, op.phase, op.recomputable, op.random) for op in graph.ops]
+    return ops, [(t.producer, t.kind) for t in graph.tensors], graph.kept

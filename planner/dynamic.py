@@ -10,10 +10,9 @@ from itertools import product
 from typing import Any
 
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError
-from graphs.fitted import Fit, Sizes, sample_sizes
+from graphs.fitted import Fit, Sizes, same_ops, sample_sizes
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
-from graphs.scaled import same_ops
 from graphs.simulate import simulate
 from graphs.trace_signature import Batch
 from graphs.units import format_bytes, format_ratio, format_seconds

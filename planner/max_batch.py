@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from graphs.errors import GraphError, InfeasibleError, LimitError
+from graphs.fitted import Fit
 from graphs.ir import Graph
-from graphs.scaled import Line
 from graphs.units import format_bytes, format_ratio
 from planner.solving import order_for
 from solvers.registry import get_solver
@@ -185,7 +185,7 @@ class _Search:
         self.found: dict[int, list[Result]] = {}  # by batch, the results with a schedule
         self._graph_of = graph_of
         self._graphs: dict[int, Graph] = {}
-        self._line: Line | None = None
+        self._line: Fit | None = None
         self._line_tried = False
 
     def answer(self, method: str, solver: str, beyond: int) -> Answer:
@@ -279,16 +279,16 @@ class _Search:
 
         def fits(batch: int) -> bool:
             self.check()
-            return bool(self.decide(solver, line.graph(batch), f"{method}: guessing, batch {batch}").fits)
+            return bool(self.decide(solver, line.graph((batch,)), f"{method}: guessing, batch {batch}").fits)
 
         return max(1, largest(fits, first=max(self.wanted.first, beyond + 1), limit=self.wanted.limit, low=beyond))
 
-    def line(self) -> Line | None:
+    def line(self) -> Fit | None:
         """Through two batches whose graphs have the same ops; None if they have not, or cannot be had."""
         if not self._line_tried and self.wanted.limit >= _LINE[1]:
             self._line_tried = True
             with suppress(GraphError, MemoryError):
-                self._line = Line(*_LINE, *(self.captured(batch) for batch in _LINE))
+                self._line = Fit({(batch,): self.captured(batch) for batch in _LINE})
         return self._line
 
     def graph(self, batch: int) -> Graph:
@@ -302,7 +302,7 @@ class _Search:
                         f"measuring a batch of {batch} ran out of memory: use --roofline to model a device instead"
                     ) from None
                 self.extrapolated.add(batch)
-                self._graphs[batch] = line.graph(batch)
+                self._graphs[batch] = line.graph((batch,))
         return self._graphs[batch]
 
     def captured(self, batch: int) -> Graph:

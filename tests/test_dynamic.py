@@ -183,6 +183,6 @@ def test_graphs_that_make_no_fit_are_refused() -> None:
     with pytest.raises(GraphError, match="a size that varies is 3"):
         sample_sizes(3)
     with pytest.raises(GraphError, match="make no grid"):
-        Fit({(4,): training_chain(4), (3,): training_chain(4)})
+        Fit({(4,): training_chain(4)})
     with pytest.raises(GraphError, match=r"other ops at sizes \(2,\)"):
         Fit({(4,): training_chain(4), (3,): training_chain(4), (2,): training_chain(5)})

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs.errors import GraphError, InfeasibleError, LimitError
+from graphs.fitted import Fit, same_ops
 from graphs.ir import Graph, Phase
-from graphs.scaled import Line, same_ops
 from graphs.simulate import simulate
 from graphs.synthetic import Draft
 from planner.batches import Batches
@@ -197,17 +197,15 @@ def test_beyond_the_memory_of_the_device_lines_do() -> None:
 
 
 def test_a_line_through_two_graphs_gives_the_third() -> None:
-    line = Line(2, 4, chain(2), chain(4))
+    line = Fit({(2,): chain(2), (4,): chain(4)})
     for batch in (1, 2, 3, 4, 50):
-        graph = line.graph(batch)
+        graph = line.graph((batch,))
         assert graph.tensors == chain(batch).tensors
         assert [op.time_s for op in graph.ops] == pytest.approx([op.time_s for op in chain(batch).ops])
         assert same_ops(graph, chain(batch))
     other = replace(chain(4), kept=frozenset())
-    with pytest.raises(GraphError, match="do not have the same ops"):
-        Line(2, 4, chain(2), other)
-    with pytest.raises(GraphError, match="make no line"):
-        Line(4, 2, chain(4), chain(2))
+    with pytest.raises(GraphError, match=r"other ops at sizes \(4,\)"):
+        Fit({(2,): chain(2), (4,): other})
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 
 from graphs.errors import ModelError, PlannerError
 from graphs.ir import Graph
-from planner import api, workload
+from planner.tracing import Tracing
 from planner.workload import ModelSpec
 
 
@@ -16,37 +16,20 @@ class Batches:
     Args:
         model: what is trained; where it gives the batch size, the search begins there.
         option: name of the option.
-        device, seed: as in ``workload.load``.
-        roofline, optimizer, accumulate, passes: as in ``api.trace``; with a roofline nothing is allocated.
+        tracing: how graphs are made.
 
     Raises:
         ModelError: the batch size that the model gives is no whole number above 0.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        option: str,
-        *,
-        device: str = "cpu",
-        roofline: str | None = None,
-        optimizer: str = "none",
-        accumulate: bool = False,
-        passes: int = 5,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, model: ModelSpec, option: str, tracing: Tracing) -> None:
         given = dict(model.options).get(option, "1")
         if not given.isdecimal() or int(given) < 1:
             raise ModelError(f"option {option!r} of {model} is {given!r}: a batch size is a whole number above 0")
         self.first = int(given)
         self._model = model
         self._option = option
-        self._device = device
-        self._roofline = roofline
-        self._optimizer = optimizer
-        self._accumulate = accumulate
-        self._passes = passes
-        self._seed = seed
+        self._tracing = tracing
 
     def graph(self, batch: int) -> Graph:
         """The graph of the training step on `batch` samples.
@@ -59,15 +42,7 @@ class Batches:
         options = {**dict(self._model.options), self._option: str(batch)}
         spec = replace(self._model, options=tuple(options.items()))
         try:
-            built = workload.load(spec, device=self._device, seed=self._seed, fake=self._roofline is not None)
-            return api.trace(
-                *built,
-                optimizer=self._optimizer,
-                accumulate=self._accumulate,
-                roofline=self._roofline,
-                passes=self._passes,
-                name=str(spec),
-            )
+            return self._tracing.graph(spec)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         except PlannerError as error:

@@ -20,6 +20,7 @@ from graphs.synthetic import Draft
 from planner.batches import Batches
 from planner.cli import main
 from planner.max_batch import METHODS, Answer, Enough, Wanted, largest, max_batch
+from planner.tracing import Tracing
 from planner.workload import parse_spec
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
@@ -82,7 +83,7 @@ def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None,
 
 
 def test_it_equals_brute_force_on_a_traced_model() -> None:
-    batches = Batches(parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", roofline="h200")
+    batches = Batches(parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(roofline="h200"))
     kept = cached(batches.graph)
     graph = kept(20)
     wanted = Wanted(simulate(graph, store_all(graph)).peak_bytes, 0.3, limit=30)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from graphs.devices import DEVICES
 from planner import options
+from planner.tracing import Tracing
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
@@ -92,21 +93,22 @@ def add_how_to_trace(parser: Parser) -> None:
     parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
 
 
-def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "ProgressLine") -> "Graph":
-    """Build and trace `model`, as the options of ``add_how_to_trace`` say."""
-    progress.say(f"building {model}")
-    from planner import api, workload
-
-    built = workload.load(model, device=arguments.device, seed=arguments.seed, fake=arguments.roofline is not None)
-    progress.say(f"tracing {model}")
-    return api.trace(
-        *built,
+def tracing(arguments: argparse.Namespace) -> Tracing:
+    """What the options of ``add_how_to_trace`` say."""
+    return Tracing(
+        device=arguments.device,
+        roofline=arguments.roofline,
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
-        roofline=arguments.roofline,
         passes=arguments.passes,
-        name=str(model),
+        seed=arguments.seed,
     )
+
+
+def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "ProgressLine") -> "Graph":
+    """Build and trace `model`, as the options of ``add_how_to_trace`` say."""
+    progress.say(f"building and tracing {model}")
+    return tracing(arguments).graph(model)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:

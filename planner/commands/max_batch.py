@@ -3,7 +3,17 @@
 import argparse
 
 from planner import options
-from planner.commands.common import DONE, MODEL_HELP, Commands, add_command, add_how_to_trace, add_quiet, add_reorder, print_json
+from planner.commands.common import (
+    DONE,
+    MODEL_HELP,
+    Commands,
+    add_command,
+    add_how_to_trace,
+    add_quiet,
+    add_reorder,
+    print_json,
+    tracing,
+)
 
 
 def add(commands: Commands) -> None:
@@ -51,16 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress.say(f"building {arguments.model}")
         from planner.batches import Batches
 
-        batches = Batches(
-            arguments.model,
-            arguments.batch_option,
-            device=arguments.device,
-            roofline=arguments.roofline,
-            optimizer=arguments.optimizer,
-            accumulate=arguments.accumulate,
-            passes=arguments.passes,
-            seed=arguments.seed,
-        )
+        batches = Batches(arguments.model, arguments.batch_option, tracing(arguments))
         wanted = Wanted(
             budget_bytes=arguments.budget,
             max_overhead=arguments.max_overhead,

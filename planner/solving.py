@@ -17,6 +17,7 @@ from solvers.windows.evict_least import least_evicting_schedule
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
+_WOULD_DO_S = 5.0  # for finding a budget that would do, where none that was given does
 _LEFT_S = 0.1  # for program order, when the time was up at the proof that nothing fits in the other
 
 
@@ -138,7 +139,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, should_stop: Callable[[], bo
     """
     if budget_bytes >= least_budget_bound(graph).budget_bytes:
         return ""
-    schedule = least_evicting_schedule(graph, should_stop=should_stop) or store_all(graph)
+    schedule = least_evicting_schedule(graph, time_limit_s=_WOULD_DO_S, should_stop=should_stop) or store_all(graph)
     return f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
 
 

@@ -9,8 +9,9 @@ from graphs.simulate import simulate
 from graphs.synthetic import TransformerSize, random_training_step, training_chain, transformer
 from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
-from solvers.windows.evict import RULES, TIGHT_RULES, Guide, Rule, evicting_order
+from solvers.windows.evict import evicting_order
 from solvers.windows.evict_least import least_evicting_schedule
+from solvers.windows.rules import RULES, TIGHT_RULES, Guide, Rule
 
 
 def between(graph: Graph, share: float) -> int:
@@ -36,7 +37,7 @@ def test_what_is_executed_fits(graph: Graph, share: float) -> None:
 @pytest.mark.parametrize("layers", [1, 4, 12])
 def test_transformers_run_in_little_more_than_their_largest_op(layers: int) -> None:
     graph = transformer(TransformerSize(layers=layers))
-    schedule = least_evicting_schedule(graph)
+    schedule = least_evicting_schedule(graph, time_limit_s=60.0)
     assert schedule is not None
     assert simulate(graph, schedule).peak_bytes <= between(graph, 0.02)
 
@@ -80,3 +81,9 @@ def test_it_fails_where_a_limit_is_reached() -> None:
     assert evicting_order(graph, budget, Rule(), max_time_s=0.99 * seconds) is None
     assert evicting_order(graph, budget, Rule(), should_stop=lambda: True) is None
     assert evicting_order(graph, least_budget_bound(graph).budget_bytes - 1, Rule()) is None
+
+
+def test_the_least_peak_is_looked_for_no_longer_than_is_allowed() -> None:
+    graph = training_chain(16)
+    assert least_evicting_schedule(graph, time_limit_s=0.0) is None
+    assert least_evicting_schedule(graph, time_limit_s=60.0, should_stop=lambda: True) is None

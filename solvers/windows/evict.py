@@ -9,8 +9,7 @@ tried out.
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
 
@@ -18,54 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Graph, Phase
+from solvers.windows.rules import Guide, Rule
 
 _GUIDED = 30.0  # times its rank for what a guide hands on, and one over that for what it does not
 _NEVER = 1 << 60  # the next use of what is not used any more
 _DOOMED_S = 1e9  # cost of what there will be no room to make again
 _ROUNDS = 5  # an op executed so often before the next new one goes round in circles
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How tensors are ranked: evicted first is the one of least cost^a / (bytes^b x distance^c).
-
-    The cost is the time to make it again with what is missing for that; the distance is the number of
-    ops until its next use in the program, be it by what was evicted and is made of it.
-
-    Attributes:
-        gradients_stay: where there would be no room to make a tensor again beside all gradients that are alive when
-            it is used next, it is evicted last.
-    """
-
-    cost: float = 1.0
-    size: float = 1.0
-    distance: float = 1.0
-    gradients_stay: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Guide:
-    """What a solution of a model says on what to keep; see ``Choice``.
-
-    Attributes:
-        ends: last op of each window.
-        handed: (windows, tensors), whether a tensor is handed on at the end of the window.
-    """
-
-    ends: tuple[int, ...]
-    handed: NDArray[np.bool_]
-
-
-RULES = (
-    Rule(distance=0.5),
-    Rule(distance=0.0),
-    Rule(),
-    Rule(cost=0.5),
-    Rule(size=0.5),
-    Rule(size=0.0),
-)
-# Where memory is so scarce that these fail.
-TIGHT_RULES = tuple(replace(rule, gradients_stay=True) for rule in RULES)
 
 
 def evicting_order(
@@ -130,7 +87,8 @@ class _Run:
         self.live: set[int] = set()
         self.there = [t.producer is None for t in graph.tensors]  # in memory: alive, or static
         self.next_use = [readers[0] if readers else _NEVER for readers in graph.consumers]
-        self.cost: dict[int, float] = {}
+        self.cost: dict[int, float] = {}  # to make tensors again, where nothing has changed since it was found
+        self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
         self.alone_bytes = [
             op.workspace_bytes + sum(self.size[t] for t in {*self.inputs[op.id], *op.outputs} - graph.kept) for op in graph.ops
         ]
@@ -203,6 +161,7 @@ class _Run:
             self.there[t] = True
             self.live.add(t)
             self.free_bytes -= self.size[t]
+            self._forget_costs(t)
 
     # What to evict.
 
@@ -210,54 +169,60 @@ class _Run:
         """Evict until there is room beside the inputs of op `i`: first what is not `wanted`, then what is wanted last."""
         others, soon = [], []
         for t in sorted(self.live.difference(self.inputs[i])):
-            if self._stays(t):
+            if not (self.evictable[t] or self._of_no_use(t)):
                 continue
             if t in wanted:
                 soon.append(t)
             elif self.next_use[t] == _NEVER:
                 self._drop(t)
             else:
-                self.cost[t] = self._cost(t)
-                others.append((self._rank(t), t))
-        heapify(others)
-        while self.free_bytes < needed_bytes and others:
-            rank, t = others[0]
-            cost = self._cost(t)
-            if cost > self.cost[t]:  # for what has gone since
-                self.cost[t] = cost
-                if (now := self._rank(t)) > rank:
-                    heapreplace(others, (now, t))
-                    continue
-            heappop(others)
-            self._drop(t)
+                others.append(t)
+        if self.free_bytes < needed_bytes:
+            self._evict_cheapest(needed_bytes, others)
         soon.sort(key=wanted.__getitem__)
         while self.free_bytes < needed_bytes:
             if not soon:
                 raise _FailedError
             self._drop(soon.pop())
 
-    def _stays(self, t: int) -> bool:
-        """Kept tensors do; so does what cannot be made again, while something that reads it may run."""
-        ops, readers = self.graph.ops, self.graph.consumers[t]
+    def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
+        for t in tensors:
+            if t not in self.cost:
+                self.cost[t] = self._cost(t)
+        ranked = list(zip(self._ranks(tensors), tensors, strict=True))
+        heapify(ranked)
+        while self.free_bytes < needed_bytes and ranked:
+            rank, t = ranked[0]
+            if t not in self.cost:  # for what has gone since
+                self.cost[t] = self._cost(t)
+                if (now := self._ranks([t])[0]) > rank:
+                    heapreplace(ranked, (now, t))
+                    continue
+            heappop(ranked)
+            self._drop(t)
+
+    def _of_no_use(self, t: int) -> bool:
+        """Whether nothing that may run reads a tensor that cannot be made again."""
+        readers = self.graph.consumers[t]
         if t in self.graph.kept:
-            return True
-        if ops[self.producer[t]].recomputable or not readers:
             return False
-        return readers[-1] > self.done or any(ops[r].recomputable for r in readers)
+        return not readers or (readers[-1] <= self.done and not any(self.graph.ops[r].recomputable for r in readers))
 
-    def _rank(self, t: int) -> float:
+    def _ranks(self, tensors: Sequence[int]) -> list[float]:
         rule = self.rule
-        distance = max(1, self.next_use[t] - self.done)
-        return self._worth(t) * math.pow(self.cost[t], rule.cost) / (self.sized[t] * math.pow(distance, rule.distance))
+        cost = np.array([self.cost[t] for t in tensors]) ** rule.cost
+        distance = np.maximum(1.0, np.array([self.next_use[t] - self.done for t in tensors], dtype=np.float64)) ** rule.distance
+        sized = np.array([self.sized[t] for t in tensors])
+        worth = 1.0 if self.guide is None else np.array([self._worth(self.guide, t) for t in tensors])
+        ranks: list[float] = (worth * cost / (sized * distance)).tolist()
+        return ranks
 
-    def _worth(self, t: int) -> float:
+    def _worth(self, guide: Guide, t: int) -> float:
         """What the guide says on keeping a tensor."""
-        if self.guide is None:
-            return 1.0
-        window = bisect_left(self.guide.ends, self.done + 1)
-        if self.guide.handed[window, t]:
+        window = bisect_left(guide.ends, self.done + 1)
+        if guide.handed[window, t]:
             return _GUIDED
-        return 1.0 if self.next_use[t] <= self.guide.ends[window] else 1.0 / _GUIDED
+        return 1.0 if self.next_use[t] <= guide.ends[window] else 1.0 / _GUIDED
 
     def _cost(self, t: int) -> float:
         """Seconds to make a tensor again, with what is missing for that."""
@@ -288,7 +253,24 @@ class _Run:
             for u in self.inputs[self.producer[stack.pop()]]:
                 if self.next_use[u] > use:
                     self.next_use[u] = use
+                    self.cost.pop(u, None)
                     if not self.there[u]:
+                        stack.append(u)
+        self._forget_costs(t)
+
+    def _forget_costs(self, t: int) -> None:
+        """Of what is there and made from `t` by way of what is not; of `t` itself too."""
+        self.cost.pop(t, None)
+        stack, seen = [t], {t}
+        while stack:
+            for reader in self.graph.consumers[stack.pop()]:
+                if reader > self.done:
+                    break
+                for u in self.graph.ops[reader].outputs:
+                    if self.there[u]:
+                        self.cost.pop(u, None)
+                    elif u not in seen:
+                        seen.add(u)
                         stack.append(u)
 
     def _look_ahead(self, op: int) -> None:
@@ -301,4 +283,6 @@ class _Run:
                 for u in self.graph.ops[reader].outputs:
                     if not self.there[u]:
                         use = min(use, self.next_use[u])
-            self.next_use[t] = use
+            if use != self.next_use[t]:
+                self.next_use[t] = use
+                self.cost.pop(t, None)

@@ -1,5 +1,6 @@
 """The least peak that rules of eviction come to."""
 
+import time
 from collections.abc import Callable
 
 from graphs.errors import ScheduleError
@@ -7,24 +8,40 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
-from solvers.windows.evict import RULES, TIGHT_RULES, evicting_order
+from solvers.windows.evict import evicting_order
+from solvers.windows.rules import RULES, TIGHT_RULES
+
+_PRECISION = 0.005  # of the peak
 
 
-def least_evicting_schedule(graph: Graph, *, should_stop: Callable[[], bool] | None = None) -> Schedule | None:
-    """The schedule of least peak that some rule finds until `should_stop`; None if none finds any."""
+def least_evicting_schedule(
+    graph: Graph, *, time_limit_s: float, should_stop: Callable[[], bool] | None = None
+) -> Schedule | None:
+    """The schedule of least peak that some rule finds in time, or until `should_stop`; None if none finds any."""
+    until = time.monotonic() + time_limit_s
+
+    def enough() -> bool:
+        return time.monotonic() > until or (should_stop is not None and should_stop())
+
     best: Schedule | None = None
     least = simulate(graph, schedule_of(graph, range(len(graph.ops)))).peak_bytes
     for rule in (*RULES, *TIGHT_RULES):
         low = least_budget_bound(graph).budget_bytes
-        while least - low > 0.005 * least:
-            budget = (low + least) // 2
-            order = evicting_order(graph, budget, rule, should_stop=should_stop)
+        # Most rules end where the first did: ask of them whether they get any further, before how far.
+        budget = (low + least) // 2 if best is None else int((1 - _PRECISION) * least)
+        asked = best is not None
+        while low < budget and least - low > _PRECISION * least:
+            order = evicting_order(graph, budget, rule, should_stop=enough)
             schedule = None if order is None else schedule_of(graph, order)
             peak = None if schedule is None else _peak_bytes(graph, schedule)
             if peak is None or peak >= least:
+                if asked:
+                    break
                 low = budget + 1
             else:
                 best, least = schedule, peak
+            asked = False
+            budget = (low + least) // 2
     return best
 
 

@@ -7,12 +7,13 @@ import numpy as np
 
 from solvers.registry import get_solver
 from solvers.windows.detail import Detail
-from solvers.windows.evict import RULES, TIGHT_RULES, evicting_order
+from solvers.windows.evict import evicting_order
 from solvers.windows.evict_least import least_evicting_schedule
 from solvers.windows.expand import late_writers, order_of
 from solvers.windows.finder import Finder
 from solvers.windows.problem import OBJECTIVE_SCALE
 from solvers.windows.refine import halved
+from solvers.windows.rules import RULES, TIGHT_RULES
 from solvers.windows.search import Search
 from solvers.windows.states import shortest
 
@@ -87,7 +88,7 @@ def _evict(search: Search) -> None:
         if should_stop():
             return
         _offer(search, evicting_order(graph, search.budget_bytes, rule, should_stop=should_stop))
-    least = least_evicting_schedule(graph, should_stop=should_stop)
+    least = least_evicting_schedule(graph, time_limit_s=until - search.seconds, should_stop=should_stop)
     if least is not None and not should_stop():
         _offer(search, least.computed)
 

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.windows.detail import Detail
-from solvers.windows.evict import Guide, Rule, evicting_order
+from solvers.windows.evict import evicting_order
 from solvers.windows.expand import Choice, Order, Trial, late_writers, order_of
 from solvers.windows.problem import Problem
+from solvers.windows.rules import Guide, Rule
 
 _EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 _GUIDED_RULES = (Rule(), Rule(size=0.5, distance=0.5), Rule(size=0.25, distance=2.0), Rule(size=0.25, distance=0.5))

@@ -1,0 +1,49 @@
+"""By which rules tensors are evicted."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How tensors are ranked: evicted first is the one of least cost^a / (bytes^b x distance^c).
+
+    The cost is the time to make it again with what is missing for that; the distance is the number of
+    ops until its next use in the program, be it by what was evicted and is made of it.
+
+    Attributes:
+        gradients_stay: where there would be no room to make a tensor again beside all gradients that are alive when
+            it is used next, it is evicted last.
+    """
+
+    cost: float = 1.0
+    size: float = 1.0
+    distance: float = 1.0
+    gradients_stay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What a solution of a model says on what to keep; see ``Choice``.
+
+    Attributes:
+        ends: last op of each window.
+        handed: (windows, tensors), whether a tensor is handed on at the end of the window.
+    """
+
+    ends: tuple[int, ...]
+    handed: NDArray[np.bool_]
+
+
+RULES = (
+    Rule(distance=0.5),
+    Rule(distance=0.0),
+    Rule(),
+    Rule(cost=0.5),
+    Rule(size=0.5),
+    Rule(size=0.0),
+)
+# Where memory is so scarce that these fail.
+TIGHT_RULES = tuple(replace(rule, gradients_stay=True) for rule in RULES)

@@ -23,10 +23,11 @@ def least_evicting_schedule(
     def enough() -> bool:
         return time.monotonic() > until or (should_stop is not None and should_stop())
 
+    bound = least_budget_bound(graph).budget_bytes
     best: Schedule | None = None
     least = simulate(graph, schedule_of(graph, range(len(graph.ops)))).peak_bytes
     for rule in (*RULES, *TIGHT_RULES):
-        low = least_budget_bound(graph).budget_bytes
+        low = bound
         # Most rules end where the first did: ask of them whether they get any further, before how far.
         budget = (low + least) // 2 if best is None else int((1 - _PRECISION) * least)
         asked = best is not None

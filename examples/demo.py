@@ -36,7 +36,8 @@ def main() -> int:
     print(f"least budget: a schedule meets {format_bytes(least.found_bytes)}, none less than {format_bytes(least.proved_bytes)}")
 
     rows, reports = [], []
-    for budget in (int(0.9 * peak), int(0.7 * peak), int(0.5 * peak), int(1.02 * least.found_bytes)):
+    tight = least.found_bytes + (peak - least.found_bytes) // 10
+    for budget in (int(0.9 * peak), int(0.7 * peak), int(0.5 * peak), tight, int(1.02 * least.found_bytes)):
         plan = planner.solve(graph, budget, time_limit_s=15.0)
         report = planner.run(plan, *workload, repeats=5)
         reports.append(report)

@@ -32,7 +32,7 @@ from planner.ranks import Alone
 from planner.recorded import Recorder, record, recordable
 from planner.solving import solve
 from planner.train import Compiler, PlannedStep, _recorder
-from planner.wrappers import Plain
+from planner.wrappers import Plain, unwrap
 from tests.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -421,12 +421,12 @@ def test_in_a_trainers_loop_a_second_size_is_refused(monkeypatch: pytest.MonkeyP
     compiled = planner.compile
     monkeypatch.setattr(train_module, "compile", lambda *args, cuda_graph, **options: compiled(*args, **options))
     model, loss_fn, (x, y) = dropout_and_norm()
-    plans = BatchPlans("8GB", {"cuda_graph": True, "passes": 1})
+    plans = BatchPlans(unwrap(model), "8GB", {"cuda_graph": True, "passes": 1})
     optimizer = torch.optim.AdamW(model.parameters())
-    plans.step(model, loss_fn, (x, y), optimizer=optimizer, accumulate=False)
-    plans.step(model, loss_fn, (x + 1, y), optimizer=optimizer, accumulate=False)
+    plans.step(loss_fn, (x, y), optimizer=optimizer, accumulate=False)
+    plans.step(loss_fn, (x + 1, y), optimizer=optimizer, accumulate=False)
     with pytest.raises(PlannerError, match=r"a batch of \[4, 24\], \[4\] needs a plan of its own, and CUDA graphs hold"):
-        plans.step(model, loss_fn, (x[:4], y[:4]), optimizer=optimizer, accumulate=False)
+        plans.step(loss_fn, (x[:4], y[:4]), optimizer=optimizer, accumulate=False)
 
 
 class FakeCuda:

@@ -14,7 +14,7 @@ from graphs.fitted import Fit, Sizes, same_ops, sample_sizes
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
-from graphs.trace_signature import Batch
+from graphs.trace_signature import Batch, as_leaves
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import measure
 from planner.last_used import LastUsed
@@ -126,7 +126,7 @@ class DynamicStep(PlannedStep):
 
     def _made(self, batch: Batch) -> tuple[PlannedStep, SizedPlan]:
         """The step for the sizes of `batch`."""
-        shapes = shapes_of(batch)
+        batch, shapes = as_leaves(batch), shapes_of(batch)
         self._learn(shapes)
         assert self._fit is not None
         sizes = self._varying.sizes(shapes)

@@ -15,7 +15,7 @@ from graphs.jsonfile import check_writable, write_text
 from graphs.plan import Plan
 from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
-from graphs.trace_signature import Batch
+from graphs.trace_signature import Batch, as_leaves
 from graphs.units import format_bytes
 from planner.api import measured_peak, with_times
 from planner.cache import PlanCache, warn_unusable
@@ -127,6 +127,7 @@ def compile(  # noqa: A001
         BudgetError: the measured peak stays above the budget.
         OutputError: plans cannot be kept in `cache`.
     """
+    batch = as_leaves(batch)
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None

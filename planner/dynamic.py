@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError
+from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError
 from graphs.fitted import Fit, Sizes, same_ops, sample_sizes
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
@@ -70,10 +70,8 @@ class DynamicStep(PlannedStep):
         """Plan for `batch`; other sizes are predicted from it.
 
         Raises:
-            PlannerError: `max_plans` is not above 0; or what ``planner.compile`` raises.
+            PlannerError: what ``planner.compile`` raises.
         """
-        if max_plans < 1:
-            raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
         profiled = compiler.profile(compiler.capture(batch), batch)
         first = compiler.solve(profiled, batch, budget)
         super().__init__(first.plan, first._run, first.measured)

@@ -28,7 +28,7 @@ from graphs.ir import Kind
 from graphs.trace_attention import attention_as_on_cuda
 from graphs.trace_dropout import dropout_as_eager
 from graphs.trace_effects import Effect, check_effects, recording_effects
-from graphs.trace_guards import Guards, build_guards, guarded_names
+from graphs.trace_guards import Guards, build_guards, guarded_names, readable
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
 from graphs.trace_signature import Batch, Signature, arguments, call_on_fakes, leaves, take_apart, target_names
@@ -108,7 +108,7 @@ def capture(
     device = _device(model, batch)
     planned_device = torch.device("cuda") if as_on_cuda else device
     statics = StaticTensors(step, batch, planned_device)
-    trained = [allocated_bytes(p.nbytes, planned_device) for p in model.parameters() if p.requires_grad]
+    trained = [allocated_bytes(p.nbytes, planned_device) for p in step.parameters() if p.requires_grad]
     trained_bytes = sum(trained)
     counted_bytes = _COUNTER_BYTES.get(optimizer, 0) * len(trained) if planned_device.type == "cpu" else 0
     statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, OPTIMIZER_COPIES[optimizer] * trained_bytes + counted_bytes)
@@ -166,12 +166,19 @@ def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, ba
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
         return None
     try:
-        return build_guards(output, get_traced_fn(step)[0].__code__, step, args, kwargs)
+        guards = build_guards(output, get_traced_fn(step)[0].__code__, step, args, kwargs)
     except AssertionError as error:
         raise TraceError(
             f"the step reads a value that is another each time: {_first_line(error)}; compute it outside of what is planned, and "
             "pass it with the batch as a tensor"
         ) from error
+    for outside in guards.outside:
+        if outside.tensor.requires_grad:
+            raise TraceError(
+                f"{readable(outside.name, local, scope)} requires a gradient, and is no parameter of the model: a plan would give "
+                "it none; make it one of the model, or make the loss function an nn.Module that holds it"
+            )
+    return guards
 
 
 def _logging_methods() -> set[object]:

@@ -53,7 +53,10 @@ class Executor:
         Raises:
             MismatchError: the batch or the model is not as it was when the step was captured.
         """
-        leaves = self.check(*args, **kwargs)
+        return self.run(self.check(*args, **kwargs))
+
+    def run(self, leaves: Sequence[object]) -> Any:
+        """One forward pass on the leaves of a batch that was checked."""
         static = self.program.gather(self._step, leaves)
         results: tuple[torch.Tensor, ...] = _Step.apply(self, *static)  # type: ignore[no-untyped-call]
         return self.signature.unflatten(results)

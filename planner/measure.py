@@ -125,16 +125,19 @@ def outcome(step: Step, model: nn.Module, batch: Batch, *, seed: int) -> Outcome
 def unchanged(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Afterwards the buffers and gradients of `model`, the batch and the random state are as before."""
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    written = [(tensor, tensor.detach().clone(), tensor._version) for tensor in (*model.buffers(), *inputs)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    given = [(tensor, tensor.detach().clone(), tensor._version) for tensor in inputs]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             yield
     finally:
         with torch.no_grad():
-            for tensor, before, version in written:
+            for buffer, value in buffers:  # kernels write to running statistics without a new version
+                buffer.copy_(value)
+            for tensor, value, version in given:
                 if tensor._version != version:  # a write, even of what is there, would spoil a backward pass of the caller's
-                    tensor.copy_(before)
+                    tensor.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

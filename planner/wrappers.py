@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from graphs.errors import TraceError
+from graphs.errors import MismatchError, TraceError
 from graphs.ir import Graph, Kind
 from graphs.trace import LossFn
 from graphs.trace_lower import Capture
@@ -100,8 +100,7 @@ class Sharded(Plain):
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, nn.Module)
         self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in self._units:
-            unit.reshard()  # the outermost stays gathered behind a forward pass
+        self._reshard()  # the outermost stays gathered behind a forward pass
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
             raise TraceError(
@@ -120,8 +119,7 @@ class Sharded(Plain):
             with _without_hooks(self._units):
                 yield
         finally:
-            for unit in self._units:
-                unit.reshard()
+            self._reshard()
 
     def capture(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool) -> Capture:
         """The step on whole parameters, beside this rank's shards: of optimizer state and earlier gradients there is no more."""
@@ -136,10 +134,17 @@ class Sharded(Plain):
 
         def forward(*args: object, **kwargs: object) -> Any:
             self._gather()
-            return executor(*args, **kwargs)
+            return executor.run(executor.signature.flatten(*args, **kwargs))
 
         def step(*args: object, **kwargs: object) -> Any:
-            executor.check(*args, **kwargs)  # an error inside would leave the hooks half way
+            # On gathered parameters, as it was captured; an error inside the wrapper would leave its hooks half way.
+            self._gather()
+            try:
+                with _without_hooks(self._units):
+                    executor.check(*args, **kwargs)
+            except MismatchError:
+                self._reshard()
+                raise
             self.module.forward = forward
             try:
                 return self.module(*args, **kwargs)
@@ -151,6 +156,10 @@ class Sharded(Plain):
     def _gather(self) -> None:
         for unit in self._units:
             unit.unshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
 
 
 def unwrap(model: nn.Module | Plain) -> Plain:

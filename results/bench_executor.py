@@ -1,9 +1,10 @@
 """What the executor itself costs: ``make bench-executor`` writes results/executor/.
 
 The schedule that keeps everything, eager PyTorch, and ``torch.compile(mode="lite")`` (ATen's ops in program order too) take
-turns; ratios are medians of those within a turn, so that what disturbs the machine disturbs both.
+turns; ratios are medians of those within a turn, so that what disturbs the machine disturbs both. Beside them, what it takes to check at each step that all is as it was planned for.
 """
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
@@ -31,7 +32,8 @@ MODELS = {
     "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=64, classes=10, batch=16, dropout=0),
     "mobilenet_v2-wide": partial(build, "mobilenet_v2", multiplier=0.5, size=96, classes=10, batch=16, dropout=0),
 }
-COLUMNS = ("model", "ops", "eager_s", "executor_ratio", "lite_ratio", "repeats", *PROVENANCE)
+COLUMNS = ("model", "ops", "eager_s", "executor_ratio", "lite_ratio", "check_s", "repeats", *PROVENANCE)
+_CHECKS = 500
 
 
 def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
@@ -39,7 +41,8 @@ def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
     model, loss_fn, batch = workload
     captured = capture(model, loss_fn, batch)
     eager = TrainingStep(model, loss_fn)
-    steps: dict[str, Step] = {"eager": eager, "executor": Executor(captured, store_all(captured.graph), model, loss_fn)}
+    executor = Executor(captured, store_all(captured.graph), model, loss_fn)
+    steps: dict[str, Step] = {"eager": eager, "executor": executor}
     lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
     with unchanged(model, batch):
         if runs(lite, batch):
@@ -55,9 +58,20 @@ def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
         "eager_s": median(times["eager"]),
         "executor_ratio": ratio("executor"),
         "lite_ratio": ratio("lite"),
+        "check_s": check_seconds(executor, batch),
         "repeats": repeats,
         **provenance(),
     }
+
+
+def check_seconds(executor: Executor, batch: Batch) -> float:
+    """How long the executor looks, before each step, whether all is as it was planned for: guards and batch; the median."""
+    times = []
+    for _ in range(_CHECKS):
+        start = time.perf_counter()
+        call(executor.check, batch)
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def runs(step: Step, batch: Batch) -> bool:
@@ -72,12 +86,13 @@ def runs(step: Step, batch: Batch) -> bool:
 
 def table(rows: Sequence[dict[str, object]]) -> str:
     """Step times as multiples of eager PyTorch's."""
-    cells = [("model", "ops", "eager step", "per op", "executor", 'torch.compile(mode="lite")')]
+    cells = [("model", "ops", "eager step", "per op", "executor", 'torch.compile(mode="lite")', "guards, each step")]
     for row in rows:
         eager_s, ops = float(str(row["eager_s"])), int(str(row["ops"]))
         found = [row[column] for column in ("executor_ratio", "lite_ratio")]
         ratios = ["fails" if ratio is None else f"{float(str(ratio)):.3f}x" for ratio in found]
-        cells.append((str(row["model"]), str(ops), format_seconds(eager_s), format_seconds(eager_s / ops), *ratios))
+        check = f"{float(str(row['check_s'])) * 1e6:.0f} µs"
+        cells.append((str(row["model"]), str(ops), format_seconds(eager_s), format_seconds(eager_s / ops), *ratios, check))
     return as_markdown(cells)
 
 

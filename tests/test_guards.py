@@ -242,3 +242,20 @@ def test_what_is_set_once_or_counted_in_a_tensor_works(kind: str, batch: tuple[t
         step = planner.compile(model, F.mse_loss, batch, budget="100%")
     for _ in range(3):
         assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))
+
+
+def test_a_parameter_that_is_not_the_models_is_refused_and_in_a_loss_module_trained(batch: tuple[torch.Tensor, ...]) -> None:
+    criterion = nn.Linear(4, 4)
+
+    class Criterion(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = criterion
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.inner(output), target)
+
+    with pytest.raises(TraceError, match=r"criterion\.(weight|bias) requires a gradient, and is no parameter of the model"):
+        planner.compile(Net(), lambda output, target: F.mse_loss(criterion(output), target), batch, budget="100%")
+    planner.compile(Net(), Criterion(), batch, budget="100%")(*batch).backward()
+    assert criterion.weight.grad is not None

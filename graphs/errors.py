@@ -22,7 +22,7 @@ class BudgetError(PlannerError):
 
 
 class InfeasibleError(BudgetError):
-    """Proved: no schedule of the graph meets the budget; says the least feasible one and the op that needs it."""
+    """Proved, of all schedules or of those in the orders of the ops that were tried: none meets the budget; says what does."""
 
 
 class LimitError(PlannerError):

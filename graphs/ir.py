@@ -15,6 +15,8 @@ from functools import cached_property
 
 from graphs.errors import GraphError
 
+_TOO_MUCH = 2**63  # bytes, or seconds
+
 
 class Phase(StrEnum):
     """The part of the step an op belongs to; phases follow each other in program order."""
@@ -173,6 +175,20 @@ class Graph:
             "kept": [number[t] for t in sorted(self.kept)],
         }
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]
+
+
+def check_sums(graph: Graph) -> None:
+    """Refuse a graph that cannot be added up: solvers count bytes in 64 bits, and seconds in floating point.
+
+    Raises:
+        GraphError: its sizes sum to 2^63 bytes or more, or its times to as many seconds.
+    """
+    total_bytes = sum(t.size_bytes for t in graph.tensors) + sum(op.workspace_bytes for op in graph.ops)
+    if total_bytes >= _TOO_MUCH:
+        raise GraphError(f"the sizes of its tensors and workspaces sum to {total_bytes} bytes: must be below 2^63")
+    total_s = sum(op.time_s for op in graph.ops)
+    if total_s >= _TOO_MUCH:
+        raise GraphError(f"the times of its ops sum to {total_s:g} s: must be below 2^63")
 
 
 def _check_tensors(graph: Graph) -> None:

@@ -2,12 +2,18 @@
 
 import json
 import os
+import re
 import secrets
+import stat
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from graphs.errors import FormatError, OutputError
 from graphs.jsonfields import shown
+
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
+_MOST_LINKS = 40  # that are followed, as on Linux
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
@@ -44,44 +50,112 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     Raises:
         OutputError: the folder is not there or not writable, or `path` is a folder.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise OutputError(f"{path} is a folder: name a file")
-    if not target.parent.is_dir():
-        raise OutputError(f"{path} cannot be written: there is no folder {target.parent}")
-    needed = [target] if target.exists() else []
-    if _replaceable(target):
-        needed.append(target.parent)
+    if not os.fspath(path):
+        raise OutputError("the name of the file to write is empty")
+    if (descriptor := open_descriptor(path)) is not None:
+        _check_descriptor(path, descriptor)
+        return
+    try:
+        target = _target(path)
+        if target.is_symlink():
+            raise OutputError(f"{path} cannot be written: its symbolic links lead round in a circle")
+        if target.is_dir():
+            raise OutputError(f"{path} is a folder: name a file")
+        if not target.parent.is_dir():
+            raise OutputError(f"{path} cannot be written: there is no folder {target.parent}")
+        needed = [target] if target.exists() else []
+        if _replaceable(target):
+            needed.append(target.parent)
+    except (OSError, ValueError) as error:  # a name that is too long, or no name; a loop of links
+        raise _not_written(path, error) from None
     if not all(os.access(place, os.W_OK) for place in needed):
         raise OutputError(f"{path} cannot be written: permission denied")
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Find out, before work is spent, whether files can be written in `folder`, which may have to be made.
+
+    Raises:
+        OutputError: it is no folder, cannot be made, or is not writable.
+    """
+    place = Path(folder).absolute()
+    try:
+        while not os.path.lexists(place):
+            place = place.parent
+        if not place.is_dir():
+            raise OutputError(f"{folder} is not a folder" if place == Path(folder).absolute() else f"{place} is not a folder")
+    except (OSError, ValueError) as error:
+        raise _not_written(folder, error) from None
+    if not os.access(place, os.W_OK):
+        raise OutputError(f"{folder} cannot be written: permission denied")
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path`, whole or not at all: what was there stays until all of it is on disk.
+    """Write `text` to `path` as UTF-8, as ``write_bytes`` does.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all: what was there stays until all of it is on disk.
+
+    What is no file, such as /dev/stdout, /dev/null or a pipe, is written to as it is.
 
     Raises:
         OutputError: it cannot be written.
     """
     check_writable(path)
-    # The file behind a symbolic link is replaced, not the link.
-    target = Path(os.path.realpath(path))
-    if not _replaceable(target):
-        _write_device(target, text)
+    if not is_replaced(path):
+        _write_through(path, content, open_descriptor(path))
         return
+    target = _target(path)
     # Named before it is made, so that an interruption at any moment finds it and removes it.
     temporary = target.with_name(f".planner-{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
             temporary.chmod(target.stat().st_mode & 0o7777)
         temporary.replace(target)
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise _not_written(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> int | None:
+    """The file descriptor of this process that `path` names, such as 1 for /dev/stdout; None for all else."""
+    place = Path(path)
+    for _ in range(_MOST_LINKS):
+        try:
+            place = Path(os.path.realpath(place.parent), place.name)
+            if match := _DESCRIPTOR.fullmatch(str(place)):
+                return int(match["number"]) if match["process"] in (None, str(os.getpid())) else None
+            place = place.parent / place.readlink()
+        except (OSError, ValueError):  # it is no link, or no path at all
+            return None
+    return None
+
+
+def is_replaced(path: str | os.PathLike[str]) -> bool:
+    """Whether a new file takes the place of `path` when it is written; not so for what is no file."""
+    return open_descriptor(path) is None and _replaceable(_target(path))
+
+
+def is_stdout(path: str | os.PathLike[str]) -> bool:
+    """Whether what is written to `path` goes where the standard output of this process goes."""
+    if open_descriptor(path) == 1:
+        return True
+    try:
+        found = Path(path).stat()
+        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(1))
+    except (OSError, ValueError):
+        return False
 
 
 def layout(data: Mapping[str, object]) -> str:
@@ -116,6 +190,8 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_text(path: str | os.PathLike[str]) -> str:
     try:
+        if _is_device(path):
+            raise FormatError(f"{path}: is a device, not a file")
         content = Path(path).read_bytes()
     except FileNotFoundError:
         raise FormatError(f"{path}: there is no such file") from None
@@ -132,19 +208,52 @@ def _read_text(path: str | os.PathLike[str]) -> str:
     return text
 
 
+def _is_device(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a device that may never end, such as /dev/zero; what is typed in a terminal does."""
+    mode = Path(path).stat().st_mode
+    if stat.S_ISCHR(mode):
+        with Path(path).open("rb", buffering=0) as device:
+            return not device.isatty()
+    return stat.S_ISBLK(mode)
+
+
 def _replaceable(target: Path) -> bool:
     """Whether a new file may take the place of `target`: not so for /dev/stdout or a pipe."""
     return target.is_file() or not target.exists()
 
 
-def _write_device(target: Path, text: str) -> None:
+def _target(path: str | os.PathLike[str]) -> Path:
+    """What is replaced: the file behind a symbolic link, not the link."""
+    return Path(os.path.realpath(path))
+
+
+def _check_descriptor(path: str | os.PathLike[str], descriptor: int) -> None:
     try:
-        with target.open("w", encoding="utf-8") as file:
-            file.write(text)
+        os.fstat(descriptor)
+    except (OSError, OverflowError) as error:
+        raise _not_written(path, error) from None
+
+
+def _write_through(path: str | os.PathLike[str], content: bytes, descriptor: int | None) -> None:
+    """Write to what is no file; to one that is open already where it stands, and behind what was printed there."""
+    try:
+        if descriptor is None:
+            # Not made where it has gone meanwhile.
+            opened = os.open(path, os.O_WRONLY)
+        else:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            opened = os.dup(descriptor)
+        with os.fdopen(opened, "wb") as file:
+            file.write(content)
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"{target} cannot be written: {error.strerror or error}") from error
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: str | os.PathLike[str], error: Exception) -> OutputError:
+    return OutputError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 def _executions(steps: list[object]) -> Iterable[str]:

@@ -4,7 +4,7 @@ import os
 from enum import StrEnum
 
 from graphs.errors import FormatError, GraphError
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from graphs.ir import Graph, Kind, Op, Phase, Tensor, check_sums
 from graphs.jsonfields import Fields, plain, shown
 from graphs.jsonfile import layout, read_object, write_text
 from graphs.plan import GraphSummary, Plan
@@ -31,7 +31,7 @@ def read_graph(path: str | os.PathLike[str]) -> Graph:
         FormatError: the file is not a graph of a version this planner reads.
         GraphError: it is, but does not describe a training step.
     """
-    return graph_from_dict(read_object(path), source=str(path))
+    return _summable(graph_from_dict(read_object(path), source=str(path)), str(path))
 
 
 def write_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
@@ -39,9 +39,10 @@ def write_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
 
     Raises:
         FormatError: the provenance has no JSON form.
+        GraphError: it is one that ``read_graph`` refuses.
         OutputError: the file cannot be written.
     """
-    write_text(path, layout(graph_to_dict(graph)))
+    write_text(path, layout(graph_to_dict(_summable(graph, str(path)))))
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -72,7 +73,7 @@ def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
     data = read_object(path)
     if data.get("format") == PLAN_FORMAT:
         return plan_from_dict(data, source=str(path))
-    return graph_from_dict(data, source=str(path))
+    return _summable(graph_from_dict(data, source=str(path)), str(path))
 
 
 def graph_to_dict(graph: Graph) -> dict[str, object]:
@@ -193,6 +194,15 @@ def _header(data: object, expected: str, source: str) -> Fields:
     if version != VERSION:
         raise FormatError(f"{source}: is a {what} of version {shown(version)}, this planner reads {VERSION}")
     return fields
+
+
+def _summable(graph: Graph, source: str) -> Graph:
+    """`graph`, if it can be worked with."""
+    try:
+        check_sums(graph)
+    except GraphError as error:
+        raise GraphError(f"{source}: {error}") from None
+    return graph
 
 
 def _tensor_to_dict(tensor: Tensor) -> dict[str, object]:

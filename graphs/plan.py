@@ -38,7 +38,8 @@ class Plan:
         schedule: what to do.
         budget_bytes: what the user allowed, static bytes included.
         peak_bytes, time_s: predicted for the schedule (``simulate``).
-        bound_s: no schedule within the budget is faster than this; None if unknown.
+        bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
+            (or of the narrower class that `settings` name as ``schedules``); None if unknown.
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
         solver, seconds, settings, versions: how it was found.
         measured_peak_bytes: of one step with real tensors; None if none was run.

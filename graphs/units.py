@@ -16,11 +16,12 @@ _BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+UNLIMITED_BYTES = 2**63 - 1  # the largest budget: no graph that is read takes as much
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+|%)?\s*", re.IGNORECASE)
 
 
 def parse_budget(text: str, *, peak_bytes: int) -> int:
-    """Budget in bytes from ``8GB``, ``7.5 GiB`` or ``60%`` (of `peak_bytes`).
+    """Budget in bytes from ``8GB``, ``7.5 GiB`` or ``60%`` (of `peak_bytes`); at most `UNLIMITED_BYTES`.
 
     Args:
         text: amount and unit; units are case-insensitive, GB = 10^9 and GiB = 2^30.
@@ -46,7 +47,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
         raise BudgetError(f"budget {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or %")
     if not math.isfinite(size) or size < 1:
         raise BudgetError(f"budget {text!r} is {size:g} bytes: it must be at least one byte and finite")
-    return int(size)
+    return min(int(size), UNLIMITED_BYTES)
 
 
 def format_bytes(size_bytes: int | float) -> str:

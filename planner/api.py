@@ -15,7 +15,7 @@ from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch, as_leaves
 from planner import measure
 from planner.executor import Executor
-from planner.solving import check_same_graph, summarize
+from planner.plan_check import check_sizes
 from solvers.policies.store_all import store_all
 
 
@@ -149,7 +149,7 @@ def run(
         accumulate=bool(provenance.get("accumulate", False)),
         name=str(provenance.get("model", "")),
     )
-    check_same_graph(plan.graph, summarize(captured.graph))
+    check_sizes(captured.graph, plan)
     planned = Executor(captured, plan.schedule, model, loss_fn)
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)

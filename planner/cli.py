@@ -96,6 +96,10 @@ def _show_version() -> None:
 
 def _close_stdout() -> None:
     """Keep what is still buffered from being written, and complained about, on the way out."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+        return
     nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
+    os.dup2(nothing, descriptor)
     os.close(nothing)

@@ -12,6 +12,7 @@ from planner.compare_rows import OPTIMUM, KeptRows, Key, Row, RunBy
 from planner.jobs import run_here, run_in_processes
 from planner.machine import commit, machine
 from planner.solving import budget_in_bytes, summarize
+from planner.visible import visible
 from solvers.registry import SOLVERS, get_solver
 
 
@@ -126,7 +127,7 @@ def judge_of(
 ) -> Judge:
     """The judge of `graph`, on this machine."""
     peak_bytes = summarize(graph).store_all_peak_bytes
-    return Judge(graph, model, peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name or machine())
+    return Judge(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name or machine())
 
 
 def methods_named(text: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
 from planner.compare_rows import Row, RunBy, bound_of, methods_of, simulated
-from planner.plots import new_figure, save_figure
+from planner.plots import new_figure, save_figure, set_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,8 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
         xs, ys = zip(*bounds, strict=True)
         axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
     _draw(axes, judged, _simulated_point, scale, linewidth=1)
-    axes.set(title=rows[0].model, ylabel="step time, as a multiple of keeping everything")
+    axes.set_ylabel("step time, as a multiple of keeping everything")
+    set_title(axes, rows[0].model)
     _add_legend(axes)
     save_figure(figure, path)
 
@@ -51,7 +52,8 @@ def plot_measured(rows: Sequence[Row], path: Path) -> None:
         xs, ys = zip(*wrong, strict=True)
         axes.plot([x / scale for x in xs], ys, "x", color="black", markersize=9, label="wrong gradients")
     axes.axhline(1.0, color="C7", linewidth=1)
-    axes.set(title=rows[0].model, ylabel="step time, as a multiple of eager PyTorch's")
+    axes.set_ylabel("step time, as a multiple of eager PyTorch's")
+    set_title(axes, rows[0].model)
     _add_legend(axes)
     save_figure(figure, path)
 
@@ -77,7 +79,7 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
                 xs, ys = zip(*points, strict=True)
                 axes.plot(xs, ys, "o", color=f"C{i % 10}", markersize=size, fillstyle=fill)
     axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize="small")
-    axes.set(title=rows[0].model)
+    set_title(axes, rows[0].model)
     axes.set_ylim(bottom=0)
     _add_legend(axes)
     save_figure(figure, path)

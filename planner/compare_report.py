@@ -13,6 +13,7 @@ from graphs.units import format_bytes
 from planner.compare_plots import plot_measured, plot_memory, plot_overhead
 from planner.compare_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
 from planner.tables import as_markdown
+from planner.visible import visible
 from solvers.result import Status
 
 _LEGEND = (
@@ -48,7 +49,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> None:
 def table_text(rows: Sequence[Row]) -> str:
     """A page of tables: schedules by simulation and, where steps were run, as measured and at equal peaks."""
     first = rows[0]
-    parts = [f"# {first.model or 'A comparison'}"]
+    parts = [f"# {visible(first.model) or 'A comparison'}"]
     if judged := simulated(rows):
         base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
         parts += [

@@ -10,7 +10,8 @@ from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.solving import summarize
-from solvers.bounds import describe_need, least_budget_bound
+from planner.visible import visible
+from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.policies.store_all import store_all
 from solvers.reorder import reordered
 
@@ -50,9 +51,9 @@ class TensorFacts:
 class GraphFacts:
     """What ``planner info`` says about a graph.
 
-    No schedule needs less than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how.
-    It holds in the order that a solve finds for the ops (``solvers.reorder``), in which keeping everything
-    takes `reordered_peak_bytes`.
+    No schedule that first executes the ops in the order which a solve finds for them (``solvers.reorder``) needs less
+    than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how. In that order, keeping
+    everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
     """
 
     summary: GraphSummary
@@ -61,6 +62,7 @@ class GraphFacts:
     time_s_by_phase: Mapping[str, float]
     reordered_peak_bytes: int
     least_budget_bytes: int
+    least_budget_any_order_bytes: int
     least_budget_op: str
     least_budget_reason: str
     largest_ops: tuple[OpFacts, ...]
@@ -80,6 +82,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
         reordered_peak_bytes=simulate(order, store_all(order)).peak_bytes,
         least_budget_bytes=least.budget_bytes,
+        least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
         largest_ops=tuple(ops[:LISTED]),
@@ -105,7 +108,7 @@ def graph_text(facts: GraphFacts) -> str:
         ("static memory", format_bytes(summary.static_bytes)),
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
         ("peak", f"{format_bytes(summary.store_all_peak_bytes)} without recomputation{_reordered(facts)}"),
-        ("least budget", f"no less than {format_bytes(facts.least_budget_bytes)}: {visible(facts.least_budget_reason)}"),
+        ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [
@@ -124,6 +127,14 @@ def graph_text(facts: GraphFacts) -> str:
             table(("size", "tensor", "shape", "made by"), tensor_rows, numbers=1),
         )
     )
+
+
+def _least(facts: GraphFacts) -> str:
+    """The bound on the least budget, and of which schedules it is one."""
+    least_bytes, anyway_bytes = facts.least_budget_bytes, facts.least_budget_any_order_bytes
+    if least_bytes == anyway_bytes:
+        return format_bytes(least_bytes)
+    return f"{format_bytes(least_bytes)} in the order of the ops that a solve takes ({format_bytes(anyway_bytes)} in any order)"
 
 
 def _reordered(facts: GraphFacts) -> str:
@@ -226,12 +237,6 @@ def _compared(reference: str, differences: Sequence[str]) -> list[str]:
     if not differences:
         return [f"loss, gradients, buffers and random state: identical to {reference}"]
     return [f"DIFFERENT from {reference}:", *(f"  {visible(difference)}" for difference in differences)]
-
-
-def visible(value: object) -> str:
-    """`value` as text on one line, safe for a terminal: what is not printable is escaped."""
-    text = str(value)
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:

@@ -15,10 +15,12 @@ class StopOnInterrupt:
 
     Args:
         progress: where to say that the solve is being ended.
+        ending: what it is ended with.
     """
 
-    def __init__(self, progress: ProgressLine) -> None:
+    def __init__(self, progress: ProgressLine, *, ending: str = "with the best schedule found so far") -> None:
         self._progress = progress
+        self._ending = ending
         self._requested = False
         self._said = False
 
@@ -33,7 +35,7 @@ class StopOnInterrupt:
         """Whether to stop. Also says so, once: a signal handler must not write."""
         if self._requested and not self._said:
             self._said = True
-            self._progress.note("interrupted: ending with the best schedule found so far; Ctrl-C again to quit at once")
+            self._progress.note(f"interrupted: ending {self._ending}; Ctrl-C again to quit at once")
         return self._requested
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

@@ -72,6 +72,11 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def output(text: str) -> str:
+    """A file to write; ``-`` is the standard output, as elsewhere."""
+    return "/dev/stdout" if text == "-" else text
+
+
 def model(text: str) -> ModelSpec:
     """What is trained."""
     try:

@@ -6,9 +6,9 @@ from html import escape
 from importlib.resources import files
 
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.describe import visible
 from planner.page_chart import figure
 from planner.playback import Burst, Held, ModuleCost, Playback
+from planner.visible import visible
 
 _LISTED = 15
 

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.plan import Plan
 from graphs.schedule import Compute, Free
-from graphs.simulate import Simulation, simulate
+from graphs.simulate import Simulation
+from planner.plan_check import check_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +71,20 @@ class Held:
 class Playback:
     """`plan` on `graph`.
 
+    Attributes:
+        simulation: what the judge says of the schedule.
+
     Raises:
+        MismatchError: the plan is for another graph, or says what its schedule does not do.
         ScheduleError: the plan's schedule does not run on the graph.
     """
 
     graph: Graph
     plan: Plan
+    simulation: Simulation = field(init=False)
 
-    @cached_property
-    def simulation(self) -> Simulation:
-        """What the judge says of the schedule."""
-        return simulate(self.graph, self.plan.schedule)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "simulation", check_plan(self.graph, self.plan))
 
     @cached_property
     def executions(self) -> tuple[Execution, ...]:

@@ -1,19 +1,25 @@
 """Figures: pure functions of what was measured."""
 
-import secrets
+import io
+import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import OutputError, PlannerError
-from graphs.jsonfile import check_writable
+from graphs.jsonfile import check_writable, write_bytes
 from graphs.units import format_bytes
+from planner.visible import visible
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from planner.api import RunReport
     from planner.curve import Curve
+
+_TITLE_WIDTH, _TITLE_LINES = 90, 3
 
 
 def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> None:
@@ -32,11 +38,12 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
         xs, ys = [t / end for t, _ in report.timeline], [size / 1e6 for _, size in report.timeline]
         axes.step(xs, ys, where="post", color=f"C{i}", linewidth=0.8, label=label)
         axes.axhline(report.budget_bytes / 1e6, color=f"C{i}", linestyle="--", linewidth=1)
-    axes.set(title=title, xlabel="part of the step", ylabel="memory in MB", xlim=(0, 1))
+    axes.set(xlabel="part of the step", ylabel="memory in MB", xlim=(0, 1))
+    set_title(axes, title)
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def check_plot(path: Path) -> None:
@@ -65,14 +72,15 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
     if bounded:
         xs, ys = zip(*bounded, strict=True)
         # A bound holds at all smaller budgets too: between two points, that of the larger one.
-        axes.fill_between(xs, ys, step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
+        axes.fill_between(xs, ys, step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible in this order")
     if solved:
         xs, ys = zip(*solved, strict=True)
         # A schedule serves all larger budgets: between two points, that of the smaller one.
         axes.step(xs, ys, where="post", color="C0", marker="o", markersize=4, label="best schedule")
     for budget in [p.budget_bytes / 1e9 for p in curve.points if p.status == "infeasible"]:
         axes.axvline(budget, color="C3", linestyle=":", linewidth=1)
-    axes.set(title=title, xlabel="budget in GB", ylabel="overhead in %")
+    axes.set(xlabel="budget in GB", ylabel="overhead in %")
+    set_title(axes, title)
     axes.margins(x=0.02)
     axes.set_ylim(bottom=0)
     if bounded or solved:
@@ -80,25 +88,33 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
     save_figure(figure, path)
 
 
+def set_title(axes: "Axes", title: str) -> None:
+    """Write `title`, a name that others gave, as it is: dollars begin no formula, and what is too long is cut."""
+    lines = textwrap.wrap(visible(title), _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
+    axes.set_title("\n".join(lines), parse_math=False, usetex=False)
+
+
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write the figure, whole or not at all."""
-    temporary = path.with_name(f".planner-{secrets.token_hex(8)}{path.suffix}")
-    try:
-        figure.savefig(temporary, dpi=120)
-        if path.suffix.lower() == ".png":
-            _reduce(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write the figure, whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is shown for it
+        figure.savefig(content, format=path.suffix.removeprefix(".").lower(), dpi=120)
+    write_bytes(path, _reduced(content) if path.suffix.lower() == ".png" else content.getvalue())
 
 
-def _reduce(path: Path) -> None:
+def _reduced(png: io.BytesIO) -> bytes:
     """Figures have few colors: a palette makes their files a quarter as large."""
     from PIL import Image  # matplotlib needs it as well
 
-    with Image.open(path) as image:
-        reduced = image.convert("RGB").quantize(64)
-    reduced.save(path, optimize=True)
+    reduced = io.BytesIO()
+    with Image.open(png) as image:
+        image.convert("RGB").quantize(64).save(reduced, format="png", optimize=True)
+    return reduced.getvalue()
 
 
 def new_figure() -> "Figure":

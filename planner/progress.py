@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from graphs.units import format_ratio
+from planner.visible import visible
 from solvers.result import Progress
 
 if TYPE_CHECKING:
@@ -73,14 +74,15 @@ class ProgressLine:
 
     def say(self, activity: str) -> None:
         """Show what is being done, on a terminal only."""
-        self._said = activity
+        self._said = visible(activity)
 
     def note(self, text: str) -> None:
         """A line that stays."""
         if self._quiet:
             return
+        text = visible(text)
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(text, markup=False, highlight=False, emoji=False)
         else:
             self._stream.write(f"planner: {text}\n")
             self._stream.flush()

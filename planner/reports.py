@@ -87,9 +87,11 @@ def _least_line(curve: Curve) -> list[str]:
     least = curve.least
     if least is None:
         return []
+    order = "the order that was found for the ops" if curve.reordered else "program order"
     if least.exact:
-        return [f"least feasible budget: {format_bytes(least.found_bytes)}, proved"]
-    return [f"least feasible budget: between {format_bytes(least.proved_bytes)} (proved) and {format_bytes(least.found_bytes)}"]
+        return [f"least feasible budget: {format_bytes(least.found_bytes)}, proved for first executions in {order}"]
+    proved, found = format_bytes(least.proved_bytes), format_bytes(least.found_bytes)
+    return [f"least feasible budget: between {proved} (proved for first executions in {order}) and {found}"]
 
 
 def _seconds_line(curve: Curve) -> list[str]:

@@ -13,15 +13,21 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """The rows of a CSV as text by column; none where there is no file.
 
     Raises:
-        OutputError: it has other columns.
+        OutputError: it has other columns, or is no CSV.
     """
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+    except (csv.Error, UnicodeError) as error:
+        raise OutputError(f"{path} is damaged ({error}): delete it") from None
     if tuple(reader.fieldnames or ()) != tuple(columns):
         raise OutputError(f"{path} has other columns than are written here: choose another folder, or delete it")
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise OutputError(f"{path} is damaged (row {number} has more or fewer cells than there are columns): delete it")
     return rows
 
 
@@ -31,7 +37,10 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
     Raises:
         OutputError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path.parent} cannot be made: {error.strerror or error}") from error
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()

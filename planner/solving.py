@@ -1,13 +1,14 @@
 """From a graph and a budget to a plan. Never imports torch."""
 
 import math
+import time
 from collections.abc import Callable
 
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError
-from graphs.ir import Graph
+from graphs.ir import Graph, check_sums
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
-from graphs.units import format_bytes, parse_budget
+from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
 from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
@@ -72,13 +73,15 @@ def solve(
         )
         return order.result_of_source(result)
 
+    began = time.monotonic()
     result = solve_in(order, time_limit_s)
     if result.status is Status.INFEASIBLE and order.changed:
         # Proved for the new order only. Where neither fits, the new order's message says how little would do.
         other = solve_in(in_program_order(graph), max(_LEFT_S, time_limit_s - result.seconds))
         result = result if other.status is Status.INFEASIBLE else other
     if result.status is Status.INFEASIBLE:
-        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, should_stop))
+        left_s = time_limit_s - (time.monotonic() - began)
+        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, left_s, should_stop))
     return _plan_from(result, summary)
 
 
@@ -89,7 +92,12 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None) -> Reordering:
 
 
 def summarize(graph: Graph) -> GraphSummary:
-    """What a plan says about the graph it is for."""
+    """What a plan says about the graph it is for.
+
+    Raises:
+        GraphError: its sizes or times sum to more than can be counted.
+    """
+    check_sums(graph)
     return GraphSummary(
         fingerprint=graph.fingerprint,
         ops=len(graph.ops),
@@ -129,17 +137,21 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
         return parse_budget(budget, peak_bytes=peak_bytes)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         raise BudgetError(f"budget is {budget!r}: must be whole bytes, above 0, or text such as '8GB' or '60%'")
-    return budget
+    return min(budget, UNLIMITED_BYTES)
 
 
-def _what_would_do(graph: Graph, budget_bytes: int, should_stop: Callable[[], bool] | None) -> str:
+def _what_would_do(graph: Graph, budget_bytes: int, left_s: float, should_stop: Callable[[], bool] | None) -> str:
     """A budget that is known to do, where a single op refutes `budget_bytes`; otherwise the solver has said what is known.
 
-    It takes up to some seconds: worth it here, where a person is told, and not in solvers, which are asked many times.
+    It takes up to some seconds, of those that are left: worth it here, where a person is told, and not in solvers, which are
+    asked many times.
     """
-    if budget_bytes >= least_budget_bound(graph).budget_bytes:
+    proved_bytes = least_budget_bound(graph).budget_bytes
+    if budget_bytes >= proved_bytes:
         return ""
-    schedule = least_evicting_schedule(graph, time_limit_s=_WOULD_DO_S, should_stop=should_stop) or store_all(graph)
+    limit_s = min(left_s, _WOULD_DO_S)
+    evicting = least_evicting_schedule(graph, time_limit_s=limit_s, should_stop=should_stop, proved_bytes=proved_bytes)
+    schedule = evicting or store_all(graph)
     return f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
 
 

@@ -181,7 +181,7 @@ def _planned(
             if plans is None:
                 return make()
             path = plans.path({"budget": _as_bytes(budget), **_made_for(captured, wrapper.module), **options})
-            kept = plans.load(path)
+            kept = plans.load(path, budget)
             if kept is not None:
                 try:
                     return compiler.reuse(captured, batch, kept, None)

@@ -1,4 +1,4 @@
-"""What any schedule needs: a lower bound on the least feasible budget, and the op that sets it."""
+"""What schedules need: lower bounds on the least feasible budget, in one order of the ops and in any, and what sets them."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from graphs.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is in memory when an op is first executed, whatever the schedule.
+    """What is in memory when an op is first executed, whatever else the schedule does.
 
     Attributes:
         op: id of the op.
@@ -16,7 +16,7 @@ class Need:
         static_bytes: what lives throughout.
         inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, static inputs not counted.
         held_bytes: other tensors made before that must be there: kept ones, and what is read later
-            and cannot be made again.
+            and cannot be made again. What is made before is a matter of the order of first executions.
     """
 
     op: int
@@ -30,10 +30,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class LeastBudget:
-    """A proved lower bound on the least feasible budget.
+    """A proved lower bound on the least feasible budget of schedules whose first executions come in program order.
 
     Attributes:
-        budget_bytes: no schedule runs within less.
+        budget_bytes: no such schedule runs within less.
         need: what refutes the budgets just below; its total may be more than `budget_bytes`, where one
             byte more would let an op be executed again.
     """
@@ -43,7 +43,7 @@ class LeastBudget:
 
 
 def least_budget_bound(graph: Graph) -> LeastBudget:
-    """The least budget that the needs of single ops do not refute.
+    """The least budget that the needs of single ops do not refute, where ops are first executed in program order.
 
     A first execution of op v has in memory its inputs, outputs and workspace; the kept tensors made
     before; and every tensor made before and read after it whose producer cannot be executed again. At a
@@ -104,6 +104,34 @@ def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None) -> lis
     return held
 
 
+def any_order_need(graph: Graph) -> Need:
+    """The largest need of a single op that is there in every order of the ops.
+
+    When op v is executed, what it depends on has been executed before. So in memory are its inputs, outputs and
+    workspace, and the kept tensors that were made by what it depends on, directly or by way of others.
+    ``need_at`` counts, for one order, all that comes before v there: its bound is no lower, but of that order.
+    """
+    sizes = [0 if t.producer is None else t.size_bytes for t in graph.tensors]
+    kept = [t for t in graph.tensors if t.id in graph.kept and t.size_bytes]
+    depends: list[int] = []  # for each op a bit for each op that it depends on
+    best: Need | None = None
+    for op in graph.ops:
+        bits = 0
+        for t in op.inputs:
+            producer = graph.tensors[t].producer
+            if producer is not None:
+                bits |= depends[producer] | 1 << producer
+        depends.append(bits)
+        own = {*op.inputs, *op.outputs}
+        inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
+        held = sum(t.size_bytes for t in kept if t.id not in own and t.producer is not None and bits >> t.producer & 1)
+        total = graph.static_bytes + inputs + outputs + op.workspace_bytes + held
+        if best is None or total > best.total_bytes:
+            best = Need(op.id, total, graph.static_bytes, inputs, outputs, op.workspace_bytes, held)
+    assert best is not None  # a graph has an op
+    return best
+
+
 def describe_need(graph: Graph, need: Need) -> str:
     """E.g. ``op 'mm_37' holds 5.20 GB of inputs, 3.10 GB of outputs and 0.11 GB of workspace at once``."""
     parts = [
@@ -123,7 +151,22 @@ WAY_OUT = "Raise --budget, or lower the batch size (planner info model.json show
 
 def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> str:
     """Why `budget_bytes`, which is below `least`, cannot do, and the way out."""
+    anyway = any_order_need(graph)
+    if budget_bytes >= anyway.total_bytes:
+        return (
+            f"budget {_below(budget_bytes, least.budget_bytes)}, the least any schedule of this graph needs that first executes "
+            f"the ops in the order that was tried: {describe_need(graph, least.need)}. {WAY_OUT}"
+        )
+    more = ""
+    if least.budget_bytes > anyway.total_bytes:
+        more = f"In the order of the ops that was tried it is {format_bytes(least.budget_bytes)}. "
     return (
-        f"budget {format_bytes(budget_bytes)} is below {format_bytes(least.budget_bytes)}, the least any schedule of this "
-        f"graph needs: {describe_need(graph, least.need)}. {WAY_OUT}"
+        f"budget {_below(budget_bytes, anyway.total_bytes)}, the least any schedule of this graph needs: "
+        f"{describe_need(graph, anyway)}. {more}{WAY_OUT}"
     )
+
+
+def _below(small_bytes: int, large_bytes: int) -> str:
+    """That one is below the other, in bytes where they would look the same."""
+    small, large = format_bytes(small_bytes), format_bytes(large_bytes)
+    return f"{small} is below {large}" if small != large else f"{small_bytes} B is below {large_bytes} B"

@@ -1,4 +1,4 @@
-"""The least budget that any schedule meets: bracketed from below by proofs, from above by schedules."""
+"""The least budget of schedules that first execute the ops in program order, bracketed: by proofs and by schedules."""
 
 import time
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def least_budget(
     """
     end = time.monotonic() + time_limit_s
     proved = least_budget_bound(graph).budget_bytes
-    evicting = least_evicting_schedule(graph, time_limit_s=_SLICE * time_limit_s, should_stop=should_stop)
+    evicting = least_evicting_schedule(graph, time_limit_s=_SLICE * time_limit_s, should_stop=should_stop, proved_bytes=proved)
     best = min((s for s in (store_all(graph), evicting) if s), key=lambda s: simulate(graph, s).peak_bytes)
     found = simulate(graph, best).peak_bytes
     refused = proved  # nothing was found here, though it is not proved that there is nothing

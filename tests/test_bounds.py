@@ -1,5 +1,7 @@
 """The least feasible budget: what is proved, and how it is said."""
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,8 +9,9 @@ from hypothesis import strategies as st
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic import Draft, diamond, kept_output, random_graph, training_chain, two_outputs
-from solvers.bounds import describe_need, least_budget_bound, need_at, too_small_message
+from solvers.bounds import any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.policies.store_all import store_all
+from solvers.reorder import constraints, permuted
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,58 @@ def test_messages_say_what_and_how_much() -> None:
     message = too_small_message(graph, 8 * 10**9, least)
     assert message.startswith("budget 8.00 GB is below 8.41 GB, the least any schedule of this graph needs: op 'mm_37' holds")
     assert "Raise --budget" in message
+
+
+def two_gradients() -> Graph:
+    """Two ops that make what is kept, in either order: only in program order is the small one there beside the large one."""
+    draft = Draft()
+    (small,) = draft.op("small", [], [10])
+    (large,) = draft.op("large", [], [20], workspace_bytes=5)
+    return draft.graph([small, large])
+
+
+def test_what_holds_in_one_order_is_not_said_of_all() -> None:
+    graph = two_gradients()
+    least, anyway = least_budget_bound(graph), any_order_need(graph)
+    assert (least.budget_bytes, anyway.total_bytes) == (35, 25)
+    # The other way round they take 30, which is more than 25 and less than 35.
+    turned = permuted(graph, [1, 0]).graph
+    assert simulate(turned, store_all(turned)).peak_bytes == 30
+    between = too_small_message(graph, 32, least)
+    assert (
+        "budget 32 B is below 35 B, the least any schedule of this graph needs that first executes the ops in the order"
+        in between
+    )
+    below = too_small_message(graph, 24, least)
+    assert below.startswith(
+        "budget 24 B is below 25 B, the least any schedule of this graph needs: op 'large' holds 20 B of outputs"
+    )
+    assert "In the order of the ops that was tried it is 35 B." in below
+
+
+def test_what_is_proved_for_all_orders_counts_what_an_op_depends_on() -> None:
+    draft = Draft()
+    weight = draft.static("weight", 100)
+    (a,) = draft.op("a", [weight], [10])
+    (b,) = draft.op("b", [a], [20])
+    draft.op("c", [b], [5], workspace_bytes=7)
+    need = any_order_need(draft.graph([a]))
+    assert (need.op, need.total_bytes) == (2, 100 + 10 + 20 + 5 + 7)
+    assert (need.static_bytes, need.held_bytes, need.inputs_bytes) == (100, 10, 20)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 12), mixed=st.randoms(use_true_random=False))
+def test_no_order_needs_less_than_what_is_proved_for_all(seed: int, ops: int, mixed: Random) -> None:
+    graph = random_graph(seed, ops)
+    need = any_order_need(graph).total_bytes
+    assert need <= least_budget_bound(graph).budget_bytes
+    before, _ = constraints(graph)
+    order: list[int] = []
+    while len(order) < ops:
+        order.append(mixed.choice([op for op in range(ops) if op not in order and before[op] <= set(order)]))
+    other = permuted(graph, order).graph
+    assert any_order_need(other).total_bytes == need <= least_budget_bound(other).budget_bytes
 
 
 def test_an_op_that_holds_nothing() -> None:

@@ -1,10 +1,12 @@
 """Plans that are kept: loaded instead of solved again, replaced where they are of no use, shared between processes."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import torch
 
 import planner
 from graphs.errors import OutputError
+from graphs.jsonio import write_plan
+from graphs.synthetic import training_chain
 from graphs.zoo import Workload, build
 from planner import train
+from planner.cache import PlanCache
 
 
 def workload(batch: int = 8) -> Workload:
@@ -76,6 +81,15 @@ def spoil_budget(text: str) -> str:
     return json.dumps(json.loads(text) | {"budget_bytes": 1, "peak_bytes": 1})
 
 
+def spoil_budget_upwards(text: str) -> str:
+    return json.dumps(json.loads(text) | {"budget_bytes": 10**12, "peak_bytes": 10**12, "measured_peak_bytes": 10**11})
+
+
+def spoil_measured_peak(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"measured_peak_bytes": data["budget_bytes"] + 1})
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -84,8 +98,10 @@ def spoil_budget(text: str) -> str:
         (spoil_fingerprint, "the plan is for another graph"),
         (spoil_schedule, "not in memory|never computes"),
         (spoil_budget, "its measured peak here is .*, over its budget of 1 B"),
+        (spoil_budget_upwards, r"its budget is 1000000000000 B, and \d+ B was asked for"),
+        (spoil_measured_peak, "its measured peak here is .*, over its budget of"),
     ],
-    ids=["cut short", "empty", "another graph", "no schedule", "over budget"],
+    ids=["cut short", "empty", "another graph", "no schedule", "over budget", "another budget", "measured over budget"],
 )
 def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solves: list[object]) -> None:
     compiled(tmp_path)
@@ -98,6 +114,52 @@ def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solve
         warnings.simplefilter("error")
         compiled(tmp_path)
     assert len(solves) == 2
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "circle of links", "pipe", "link to a folder"])
+def test_what_is_no_file_is_replaced_and_not_followed(kind: str, tmp_path: Path) -> None:
+    cache, elsewhere = PlanCache(tmp_path / "cache"), tmp_path / "elsewhere.json"
+    plan = planner.solve(training_chain(4), "100%")
+    path = cache.path({"budget": "100%"})
+    write_plan(replace(plan, seconds=7.0), elsewhere)
+    kept = elsewhere.read_text()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(
+            {"link": elsewhere, "dangling link": tmp_path / "none", "circle of links": path, "link to a folder": tmp_path}[kind]
+        )
+    with pytest.warns(UserWarning, match=r"cannot be used and is made again: it is (a symbolic link|no file)"):
+        assert cache.load(path, "100%") is None
+    cache.store(plan, path)
+    assert cache.load(path, "100%") == plan
+    assert path.is_file() and not path.is_symlink()
+    assert elsewhere.read_text() == kept
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache", "elsewhere.json"]
+
+
+def test_a_folder_in_the_place_of_a_plan_is_left_alone(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    path = cache.path({})
+    path.mkdir()
+    with pytest.warns(UserWarning, match="is made again: it is no file"):
+        assert cache.load(path, "100%") is None
+    with pytest.warns(UserWarning, match="the plan is not kept: .* is a folder"):
+        cache.store(planner.solve(training_chain(4), "100%"), path)
+    assert path.is_dir()
+
+
+def test_a_plan_is_of_use_for_the_budget_it_was_made_for(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    graph = training_chain(6)
+    plan = planner.solve(graph, "80%")
+    path = cache.path({})
+    cache.store(plan, path)
+    for budget in ("80%", plan.budget_bytes, f"{plan.budget_bytes}B"):
+        assert cache.load(path, budget) == plan
+    for budget in ("60%", "100%", plan.budget_bytes - 1, plan.budget_bytes + 1):
+        with pytest.warns(UserWarning, match=rf"its budget is {plan.budget_bytes} B, and \d+ B was asked for"):
+            assert cache.load(path, budget) is None
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, solves: list[object]) -> None:

@@ -473,3 +473,32 @@ def test_writing_keeps_links_devices_and_modes(graph: Graph, tmp_path: Path) -> 
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     write_graph(graph, os.devnull)
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        (
+            {"tensors": {"bytes": 2**62}},
+            f"sizes of its tensors and workspaces sum to {4 * 2**62 + 3} bytes: must be below 2^63",
+        ),
+        ({"ops": {"workspace_bytes": 2**62}}, f"workspaces sum to {3 * 2**62 + 44} bytes: must be below 2^63"),
+        ({"ops": {"time_s": 2.0**62}}, "the times of its ops sum to 1.38351e+19 s: must be below 2^63"),
+    ],
+)
+def test_what_cannot_be_added_up_is_refused(edits: dict[str, Any], said: str, graph: Graph, tmp_path: Path) -> None:
+    data: Any = graph_to_dict(graph)
+    for rows, fields in edits.items():
+        data[rows] = [row | fields for row in data[rows]]
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(data))
+    readers: tuple[Any, ...] = (read_graph, read_graph_or_plan)
+    for read in readers:
+        assert said in refusal(read, path)
+    with pytest.raises(GraphError, match="must be below"):
+        write_graph(graph_from_dict(data), tmp_path / "again.json")
+    assert not (tmp_path / "again.json").exists()
+    largest: Any = graph_to_dict(graph)
+    largest["tensors"][0]["bytes"] = 2**63 - 1 - 16 - 16 - 4 - 3
+    path.write_text(json.dumps(largest))
+    assert read_graph(path).static_bytes == 2**63 - 40

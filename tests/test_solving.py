@@ -2,14 +2,16 @@
 
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import planner
 from graphs import synthetic
-from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError
+from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, PlannerError
 from graphs.ir import Graph
+from graphs.jsonio import plan_from_dict, plan_to_dict
 from graphs.simulate import simulate
 from planner.describe import plan_text
 from planner.solving import summarize
@@ -70,6 +72,37 @@ def test_a_budget_that_nothing_meets_is_an_error(graph: Graph) -> None:
     assert planner.solve(graph, known_bytes).peak_bytes <= known_bytes
     with pytest.raises(LimitError, match="keeping everything needs"):
         planner.solve(graph, "80%", solver="store_all")
+
+
+@pytest.mark.parametrize("budget", [2**63 - 1, 2**63, 10**39, "1e30GB", "1e30%"])
+@pytest.mark.parametrize("solver", ["windows", "checkmate", "dtr"])
+def test_a_budget_of_any_size_is_one(budget: str | int, solver: str, graph: Graph) -> None:
+    plan = planner.solve(graph, budget, solver=solver)
+    assert (plan.budget_bytes, plan.status, plan.time_s) == (2**63 - 1, "optimal", graph.time_s)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
+def test_a_graph_that_cannot_be_added_up_is_refused(graph: Graph) -> None:
+    large = Graph(graph.ops, tuple(replace(t, size_bytes=2**61) for t in graph.tensors), graph.kept)
+    with pytest.raises(GraphError, match=rf"sum to {2**61 * len(graph.tensors)} bytes: must be below 2\^63"):
+        planner.solve(large, "80%")
+    slow = Graph(tuple(replace(op, time_s=1e308) for op in graph.ops), graph.tensors, graph.kept)
+    with pytest.raises(GraphError, match="the times of its ops sum to inf s"):
+        planner.solve(slow, "80%")
+
+
+def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def least(graph: Graph, *, time_limit_s: float, **_: object) -> None:
+        asked.append(time_limit_s)
+
+    monkeypatch.setattr("planner.solving.least_evicting_schedule", least)
+    for limit_s in (0.25, 3600.0):
+        with pytest.raises(InfeasibleError, match="A schedule is known for"):
+            planner.solve(graph, 1, time_limit_s=limit_s)
+    assert asked[0] <= 0.25
+    assert asked[1] == 5.0
 
 
 def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,3 +134,9 @@ def test_fractions_are_read(text: str, value: float) -> None:
 def test_what_is_none_is_a_usage_error(read: Callable[[str], object], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)
+
+
+@pytest.mark.parametrize("text", ["1e30GB", "9223372036854775808B", "1e30%", "1e300B"])
+def test_more_than_can_be_counted_is_no_limit(text: str) -> None:
+    assert parse_budget(text, peak_bytes=PEAK_BYTES) == 2**63 - 1
+    assert options.budget(text) == text

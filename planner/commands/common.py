@@ -6,18 +6,23 @@ What a command needs is imported when it runs: ``--help`` answers at once.
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
 from graphs.devices import DEVICES
 from planner import options
 from planner.tracing import Tracing
+from planner.visible import visible, visible_lines
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
     from planner.progress import ProgressLine
     from planner.workload import ModelSpec
 
-DONE, FAILED, USAGE, INFEASIBLE, LIMIT, INTERRUPTED = 0, 1, 2, 3, 4, 130  # exit codes
+# Exit codes.
+DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4
+OVER_BUDGET, DIFFERENT = 5, 6  # of a plan that was run
+INTERRUPTED = 130
 
 MODEL_HELP = (
     "zoo:NAME or path/to/file.py:function, options after commas; the function returns (model, loss_fn, batch), "
@@ -127,22 +132,39 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
                 "static_bytes": summary.static_bytes,
                 "store_all_peak_bytes": summary.store_all_peak_bytes,
                 "time_s": summary.time_s,
-            }
+            },
+            beside=(arguments.output,),
         )
     else:
-        print(
+        print_text(
             f"{arguments.output}: {summary.ops:,} ops, {summary.tensors:,} tensors, step time {format_seconds(summary.time_s)}, "
             f"peak without recomputation {format_bytes(summary.store_all_peak_bytes)}, "
-            f"of it {format_bytes(summary.static_bytes)} throughout"
+            f"of it {format_bytes(summary.static_bytes)} throughout",
+            beside=(arguments.output,),
         )
 
 
-def print_json(data: dict[str, object]) -> None:
-    """Print a result for machines."""
-    print(json.dumps(data, indent=2))
+def print_json(data: dict[str, object], *, beside: Sequence[str | None] = ()) -> None:
+    """Print a result for machines; `beside` as in ``print_text``."""
+    print(json.dumps(data, indent=2), file=_report_to(beside))
+
+
+def print_text(text: str, *, beside: Sequence[str | None] = ()) -> None:
+    """Print a result for people: what names in it are not printable is escaped.
+
+    Args:
+        beside: the files that were written. Where one of them is the standard output, nothing else goes there.
+    """
+    print(visible_lines(text), file=_report_to(beside))
+
+
+def _report_to(beside: Sequence[str | None]) -> TextIO | None:
+    from graphs.jsonfile import is_stdout
+
+    return sys.stderr if any(path is not None and is_stdout(path) for path in beside) else sys.stdout
 
 
 def complain(error: object) -> None:
     """Say what is wrong, in one line."""
-    message = " ".join(str(error).split("\n"))
+    message = visible(" ".join(str(error).split("\n")))
     print(f"planner: error: {message}", file=sys.stderr, flush=True)

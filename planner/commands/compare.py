@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from planner import options
 from planner.commands.common import (
     DONE,
+    INTERRUPTED,
     LIMIT,
     MODEL_HELP,
     USAGE,
@@ -16,6 +17,7 @@ from planner.commands.common import (
     add_quiet,
     complain,
     print_json,
+    print_text,
     trace_model,
 )
 
@@ -35,7 +37,8 @@ def add(commands: Commands) -> None:
         "set the optimal schedule against other methods, budget by budget",
         "Writes rows.csv, table.md, overhead.png and memory.png; rows that are in rows.csv are not computed again.\n"
         "With --measure also measured.png, and graph.json, whose times a comparison that goes on later goes on with.\n"
-        "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 1 anything else\n\n"
+        "Ctrl-C ends it with the rows that are done, and the same command goes on with the others; a second one quits at once.\n"
+        "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 130 interrupted, 1 anything else\n\n"
         "examples:\n"
         "  planner compare model.json --budgets 90%,70%,50%,30% -o results/mine\n"
         "  planner compare zoo:resnet50,batch=64 --roofline h200 --methods windows,dtr,chen-sqrt -o results/resnet50\n"
@@ -68,6 +71,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compute the rows that are missing, then write table and figures. Returns the exit code."""
+    from graphs.jsonfile import check_folder
     from planner.compare import methods_named
     from planner.compare_report import table_text, write_report
     from planner.compare_rows import COLUMNS, read_rows
@@ -82,7 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
     methods = methods_named(arguments.methods)
     new_figure()  # without matplotlib there is no use in computing
     folder = Path(arguments.output)
-    with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
+    check_folder(folder)
+    with (
+        ProgressLine(quiet=arguments.quiet) as progress,
+        StopOnInterrupt(progress, ending="with the rows that are done, to go on with the others next time") as interrupt,
+    ):
         make = _measure if arguments.measure else _simulate
         rows = make(arguments, methods, progress, interrupt)
     known = read_rows(folder / "rows.csv")
@@ -91,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"holds": "comparison", "rows": [{column: getattr(row, column) for column in COLUMNS} for row in rows]})
     elif known:
-        print(table_text(known))
+        print_text(table_text(known))
+    if interrupt():
+        return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT
 
 

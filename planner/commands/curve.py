@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from planner import options
-from planner.commands.common import DONE, INFEASIBLE, LIMIT, Commands, add_command, add_quiet, add_reorder, print_json
+from planner.commands.common import DONE, INFEASIBLE, LIMIT, Commands, add_command, add_quiet, add_reorder, print_json, print_text
 from solvers.registry import SOLVERS
 
 
@@ -16,7 +16,8 @@ def add(commands: Commands) -> None:
         "solve a graph at several budgets: overhead against memory",
         "A schedule for one budget serves all larger ones, a bound at one holds at all smaller ones.\n"
         "Ctrl-C ends the solves with what has been found so far; a second one quits at once.\n"
-        "exit codes: 0 a schedule for some budget, 2 usage, 3 no schedule fits any, 4 none found in time, 1 anything else\n\n"
+        "exit codes: 0 a schedule for some budget, 2 usage, 3 proved: none fits any in the order of the ops that was tried,\n"
+        "4 none found in time, 1 anything else\n\n"
         "examples:\n"
         "  planner curve model.json -o curve.csv --plot curve.png\n"
         "  planner curve model.json --budgets 90%,8GB,7.5GiB --time-limit 2m",
@@ -29,7 +30,7 @@ def add(commands: Commands) -> None:
         metavar="N|LIST",
         help="how many, from the least feasible to the peak without recomputation, or a list (default: 10)",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="CSV to write")
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
     parser.add_argument("--jobs", type=options.count, default=2, metavar="N", help="budgets solved at a time (default: 2)")
     parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
@@ -75,9 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
     if arguments.json:
-        print_json(curve_data(found))
+        print_json(curve_data(found), beside=(arguments.output, arguments.plot))
     else:
-        print(curve_text(found))
+        print_text(curve_text(found), beside=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
         return DONE
     return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from graphs.errors import PlannerError
+from planner import options
 from planner.commands.common import DONE, Commands, add_command, add_quiet, print_written
 
 
@@ -20,7 +21,7 @@ def add(commands: Commands) -> None:
         "example:\n  planner import resnet32.log.gz -o model.json",
     )
     parser.add_argument("file", metavar="FILE", help="the graph to read")
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the graph to write")
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", required=True, help="the graph to write")
     add_quiet(parser)
 
 

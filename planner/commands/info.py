@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner.commands.common import DONE, Commands, add_command, print_json
+from planner.commands.common import DONE, Commands, add_command, print_json, print_text
 
 
 def add(commands: Commands) -> None:
@@ -25,14 +25,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):
+        from planner.plan_check import check_with_its_graph
+
+        check_with_its_graph(content, arguments.file)
         if arguments.json:
             print_json(plan_data(content))
         else:
-            print(plan_info_text(content))
+            print_text(plan_info_text(content))
     else:
         facts = graph_facts(content)
         if arguments.json:
             print_json(graph_data(facts))
         else:
-            print(graph_text(facts))
+            print_text(graph_text(facts))
     return DONE

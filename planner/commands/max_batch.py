@@ -12,6 +12,7 @@ from planner.commands.common import (
     add_quiet,
     add_reorder,
     print_json,
+    print_text,
     tracing,
 )
 
@@ -75,5 +76,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(max_batch_data(answers, wanted))
     else:
-        print(max_batch_text(answers, wanted))
+        print_text(max_batch_text(answers, wanted))
     return DONE

@@ -1,9 +1,23 @@
 """``planner run``: a plan and its model in, what was measured out."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from planner import options
-from planner.commands.common import DONE, FAILED, MODEL_HELP, Commands, add_command, add_quiet, print_json
+from planner.commands.common import (
+    DIFFERENT,
+    DONE,
+    MODEL_HELP,
+    OVER_BUDGET,
+    Commands,
+    add_command,
+    add_quiet,
+    print_json,
+    print_text,
+)
+
+if TYPE_CHECKING:
+    from planner.api import RunReport
 
 
 def add(commands: Commands) -> None:
@@ -12,7 +26,10 @@ def add(commands: Commands) -> None:
         commands,
         "run",
         "run a plan with real tensors and set what is measured beside what was predicted",
-        "exit code 1 if the loss or a gradient differs from that of keeping everything\n\n"
+        "The report is printed in any case.\n"
+        "exit codes: 0 within its budget and with the results of plain PyTorch, 2 usage, 5 measured peak over its budget,\n"
+        "6 loss, gradients, buffers or random state different from keeping everything or from plain PyTorch "
+        "(over its budget\nor not), 1 anything else\n\n"
         "example:\n  planner run plan.json --model zoo:gpt2,layers=4,batch=8,seq=128",
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
@@ -27,9 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run and measure, and print both beside what was predicted. Returns the exit code."""
     from graphs.jsonio import read_plan
     from planner.describe import run_data, run_text
+    from planner.plan_check import check_with_its_graph
     from planner.progress import ProgressLine
 
     plan = read_plan(arguments.plan)
+    check_with_its_graph(plan, arguments.plan)
     with ProgressLine(quiet=arguments.quiet) as progress:
         progress.say(f"building {arguments.model}")
         from planner import api, workload
@@ -40,5 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(run_data(report))
     else:
-        print(run_text(report))
-    return DONE if report.identical else FAILED
+        print_text(run_text(report))
+    return _verdict(report)
+
+
+def _verdict(report: "RunReport") -> int:
+    """Wrong results weigh more than too much memory."""
+    if not report.identical or report.eager_differences:
+        return DIFFERENT
+    return OVER_BUDGET if report.measured_peak_bytes > report.budget_bytes else DONE

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError
-from planner.commands.common import DONE, Commands, add_command, print_json
+from planner import options
+from planner.commands.common import DONE, Commands, add_command, print_json, print_text
 
 if TYPE_CHECKING:
     from graphs.plan import Plan
@@ -24,8 +25,8 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
     parser.add_argument("--graph", metavar="GRAPH", help="what it was solved for (default: the file that the plan names)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page to write (.html)")
-    parser.add_argument("--trace", metavar="FILE", help="the Chrome trace to write (.json)")
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="the page to write (.html)")
+    parser.add_argument("--trace", type=options.output, metavar="FILE", help="the Chrome trace to write (.json)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.chrome_trace import chrome_trace
     from planner.page import page
     from planner.playback import Playback
-    from planner.solving import check_same_graph, summarize
 
     wanted = [(path, make) for path, make in ((arguments.output, page), (arguments.trace, chrome_trace)) if path is not None]
     if not wanted:
@@ -47,22 +47,24 @@ def run(arguments: argparse.Namespace) -> int:
         if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, graph_path)):
             raise PlannerError(f"{path} is read for this: name another file to write")
     graph = read_graph(graph_path)
-    check_same_graph(plan.graph, summarize(graph))
     playback = Playback(graph, plan)
     for path, make in wanted:
         write_text(path, make(playback))
     if arguments.json:
-        print_json({"output": arguments.output, "trace": arguments.trace})
+        print_json({"output": arguments.output, "trace": arguments.trace}, beside=(arguments.output, arguments.trace))
     else:
-        print("\n".join((str(plan), *(f"written to {path}" for path, _ in wanted))))
+        said = "\n".join((str(plan), *(f"written to {path}" for path, _ in wanted)))
+        print_text(said, beside=(arguments.output, arguments.trace))
     return DONE
 
 
 def _graph_of(plan: "Plan", plan_path: str) -> Path:
     """The file of the graph that `plan` was solved for."""
-    if plan.graph_file is None:
+    from planner.plan_check import graph_path
+
+    path = graph_path(plan, plan_path)
+    if path is None:
         raise PlannerError(f"{plan_path} does not say where its graph is: name what it was solved for (--graph model.json)")
-    path = Path(plan_path).resolve().parent / plan.graph_file
     if not path.is_file():
         raise PlannerError(
             f"the graph of {plan_path} was in {path}, where there is no file now: say where it is (--graph model.json), "

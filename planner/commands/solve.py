@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError
 from planner import options
-from planner.commands.common import DONE, Commands, add_command, add_quiet, add_reorder, print_json
+from planner.commands.common import DONE, Commands, add_command, add_quiet, add_reorder, print_json, print_text
 from solvers.registry import SOLVERS
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def add(commands: Commands) -> None:
         "find the fastest schedule of a graph that fits a memory budget",
         f"solvers:\n{solvers}\n\n"
         "Ctrl-C ends the solve with the best schedule found so far; a second one quits at once.\n"
-        "exit codes: 0 a schedule, 2 usage, 3 no schedule fits, 4 none found in time, 1 anything else\n\n"
+        "exit codes: 0 a schedule, 2 usage, 3 proved: none fits in the orders of the ops that were tried, 4 none found in time,\n"
+        "1 anything else\n\n"
         "examples:\n"
         "  planner solve model.json --budget 8GB -o plan.json\n"
         "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%",
@@ -38,7 +39,9 @@ def add(commands: Commands) -> None:
         help="memory of the whole step, parameters and optimizer state included: 8GB (10^9), 7.5GiB (2^30), "
         "or 60%% of the peak without recomputation",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="the plan to write (default: only print what is found)")
+    parser.add_argument(
+        "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
+    )
     parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
     parser.add_argument(
         "--time-limit", type=options.duration, default=3600.0, metavar="TIME", help="90, 90s, 10m or 1.5h (default: 1h)"
@@ -81,16 +84,23 @@ def run(arguments: argparse.Namespace) -> int:
             should_stop=interrupt,
         )
     if arguments.output is not None:
-        folder = Path(arguments.output).resolve().parent
-        graph_file = Path(os.path.relpath(Path(arguments.graph).resolve(), folder)).as_posix()
-        write_plan(replace(plan, graph_file=graph_file), arguments.output)
+        write_plan(replace(plan, graph_file=_graph_file(arguments)), arguments.output)
     if arguments.json:
-        print_json({"output": arguments.output, **plan_data(plan)})
+        print_json({"output": arguments.output, **plan_data(plan)}, beside=(arguments.output, arguments.write_model))
     else:
-        print(plan_text(plan))
-        if arguments.output is not None:
-            print(f"written to {arguments.output}")
+        written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
+        print_text(f"{plan_text(plan)}{written}", beside=(arguments.output, arguments.write_model))
     return DONE
+
+
+def _graph_file(arguments: argparse.Namespace) -> str:
+    """The graph, as seen from the plan; in full where the plan goes down a pipe, to wherever."""
+    from graphs.jsonfile import is_replaced
+
+    graph = Path(arguments.graph).resolve()
+    if not is_replaced(arguments.output):
+        return graph.as_posix()
+    return Path(os.path.relpath(graph, Path(arguments.output).resolve().parent)).as_posix()
 
 
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
         "  planner trace zoo:llama --roofline h200 -o model.json",
     )
     parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the graph to write")
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", required=True, help="the graph to write")
     add_how_to_trace(parser)
     add_quiet(parser)
 

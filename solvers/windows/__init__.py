@@ -57,23 +57,25 @@ def _verdict(search: Search, graph: Graph, budget_bytes: int, least_bytes: int, 
     if search.infeasible:
         return Status.INFEASIBLE, (
             f"budget {format_bytes(budget_bytes)} is proved too small, though every op by itself fits within "
-            f"{format_bytes(least_bytes)}: what must be in memory between them does not. "
+            f"{format_bytes(least_bytes)}: what must be in memory between them does not, if they are first executed in the order "
+            "that was tried. "
             f"{_bracket(search, budget_bytes + 1)} {WAY_OUT}"
         )
     if search.best is not None:
         return (Status.OPTIMAL if search.solved() else Status.FEASIBLE), ""
     return Status.LIMIT, (
         f"no schedule within {format_bytes(budget_bytes)} was found in {format_seconds(search.seconds)} (limit "
-        f"{format_seconds(time_limit_s)}), nor proved not to exist. {_bracket(search, least_bytes)} "
-        "Raise --time-limit or --budget."
+        f"{format_seconds(time_limit_s)}), nor proved not to exist in the order of the ops that was tried. "
+        f"{_bracket(search, least_bytes)} Raise --time-limit or --budget."
     )
 
 
 def _bracket(search: Search, proved_bytes: int) -> str:
-    """What is known of the least feasible budget."""
+    """What is known of the least feasible budget; its lower end is proved for one order of the first executions."""
+    what = "In that order, the least feasible budget is"
     if search.least is None:
-        return f"The least feasible budget is at least {format_bytes(proved_bytes)}."
+        return f"{what} at least {format_bytes(proved_bytes)}."
     found_bytes = search.least.peak_bytes
     if found_bytes == proved_bytes:
-        return f"The least feasible budget is {format_bytes(proved_bytes)}."
-    return f"The least feasible budget is between {format_bytes(proved_bytes)} and {format_bytes(found_bytes)}."
+        return f"{what} {format_bytes(proved_bytes)}."
+    return f"{what} between {format_bytes(proved_bytes)} and {format_bytes(found_bytes)}."

@@ -14,19 +14,25 @@ for old x and z this holds for every schedule, whatever the order inside the win
     G[t,z] >= wanted(t) + P[x,z] - 1 - D[x]     wanted(t): S[k+1,t], or 1 if the window is {v} and v reads t
 """
 
+from collections.abc import Callable
+
 from solvers.windows.detail import Detail, Model
 from solvers.windows.model import Builder
 from solvers.windows.problem import Problem
 
 
-def build_relaxation(problem: Problem, detail: Detail) -> Model:
-    """Rows 1 to 9 of `problem`, as far as `detail` asks for them."""
-    return _ChainBuilder(problem, detail).build()
+def build_relaxation(problem: Problem, detail: Detail, should_stop: Callable[[], bool] | None = None) -> Model:
+    """Rows 1 to 9 of `problem`, as far as `detail` asks for them.
+
+    Raises:
+        StoppedError: `should_stop`, which is polled, was True.
+    """
+    return _ChainBuilder(problem, detail, should_stop=should_stop).build()
 
 
 class _ChainBuilder(Builder):
-    def __init__(self, problem: Problem, detail: Detail) -> None:
-        super().__init__(problem, detail)
+    def __init__(self, problem: Problem, detail: Detail, should_stop: Callable[[], bool] | None) -> None:
+        super().__init__(problem, detail, should_stop=should_stop)
         self.follows: dict[tuple[int, int, int], int | None] = {}
 
     def add_rows(self) -> None:

@@ -1,11 +1,13 @@
 """What a model looks at, and what its columns mean."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from solvers.highs import Program
 from solvers.windows.problem import Problem
+
+_POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,25 @@ class Frame:
     leaving: frozenset[int] | None = None
 
 
+class StoppedError(Exception):
+    """A model was to be built no further."""
+
+
 @dataclass(slots=True)
 class Rows:
-    """Rows of a sparse matrix as they come."""
+    """Rows of a sparse matrix as they come.
 
+    Attributes:
+        should_stop: polled now and then; once True, ``add`` raises ``StoppedError``.
+    """
+
+    should_stop: Callable[[], bool] | None = None
     row: list[int] = field(default_factory=list)
     column: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
+    polled_at: int = 0
 
     def add(self, columns: list[int], values: list[float], lower: float, upper: float) -> None:
         """Add the row lower <= sum of values * columns <= upper."""
@@ -91,6 +103,10 @@ class Rows:
         self.value.extend(values)
         self.lower.append(lower)
         self.upper.append(upper)
+        if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + _POLL_EVERY:
+            self.polled_at = len(self.value) + 10 * len(self.upper)
+            if self.should_stop():
+                raise StoppedError
 
 
 def halves(first: int, last: int) -> list[tuple[int, int]]:

@@ -44,7 +44,8 @@ def run(search: Search) -> None:
         if search.solved() or search.stopped():
             return
         if search.seconds < until:
-            _offer(search, evicting_order(search.problem.graph, search.budget_bytes, rule, max_factor=_FEW))
+            graph, budget_bytes = search.problem.graph, search.budget_bytes
+            _offer(search, evicting_order(graph, budget_bytes, rule, max_factor=_FEW, should_stop=search.stopped))
     finder = Finder(search, coarse, detail)
     errors: list[Exception] = []
 

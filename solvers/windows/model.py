@@ -22,7 +22,7 @@ Rows 1 to 7 are a relaxation window by window. Row 8 repeats rows 1 to 3 for spa
 them for whole numbers, but not for fractions, where half a tensor could serve again in every window.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -37,7 +37,9 @@ _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memo
 class Builder:
     """Collects columns and rows of the relaxation of `problem` that `detail` describes; a method per family."""
 
-    def __init__(self, problem: Problem, detail: Detail, frame: Frame | None = None) -> None:
+    def __init__(
+        self, problem: Problem, detail: Detail, frame: Frame | None = None, should_stop: Callable[[], bool] | None = None
+    ) -> None:
         self.problem = problem
         self.detail = detail
         self.frame = frame or Frame()
@@ -53,7 +55,7 @@ class Builder:
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.integer: list[bool] = []
-        self.rows = Rows()
+        self.rows = Rows(should_stop)
         self.memory_unit = max(1.0, problem.capacity_bytes / _MEMORY_SCALE)
 
     def build(self) -> Model:

@@ -5,21 +5,31 @@ excludes schedules, so this model's optimum is no bound and its infeasibility no
 finds fits where the relaxation's solutions do not.
 """
 
+from collections.abc import Callable
+
 from solvers.windows.detail import Detail, Frame, Model
 from solvers.windows.model import Builder
 from solvers.windows.problem import Problem
 
 
-def build_ordered(problem: Problem, detail: Detail, frame: Frame | None = None) -> Model:
-    """The relaxation that `detail` describes, restricted by the rows of `detail.ordered`."""
-    return OrderedBuilder(problem, detail, frame).build()
+def build_ordered(
+    problem: Problem, detail: Detail, frame: Frame | None = None, should_stop: Callable[[], bool] | None = None
+) -> Model:
+    """The relaxation that `detail` describes, restricted by the rows of `detail.ordered`.
+
+    Raises:
+        StoppedError: `should_stop`, which is polled, was True.
+    """
+    return OrderedBuilder(problem, detail, frame, should_stop).build()
 
 
 class OrderedBuilder(Builder):
     """Builds it: the rows of the relaxation, and those of `detail.ordered`."""
 
-    def __init__(self, problem: Problem, detail: Detail, frame: Frame | None = None) -> None:
-        super().__init__(problem, detail, frame)
+    def __init__(
+        self, problem: Problem, detail: Detail, frame: Frame | None = None, should_stop: Callable[[], bool] | None = None
+    ) -> None:
+        super().__init__(problem, detail, frame, should_stop)
         self.wanted: dict[tuple[int, int, int], int] = {}
 
     def add_rows(self) -> None:

@@ -13,7 +13,7 @@ from solvers.highs import Answer, Floats, Option, Outcome, Program, Watch, solve
 from solvers.memory import give_back, resident_bytes
 from solvers.result import Progress
 from solvers.windows.chains import build_relaxation
-from solvers.windows.detail import Detail, Model
+from solvers.windows.detail import Detail, Model, StoppedError
 from solvers.windows.expand import Choice, Order, Trial, expand, late_writers, order_of, read_choice, try_out
 from solvers.windows.ordered import build_ordered
 from solvers.windows.orders import choice_of, start_values, without_needless
@@ -265,12 +265,15 @@ class Search:
         until = time.monotonic() + slice_s
         done = self.solved if is_relaxation else self.satisfied
         while not (done() or self.stopped()):
-            if is_relaxation:
-                self.tell(f"bounding with {len(detail.ends)} windows")
-                model = build_relaxation(self.problem, detail)
-            else:
-                self.tell(f"searching in {len(detail.ends)} windows")
-                model = build_ordered(self.problem, detail)
+            try:
+                if is_relaxation:
+                    self.tell(f"bounding with {len(detail.ends)} windows")
+                    model = build_relaxation(self.problem, detail, self.stopped)
+                else:
+                    self.tell(f"searching in {len(detail.ends)} windows")
+                    model = build_ordered(self.problem, detail, should_stop=self.stopped)
+            except StoppedError:
+                return detail, False
             answer, closer = self.solve_model(model, until=until, is_relaxation=is_relaxation)
             in_time = time.monotonic() < until
             if is_relaxation:

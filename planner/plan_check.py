@@ -1,0 +1,120 @@
+"""Whether what a plan says is what its schedule does: files are edited, and graphs traced again. Never imports torch."""
+
+import math
+import os
+from pathlib import Path
+
+from graphs.errors import MismatchError, PlannerError
+from graphs.ir import Graph
+from graphs.jsonio import read_graph
+from graphs.plan import GraphSummary, Plan
+from graphs.simulate import Simulation, simulate
+from graphs.units import format_bytes, format_seconds
+from planner.solving import check_same_graph, summarize
+from solvers.result import Status
+
+_ROUNDING = 1e-9  # relative, on sums of seconds
+_BOUND_ROUNDING = 1e-4  # likewise, on what solvers of linear programs prove
+
+
+def check_plan(graph: Graph, plan: Plan) -> Simulation:
+    """What the judge says of the schedule of `plan` on `graph`, which is what the plan says.
+
+    Raises:
+        MismatchError: the plan is for another graph, for this one with other times or sizes, or was edited.
+        ScheduleError: its schedule does not run on the graph.
+    """
+    check_same_graph(plan.graph, found := summarize(graph))
+    if again := _summary_differences(plan.graph, found):
+        raise MismatchError(
+            f"the graph of the plan has other figures now ({again}): it was traced again since, or one of the files was "
+            "edited; solve again"
+        )
+    simulation = simulate(graph, plan.schedule)
+    if wrong := figure_differences(plan, simulation):
+        raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
+    return simulation
+
+
+def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
+    """Check `plan`, read from `plan_path`, where the graph it was solved for still is where it says.
+
+    Raises:
+        MismatchError, ScheduleError: what it says is not what its schedule does.
+    """
+    path = graph_path(plan, plan_path)
+    if path is None or not path.is_file():
+        return
+    try:
+        graph = read_graph(path)
+    except PlannerError:
+        return  # it is read for this check only
+    found = summarize(graph)
+    if found.fingerprint == plan.graph.fingerprint and not _summary_differences(plan.graph, found):
+        check_plan(graph, plan)
+
+
+def check_sizes(graph: Graph, plan: Plan) -> None:
+    """Check `plan` on the graph of a captured step, whose times and workspaces are not measured.
+
+    Raises:
+        MismatchError: the plan is for another graph, or has a lower peak than its tensors take without any workspace.
+        ScheduleError: its schedule does not run on the graph.
+    """
+    check_same_graph(plan.graph, summarize(graph))
+    least_bytes = simulate(graph, plan.schedule).peak_bytes - graph.static_bytes + plan.graph.static_bytes
+    if least_bytes > plan.peak_bytes:
+        raise MismatchError(
+            f"the plan says a peak of {_exact(plan.peak_bytes)}, but its tensors alone take {_exact(least_bytes)}: its file was "
+            "edited; solve again"
+        )
+
+
+def graph_path(plan: Plan, plan_path: str | os.PathLike[str]) -> Path | None:
+    """Where `plan`, read from `plan_path`, says that its graph is; None if it does not say."""
+    return None if plan.graph_file is None else Path(plan_path).resolve().parent / plan.graph_file
+
+
+def figure_differences(plan: Plan, simulation: Simulation) -> list[str]:
+    """What `plan` says that is not so, by the `simulation` of its schedule."""
+    found = []
+    if plan.peak_bytes != simulation.peak_bytes:
+        found.append(f"a peak of {_exact(plan.peak_bytes)}, but its schedule takes {_exact(simulation.peak_bytes)}")
+    if simulation.peak_bytes > plan.budget_bytes:
+        found.append(f"a budget of {_exact(plan.budget_bytes)}, but its schedule takes {_exact(simulation.peak_bytes)}")
+    if not _same_time(plan.time_s, simulation.time_s):
+        found.append(f"a step time of {plan.time_s!r} s, but its schedule takes {simulation.time_s!r} s")
+    if plan.bound_s is not None and plan.bound_s > simulation.time_s * (1 + _BOUND_ROUNDING):
+        found.append(
+            f"that no schedule takes less than {format_seconds(plan.bound_s)}, but its own takes "
+            f"{format_seconds(simulation.time_s)}"
+        )
+    tolerance = plan.settings.get("tolerance")
+    if plan.status == Status.OPTIMAL and isinstance(tolerance, int | float):
+        if plan.gap is None:
+            found.append("that it is optimal, but nothing of how fast a schedule could be")
+        elif plan.gap > tolerance * (1 + _ROUNDING) + _ROUNDING:
+            found.append(f"that it is optimal, but its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}")
+    return found
+
+
+def _summary_differences(planned: GraphSummary, found: GraphSummary) -> str:
+    pairs = [
+        ("ops", str(planned.ops), str(found.ops)),
+        ("tensors", str(planned.tensors), str(found.tensors)),
+        ("static memory", _exact(planned.static_bytes), _exact(found.static_bytes)),
+        ("peak without recomputation", _exact(planned.store_all_peak_bytes), _exact(found.store_all_peak_bytes)),
+    ]
+    differences = [f"{what} {there} there, {here} here" for what, there, here in pairs if there != here]
+    if not _same_time(planned.time_s, found.time_s):
+        differences.append(f"step time {planned.time_s!r} s there, {found.time_s!r} s here")
+    return "; ".join(differences)
+
+
+def _same_time(one_s: float, other_s: float) -> bool:
+    return math.isclose(one_s, other_s, rel_tol=_ROUNDING)
+
+
+def _exact(size_bytes: int) -> str:
+    """To the byte: two sizes that differ must not read the same."""
+    return f"{format_bytes(size_bytes)} ({size_bytes:,} B)" if size_bytes >= 1000 else f"{size_bytes} B"

@@ -375,6 +375,6 @@ def online_result(
     if trials:
         return answer(task, trials, what=task.solver, settings=settings)
     # With more time, or a larger step allowed, it might have ended; out of memory it cannot.
-    error = min(failures, key=lambda failed: _HOPES.index(failed.reason))
-    why = f"{task.solver} fails at {format_bytes(budget_bytes)}: {error}. Raise --budget, or use the solver windows"
-    return failure(task, why, error.reason, settings=settings)
+    nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
+    why = f"{task.solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise --budget, or use the solver windows"
+    return failure(task, why, nearest.reason, settings=settings)

@@ -69,7 +69,7 @@ def save_lists(targets: Iterable[str]) -> list[SaveList]:
     lists = [SaveList("", frozenset())]
     for kind, ops in _KINDS.items():
         count = sum(name in ops for name in names)
-        ways = [(kind, ops, ())] if count else []
+        ways: list[tuple[str, frozenset[str], tuple[frozenset[str], ...]]] = [(kind, ops, ())] if count else []
         if count > 1 and kind in _HALVED:
             ways.append((f"every second {kind}", ops, (ops,)))
         lists = [

@@ -32,10 +32,11 @@ _TUNED = (
     "fit have wrong gradients."
 )
 _DUELS = (
-    "PyTorch's own methods as PyTorch runs them, and the best heuristics of DTR and MegEngine, each beside the optimal schedule "
-    "for as much memory as it was measured to take, in turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the "
-    "last bit, rounded (to at least half of the digits, or as rounding the parameters changes them), or wrong. The last "
-    "column is the optimal schedule's time over the other's: below 1 the schedule is faster."
+    "PyTorch's own methods as PyTorch runs them, and of DTR's and MegEngine's heuristics the best by simulation. Each that no "
+    "other of its kind beats in time and peak is beside the optimal schedule for as much memory as it was measured to take, in "
+    "turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the last bit, rounded (to at least "
+    "half of the digits, or as rounding the parameters changes them), or wrong. The last column is the optimal schedule's time "
+    "over the other's: below 1 the schedule is faster."
 )
 
 

@@ -6,6 +6,7 @@ inside, such as ``model.stem``, what an ``nn.ModuleList`` holds standing in its 
 """
 
 from collections.abc import Iterator
+from typing import TypedDict
 
 from torch import nn
 
@@ -16,9 +17,16 @@ class InapplicableError(ModelError):
     """A method is not for such a model."""
 
 
-def block_choices(model: nn.Module) -> list[dict[str, int]]:
-    """Levels and depths whose blocks differ, as arguments by name; level 1 where there are no blocks at all."""
-    found: dict[frozenset[nn.Module], dict[str, int]] = {}
+class Choice(TypedDict, total=False):
+    """A family of blocks, as arguments by name."""
+
+    level: int
+    depth: int
+
+
+def block_choices(model: nn.Module) -> list[Choice]:
+    """Levels and depths whose blocks differ, level 1 where there are no blocks at all."""
+    found: dict[frozenset[nn.Module], Choice] = {}
     for level in range(1, block_levels(model) + 1):
         found.setdefault(_not_layers(blocks(model, level)), {"level": level})
     for depth in range(1, _depth(model) + 1):

@@ -39,6 +39,14 @@ def kind_of(row: Row) -> str:
     return "sac" if first.startswith("sac") else first
 
 
+def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+    """Those of `kind`; of SAC, where it runs, checkpointing too, which is SAC that saves nothing."""
+    own = [row for row in rows if kind_of(row) == kind]
+    if kind == "sac" and any(row.measured_ratio is not None for row in own):
+        own += [row for row in rows if kind_of(row) == "checkpoint_blocks"]
+    return own
+
+
 def best_schedule(rows: Iterable[Row], budget_bytes: int) -> Row | None:
     """Of `rows` the fastest schedule that fits, by simulation; what was found for a smaller budget fits a larger one too."""
     fits = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget_bytes]
@@ -85,29 +93,27 @@ def tuned_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     optima = [
         row for row in rows if row.run_by == RunBy.EXECUTOR and row.method == OPTIMUM and not row.budget.startswith(PEAK_OF)
     ]
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.run_by == RunBy.TORCH and row.method != PLAIN:
-            kinds.setdefault(kind_of(row), []).append(row)
+    stock = [row for row in rows if row.run_by == RunBy.TORCH and row.method != PLAIN]
+    kinds = {kind: of_kind(stock, kind) for kind in dict.fromkeys(map(kind_of, stock))}
     lines = []
     for optimum in sorted(optima, key=lambda row: -(row.budget_bytes or 0)):
         budget_bytes = optimum.budget_bytes or 0
         found = {kind: best_measured(own, budget_bytes) for kind, own in kinds.items()}
         times = [row.measured_ratio for row in (optimum, *found.values()) if row is not None and row.measured_ratio is not None]
         least = min(times, default=0.0)
-        ours = _step_text(optimum, least) if optimum.measured_ratio is not None else why_none([optimum])
+        ours = _step_text(OPTIMUM, optimum, least) if optimum.measured_ratio is not None else why_none([optimum])
         theirs = (
-            why_not_measured(own, budget_bytes) if (best := found[kind]) is None else _step_text(best, least)
+            why_not_measured(own, budget_bytes) if (best := found[kind]) is None else _step_text(kind, best, least)
             for kind, own in kinds.items()
         )
         lines.append((f"{format_bytes(budget_bytes)} ({optimum.budget})", ours, *theirs))
     return [("budget", "optimal schedule", *kinds), *lines]
 
 
-def _step_text(row: Row, least: float) -> str:
+def _step_text(kind: str, row: Row, least: float) -> str:
     """Time and peak of a step that was measured, in bold if it reads like the `least` time, and with what options."""
-    time, first = f"{row.measured_ratio:.2f}x", row.method.split()[0]
-    options = row.method if first.startswith("sac") else row.method.partition(" ")[2]
+    time = f"{row.measured_ratio:.2f}x"
+    options = row.method if kind == "sac" else row.method.partition(" ")[2]
     return f"{mark(time, f'{least:.2f}x')}, {format_bytes(row.measured_peak_bytes or 0)}{f' ({options})' if options else ''}"
 
 

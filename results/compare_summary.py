@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner.compare_best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, why_none, why_not_measured
+from planner.compare_best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
 from planner.compare_report import LEGEND, Duel, cell_text, duels_of, simulated_table
 from planner.compare_rows import Row, read_rows, simulated
 from planner.tables import as_markdown
@@ -86,11 +86,11 @@ def _ratios(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
     """For each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
     budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
     duels = duels_of(rows)
-    return name, budget, *(_ratio(kind, rows, [d for d in duels if kind_of(d.rival) == kind], budget_bytes) for kind in RIVALS)
+    return name, budget, *(_ratio(kind, rows, duels, budget_bytes) for kind in RIVALS)
 
 
 def _ratio(kind: str, rows: Sequence[Row], duels: Sequence[Duel], budget_bytes: int) -> str:
-    rivals = [duel.rival for duel in duels]
+    rivals = of_kind([duel.rival for duel in duels], kind)
     best = best_measured(rivals, budget_bytes)
     if best is None and kind in HEURISTICS:  # those that found no schedule have no duel
         return why_none(row for row in simulated(rows) if kind_of(row) == kind and row.budget_bytes == budget_bytes)

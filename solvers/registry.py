@@ -60,7 +60,9 @@ SOLVERS: dict[str, Entry] = {
     "griewank": Entry("solvers.policies.griewank", "binomial checkpointing of a chain (revolve)"),
     "rotor": Entry("solvers.policies.rotor", "the optimal schedule of a chain (dynamic programme)"),
     "sac": Entry(SAC, "selective checkpointing: of the lists of matmuls, convolutions and attention the best"),
-    "sac-every-second": Entry(SAC, "selective checkpointing: all but every second matmul", {"rule": "sac-every-second"}),
+    "sac-every-second": Entry(
+        SAC, "selective checkpointing: save all of these but every second matmul", {"rule": "sac-every-second"}
+    ),
     "sac-attention": Entry(SAC, "selective checkpointing: save attention only", {"rule": "sac-attention"}),
     "memory-budget": Entry("solvers.policies.memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
     "dtr": Entry(DTR, "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),

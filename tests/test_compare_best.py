@@ -182,6 +182,11 @@ def test_pytorchs_own_methods_are_tuned_for_each_budget(row: Row) -> None:
         "wrong",
         "does not run",
     )
+    # Saving nothing is checkpointing.
+    assert tuned_table([found[0], found[4], found[5]])[1][2:] == (
+        "1.30x, 65 B (depth 1)",
+        "1.30x, 65 B (checkpoint_blocks depth 1)",
+    )
     assert fifty[1:] == ("infeasible", "OOM", "OOM", "wrong", "does not run")
     inapplicable = tuned_table([found[0], found[8]])[1]
     assert inapplicable[2] == "does not apply"

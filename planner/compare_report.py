@@ -70,7 +70,7 @@ def table_text(rows: Sequence[Row]) -> str:
     duels = duels_of(rows)
     if any(duel.ours for duel in duels):
         parts += [f"## At equal peak\n\n{_DUELS}", as_markdown(duel_table(duels)), duel_note(duels)]
-    commits, machines = (", ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
+    commits, machines = (" and ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
     limits = ", ".join(f"{limit:g} s" for limit in sorted({row.time_limit_s for row in rows}))
     parts += [f"Commit {commits}; {machines}; limit {limits} a row, tolerance {first.tolerance:g}."]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

@@ -6,7 +6,7 @@ holds a storage. Targets, generators and other objects are names in the program'
 """
 
 import linecache
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,13 @@ class Call:
             ("" the value itself, "[1]" its second item).
         random_state: id of the tensor that holds the generator's state as it was before the first
             execution; None for an op that draws nothing.
+        redraw: the expression that draws from the generator ``Program.own_generator``; None where no kernel does.
     """
 
     expression: str
     outputs: tuple[tuple[int, str], ...]
     random_state: int | None = None
+    redraw: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Program:
         gradients: for each parameter or input that gets one: its static tensor id, the expression.
         namespace: the objects that expressions name.
         generator: namespace name of the random generator.
+        own_generator: namespace name of the one that ops draw from that are executed more than once (``graphs.redraw``).
+        lock: namespace name of what is held while ops draw.
     """
 
     calls: tuple[Call, ...]
@@ -82,6 +86,8 @@ class Program:
     gradients: tuple[tuple[int, str], ...]
     namespace: Mapping[str, object]
     generator: str = "generator"
+    own_generator: str = "own_generator"
+    lock: str = "lock"
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
         """The static tensors in the order of `sources`, None for the gradient of the loss.
@@ -123,9 +129,11 @@ class Writer:
         live: ids of the tensors in memory after the steps written so far, in order of appearance.
     """
 
-    def __init__(self, graph: Graph, program: Program) -> None:
+    def __init__(self, graph: Graph, program: Program, *, repeated: Container[int] = ()) -> None:
+        """Write for `graph`; ops in `repeated` are executed more than once."""
         self.graph = graph
         self.program = program
+        self._repeated = repeated
         self.live: dict[int, None] = {}
         self._done: set[int] = set()
 
@@ -148,24 +156,42 @@ class Writer:
 
     def _compute(self, op: int, wanted: frozenset[int]) -> list[str]:
         call = self.program.calls[op]
-        bound = [(t, path) for t, path in call.outputs if t in wanted]
-        if len(bound) == 1 and bound[0][1] == "":
-            body = [f"{variable(bound[0][0])} = {call.expression}"]
-        elif not bound:
-            body = [call.expression]
-        else:
-            body = [f"_ = {call.expression}", *(f"{variable(t)} = _{path}" for t, path in bound), "del _"]
-        if call.random_state is None or op not in self._done:
-            return body
-        # A recomputation draws what the first execution drew, and leaves the generator as it found it.
-        generator = self.program.generator
+        if call.random_state is None:
+            return _bound(call, call.expression, wanted)
+        return [f"with {self.program.lock}:", *(f"    {line}" for line in self._draw(op, call, call.random_state, wanted))]
+
+    def _draw(self, op: int, call: Call, state: int, wanted: frozenset[int]) -> list[str]:
+        """The lines of an op that draws: each time what it drew first, whoever else draws meanwhile."""
+        generator, own = self.program.generator, self.program.own_generator
+        plain = _bound(call, call.expression, wanted)
+        # The state that was saved before is that of a moment ago, and others may have drawn since.
+        now = [f"{variable(state)}.copy_({generator}.get_state())"]
+        if op not in self._repeated:
+            return plain
+        if call.redraw is not None:
+            body = [f"{own}.set_state({variable(state)})", *_bound(call, call.redraw, wanted)]
+            return body if op in self._done else [*now, *body, f"{generator}.set_state({own}.get_state())"]
+        if op not in self._done:
+            return [*now, *plain]
+        # No kernel draws from another generator: this one is left as it was found.
         return [
             f"_now = {generator}.clone_state()",
-            f"{generator}.set_state({variable(call.random_state)})",
-            *body,
-            f"{generator}.set_state(_now.get_state())",
-            "del _now",
+            "try:",
+            *(f"    {line}" for line in (f"{generator}.set_state({variable(state)})", *plain)),
+            "finally:",
+            f"    {generator}.set_state(_now.get_state())",
+            "    del _now",
         ]
+
+
+def _bound(call: Call, expression: str, wanted: frozenset[int]) -> list[str]:
+    """The lines that bind the outputs in `wanted` to their variables."""
+    bound = [(t, path) for t, path in call.outputs if t in wanted]
+    if len(bound) == 1 and bound[0][1] == "":
+        return [f"{variable(bound[0][0])} = {expression}"]
+    if not bound:
+        return [expression]
+    return [f"_ = {expression}", *(f"{variable(t)} = _{path}" for t, path in bound), "del _"]
 
 
 def define(name: str, parameters: str, lines: Iterable[str]) -> str:

@@ -8,24 +8,30 @@ model of any size is captured without allocating it.
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.trace_attention import attention_as_on_cuda
 from graphs.trace_dropout import dropout_as_eager
+from graphs.trace_effects import Effect, check_effects, recording_effects
+from graphs.trace_guards import Guards, build_guards, guarded_names
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
-from graphs.trace_signature import Batch, Signature, arguments, call, leaves, take_apart, target_names
+from graphs.trace_signature import Batch, Signature, arguments, call_on_fakes, leaves, take_apart, target_names
 
 LossFn = Callable[..., object]
 
@@ -94,7 +100,7 @@ def capture(
     with ExitStack() as stack:
         if as_on_cuda:
             stack.enter_context(attention_as_on_cuda())
-        joint = _joint_graph(stack, step, batch)
+        joint, guards = _joint_graph(stack, step, batch)
     graph = joint.graph_module.graph
     fix_outputs(graph)
     if not as_on_cuda:
@@ -118,11 +124,12 @@ def capture(
         "torch": torch.__version__,
     }
     signature = Signature.of(batch, joint.out_spec)
-    return lower(graph, statics, signature, generator=_generator(device), provenance=provenance)
+    lowered = lower(graph, statics, signature, generator=_generator(device), provenance=provenance)
+    return replace(lowered, guards=guards)
 
 
-def _joint_graph(stack: ExitStack, step: TrainingStep, batch: Batch) -> JointWithDescriptors:
-    """The joint graph of `step`; every node carries fake values, inputs and outputs descriptors."""
+def _joint_graph(stack: ExitStack, step: TrainingStep, batch: Batch) -> tuple[JointWithDescriptors, Guards | None]:
+    """The joint graph of `step`; every node carries fake values, inputs and outputs descriptors. With its guards."""
     args, kwargs = arguments(batch)
     stack.enter_context(torch.enable_grad())
     stack.enter_context(
@@ -131,17 +138,40 @@ def _joint_graph(stack: ExitStack, step: TrainingStep, batch: Batch) -> JointWit
             automatic_dynamic_shapes=False,
             allow_rnn=True,
             ignore_logger_methods=_logging_methods(),
+            # What a planned step does not do is looked at by graphs.trace_effects.
+            replay_side_effects=False,
+            skip_nnmodule_hook_guards=False,
         )
     )
     # A training loop calls backward() outside autocast.
     stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
     try:
-        module = dynamo_graph_capture_for_export(step)(*args, **kwargs)
+        with recording_effects() as effects, _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+            output = fullgraph_capture(step, args, kwargs)
+        module = create_fx_graph_from_captured_output(output, step, args, kwargs)
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
         # Without the shape environment every size is a plain number.
-        return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
     except Exception as error:  # whatever stops the capture, the user gets one line
         raise TraceError(_why(error, step, batch)) from error
+    return joint, _guards(output, effects, step, batch)
+
+
+def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, batch: Batch) -> Guards | None:
+    """The guards of what was captured; None where it is on fake tensors, and never executed."""
+    args, kwargs = arguments(batch)
+    local = {"self": step, "args": args, "kwargs": kwargs}
+    scope = output.graph_capture_output.f_globals
+    check_effects(effects, guarded_names(output), lambda: call_on_fakes(step, batch), local, scope)
+    if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
+        return None
+    try:
+        return build_guards(output, get_traced_fn(step)[0].__code__, step, args, kwargs)
+    except AssertionError as error:
+        raise TraceError(
+            f"the step reads a value that is another each time: {_first_line(error)}; compute it outside of what is planned, and "
+            "pass it with the batch as a tensor"
+        ) from error
 
 
 def _logging_methods() -> set[object]:
@@ -153,8 +183,7 @@ def _logging_methods() -> set[object]:
 def _why(error: Exception, step: TrainingStep, batch: Batch) -> str:
     """What stopped the capture, in one line."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            call(step, batch)
+        call_on_fakes(step, batch)
     except TraceError as own:
         return str(own)
     except Exception:  # noqa: BLE001  # the error of the capture says more

@@ -18,6 +18,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.program import TANGENT, Call, Program, Source, variable
+from graphs.redraw import LOCK, drawing_from
+from graphs.trace_guards import Guards
 from graphs.trace_outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
 from graphs.trace_signature import Batch, Signature, leaves
 
@@ -31,12 +33,14 @@ class Capture:
         signature: what it is called with, and what it returns.
         nodes: for each op the node it was captured as, with its fake values; None for ops that
             save the generator's state.
+        guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
     """
 
     graph: Graph
     program: Program
     signature: Signature
     nodes: tuple[fx.Node | None, ...]
+    guards: Guards | None = None
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -146,7 +150,8 @@ class _Lowering:
         self.ops: list[Op] = []
         self.calls: list[Call] = []
         self.nodes: list[fx.Node | None] = []
-        self.namespace: dict[str, object] = {"generator": generator}
+        own = torch.Generator(device=generator.device)
+        self.namespace: dict[str, object] = {"generator": generator, "own_generator": own, "lock": LOCK}
         self.names: dict[object, str] = {}
         self.expressions: dict[fx.Node, str] = {}
         self.owner: dict[int, int] = {}  # storage -> tensor
@@ -307,7 +312,8 @@ class _Lowering:
                 module=self._module(node),
             )
         )
-        self.calls.append(Call(expression, tuple(results), state))
+        redraw = None if state is None else self._render_redraw(node)
+        self.calls.append(Call(expression, tuple(results), state, redraw))
         self.nodes.append(node)
 
     def _bind(self, node: fx.Node, path: str, tensor: int) -> None:
@@ -338,6 +344,16 @@ class _Lowering:
         args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg) for arg in node.args]
         args += [f"{key}={self._render(value)}" for key, value in node.kwargs.items()]
         return f"{self._name(node.target, str(node.target).replace('.', '_'))}({', '.join(args)})"
+
+    def _render_redraw(self, node: fx.Node) -> str | None:
+        """The call of `node` with a generator to draw from."""
+        target = drawing_from(node)
+        if target is None:
+            return None
+        args = [self._render(arg) for arg in node.args]
+        args += [f"{key}={self._render(value)}" for key, value in node.kwargs.items() if key != "generator"]
+        name = getattr(target, "__name__", str(target)).replace(".", "_")
+        return f"{self._name(target, f'{name}_from')}({', '.join((*args, 'generator=own_generator'))})"
 
     def _render(self, arg: object) -> str:
         match arg:

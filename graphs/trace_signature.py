@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphs.errors import MismatchError, TraceError
@@ -29,6 +30,40 @@ def call(step: Callable[..., Any], batch: Batch) -> Any:
     """What `step` returns for `batch`."""
     args, kwargs = arguments(batch)
     return step(*args, **kwargs)
+
+
+def as_leaves(batch: Batch) -> Batch:
+    """`batch` with tensors of its own, on the same memory, for those that require grad.
+
+    What is measured on it leaves no gradient in the caller's tensors, and does not run backward through what made them.
+    """
+    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(batch)):
+        return batch
+
+    made: dict[int, torch.Tensor] = {}
+
+    def own(value: object) -> object:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        return made.setdefault(id(value), value.detach().requires_grad_())  # one tensor that is given twice stays one
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    args, kwargs = pytree.tree_map(own, arguments(batch))
+    return kwargs or args
+
+
+def call_on_fakes(step: nn.Module, batch: Batch) -> Any:
+    """What `step` returns for fake tensors like its own and those of `batch`: nothing is computed, and no real tensor written."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def fake(value: Any) -> Any:
+            return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
+
+        tensors = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+        args, kwargs = pytree.tree_map(fake, arguments(batch))
+        with torch.random.fork_rng(devices=[]):
+            return torch.func.functional_call(step, tensors, args, kwargs)
 
 
 def target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:
@@ -85,12 +120,14 @@ class Signature:
         given: structure of positional and keyword arguments.
         names: of each leaf, for messages.
         values: for each leaf None if it is a tensor, else itself in a tuple: it is part of the graph.
+        trained: for each leaf whether it is a tensor that requires grad, and gets a gradient.
         returned: structure of the loss and what else is returned, as ``take_apart`` gives them.
     """
 
     given: pytree.TreeSpec
     names: tuple[str, ...]
     values: tuple[tuple[object] | None, ...]
+    trained: tuple[bool, ...]
     returned: pytree.TreeSpec
 
     @staticmethod
@@ -98,7 +135,8 @@ class Signature:
         """The signature of a step that was captured on `batch`."""
         flat, given = pytree.tree_flatten(arguments(batch))
         values = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat)
-        return Signature(given, _names(arguments(batch)), values, returned)
+        trained = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
+        return Signature(given, _names(arguments(batch)), values, trained, returned)
 
     def flatten(self, *args: object, **kwargs: object) -> list[object]:
         """The leaves of a call, in the order of the captured one.

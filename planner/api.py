@@ -12,7 +12,7 @@ from graphs.profile_roofline import model_times
 from graphs.profile_step import with_real_sizes
 from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
-from graphs.trace_signature import Batch
+from graphs.trace_signature import Batch, as_leaves
 from planner import measure
 from planner.executor import Executor
 from planner.solving import check_same_graph, summarize
@@ -49,6 +49,7 @@ def trace(
     Raises:
         TraceError: the step cannot be captured as one static graph.
     """
+    batch = as_leaves(batch)
     if roofline is not None:
         device = get_device(roofline)
         as_on_cuda = device.name != "cpu"
@@ -138,6 +139,7 @@ def run(
     Raises:
         MismatchError: the plan is for another graph; says what differs.
     """
+    batch = as_leaves(batch)
     provenance = plan.graph.provenance
     captured = capture_real(
         model,

@@ -128,10 +128,13 @@ def _kind_of_group(optimizer: type[torch.optim.Optimizer], group: Mapping[str, A
 
 def _kind(batch: Batch, *, sizes_matter: bool) -> Hashable:
     leaves, spec = pytree.tree_flatten(batch)
-    return str(spec), tuple(
-        (leaf.dtype, tuple(leaf.shape) if sizes_matter else leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    )
+
+    def kind(leaf: object) -> Hashable:
+        if not isinstance(leaf, torch.Tensor):
+            return repr(leaf)
+        return leaf.dtype, leaf.requires_grad, tuple(leaf.shape) if sizes_matter else leaf.dim()
+
+    return str(spec), tuple(map(kind, leaves))
 
 
 def _shapes(batch: Batch) -> str:

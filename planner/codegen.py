@@ -7,6 +7,7 @@ nothing but its own variables keeps a tensor in memory.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,24 +28,28 @@ class Code:
     Attributes:
         forward, backward: the two passes; `static` are the tensors of ``Program.sources``, in order.
         backward_reads: for each source whether the backward pass reads it.
+        returned: positions in the list of saved tensors of those that the caller gets too, and may write to.
         source: of both functions, for reading.
     """
 
     forward: Forward
     backward: Backward
     backward_reads: tuple[bool, ...]
+    returned: tuple[int, ...]
     source: str
 
 
 def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code:
     """Compile `schedule`, which must be valid on `graph` (``simulate``)."""
     cut = boundary(graph, schedule)
-    writer = Writer(graph, program)
+    times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
+    writer = Writer(graph, program, repeated={op for op, count in times.items() if count > 1})
     forward = writer.write(schedule.steps[:cut])
 
     later = {t for step in schedule.steps[cut:] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
     # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
+    returned = tuple(i for i, t in enumerate(alive) if t in graph.kept)
     saved = ", ".join(variable(t) + (".detach()" if t in graph.kept else "") for t in alive)
     extras = "".join(f"{extra}.detach(), " for extra in program.extras)
     forward.append(f"return {program.loss}, ({extras}), [{saved}]")
@@ -62,7 +67,7 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code
     namespace = load(program, source, f"<schedule of {graph.fingerprint}, {len(schedule.steps)} steps>")
     names = {name for line in backward for name in re.findall(r"\bt\d+\b", line)}
     reads = tuple(variable(source.tensor) in names for source in program.sources)
-    return Code(namespace["forward"], namespace["backward"], reads, source)
+    return Code(namespace["forward"], namespace["backward"], reads, returned, source)
 
 
 def boundary(graph: Graph, schedule: Schedule) -> int:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError
+from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError
 from graphs.fitted import Fit, Sizes, same_ops, sample_sizes
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
-from graphs.trace_signature import Batch
+from graphs.trace_signature import Batch, as_leaves
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import measure
 from planner.last_used import LastUsed
@@ -70,10 +70,8 @@ class DynamicStep(PlannedStep):
         """Plan for `batch`; other sizes are predicted from it.
 
         Raises:
-            PlannerError: `max_plans` is not above 0; or what ``planner.compile`` raises.
+            PlannerError: what ``planner.compile`` raises.
         """
-        if max_plans < 1:
-            raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
         profiled = compiler.profile(compiler.capture(batch), batch)
         first = compiler.solve(profiled, batch, budget)
         super().__init__(first.plan, first._run, first.measured)
@@ -126,7 +124,7 @@ class DynamicStep(PlannedStep):
 
     def _made(self, batch: Batch) -> tuple[PlannedStep, SizedPlan]:
         """The step for the sizes of `batch`."""
-        shapes = shapes_of(batch)
+        batch, shapes = as_leaves(batch), shapes_of(batch)
         self._learn(shapes)
         assert self._fit is not None
         sizes = self._varying.sizes(shapes)

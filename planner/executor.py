@@ -37,8 +37,7 @@ class Executor:
         self.schedule = schedule
         self.code = compile_schedule(capture.graph, capture.program, schedule)
         self._step = TrainingStep(model, loss_fn)
-        self._modules = list(self._step.modules())
-        self._mode = self._current_mode()
+        self._guards = capture.guards
         self._device_type = next(self._step.parameters()).device.type
         self._autocast = _autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
@@ -67,6 +66,8 @@ class Executor:
         """
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
+        if self._guards is not None:
+            self._guards.check(self._step, args, kwargs)
         return leaves
 
     def _check(self, leaves: Sequence[object]) -> None:
@@ -86,21 +87,16 @@ class Executor:
                     f"{name} of the batch is {dtype}{list(given.shape)}, but the step was planned for "
                     f"{planned.dtype}{list(planned.shape)}: make another plan for this shape"
                 )
-        if self._current_mode() != self._mode:
-            raise MismatchError(
-                "the model is not in the mode it was planned in: train() or eval() was called, or requires_grad changed, on one "
-                "of its modules; switch back, or make another plan"
-            )
+            if given.requires_grad is not self.signature.trained[index]:
+                raise MismatchError(
+                    f"{name} of the batch has requires_grad={given.requires_grad}, but the step was planned for "
+                    f"{not given.requires_grad}: make a plan with such a batch, or {_other_grad(given)}"
+                )
         if _autocast(self._device_type) != self._autocast:
             raise MismatchError(
                 f"autocast is {_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: the casts "
                 "are part of its graph; call planner.compile and the step under the same torch.autocast"
             )
-
-    def _current_mode(self) -> list[bool]:
-        modes = [module.training for module in self._modules]
-        modes += [p.requires_grad for module in self._modules for p in module._parameters.values() if p is not None]
-        return modes
 
     def save(self, ctx: Any, static: Sequence[Any]) -> None:
         """Keep what the backward pass reads; autograd checks that nobody has changed it in between.
@@ -136,6 +132,7 @@ class _Step(torch.autograd.Function):
         ctx.executor = executor
         with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
             loss, extras, ctx.alive = executor.code.forward(static)
+        ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
         executor.save(ctx, static)
         ctx.mark_non_differentiable(*extras)
         return (loss, *extras)
@@ -146,10 +143,19 @@ class _Step(torch.autograd.Function):
         executor: Executor = ctx.executor
         if ctx.alive is None:
             raise RuntimeError("backward() was called twice on one planned step: its tensors are freed after the first")
+        if ctx.versions != [ctx.alive[i]._version for i in executor.code.returned]:
+            raise RuntimeError(
+                "one of the tensors that the step returned was modified in place, and its backward pass reads it: clone() it "
+                "before writing to it, or write after backward()"
+            )
         alive, ctx.alive = ctx.alive, None
         static = executor.restore(ctx, tangent)
         with torch.autocast(_device_type(static), enabled=False):
             return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+
+
+def _other_grad(given: torch.Tensor) -> str:
+    return "detach() it" if given.requires_grad else "let it require a gradient"
 
 
 def _autocast(device_type: str) -> str:

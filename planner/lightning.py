@@ -86,8 +86,7 @@ def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callabl
         with step.recording():
             options = step.options_of_logs(batch)
             accumulate = trainer.accumulate_grad_batches > 1
-            planned = plans.step(None, (batch,), optimizer=trainer.optimizers[0], accumulate=accumulate)
-        returned = planned(batch)
+            returned = plans.step(None, (batch,), optimizer=trainer.optimizers[0], accumulate=accumulate)(batch)
         for name, value in returned.pop(_LOGGED).items():
             step.module.log(name, value, **options[name])
         return returned if returned.keys() > {"loss"} else returned["loss"]

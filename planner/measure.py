@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphs.profile_memory import cpu_allocations
-from graphs.trace_signature import Batch, call, leaves
+from graphs.trace_signature import Batch, as_leaves, call, leaves
 from planner.machine import machine
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
@@ -39,6 +39,7 @@ def measure_memory(step: Step, batch: Batch, *, static_bytes: int, device: torch
     Args:
         static_bytes: of parameters, buffers, inputs and optimizer state, which are there before.
     """
+    batch = as_leaves(batch)
 
     def run(_: object = None) -> None:
         returned = call(step, batch)  # held, as a training loop holds it
@@ -73,12 +74,13 @@ def turn_times(
     steps: Mapping[str, Step], batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of a forward and backward pass of each step, turn by turn; the steps take turns, after one turn to warm up."""
-    device = parameters[0].device
+    device, batch = parameters[0].device, as_leaves(batch)
+    inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 1):
         for name, step in steps.items():
-            for parameter in parameters:
-                parameter.grad = None
+            for tensor in (*parameters, *inputs):
+                tensor.grad = None
             synchronize(device)
             start = time.perf_counter()
             loss_of(call(step, batch)).backward()
@@ -105,9 +107,12 @@ def outcome(step: Step, model: nn.Module, batch: Batch, *, seed: int) -> Outcome
         torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.grad = None
+        batch = as_leaves(batch)
         loss = loss_of(call(step, batch))
         loss.backward()
         values: dict[str, torch.Tensor | None] = {"loss": loss.detach().clone()}
+        inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        values |= {f"gradient of an input, {number}": _copy(leaf.grad) for number, leaf in enumerate(inputs)}
         values |= {f"gradient of {name}": _copy(p.grad) for name, p in model.named_parameters()}
         values |= {f"buffer {name}": _copy(b) for name, b in model.named_buffers()}
         values["random state"] = torch.get_rng_state()
@@ -120,15 +125,16 @@ def outcome(step: Step, model: nn.Module, batch: Batch, *, seed: int) -> Outcome
 def unchanged(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Afterwards the buffers and gradients of `model`, the batch and the random state are as before."""
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    written = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *inputs)]
+    written = [(tensor, tensor.detach().clone(), tensor._version) for tensor in (*model.buffers(), *inputs)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             yield
     finally:
         with torch.no_grad():
-            for tensor, before in written:
-                tensor.copy_(before)
+            for tensor, before, version in written:
+                if tensor._version != version:  # a write, even of what is there, would spoil a backward pass of the caller's
+                    tensor.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -68,7 +68,7 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
     static = real_static(captured, step, batch)
     with unchanged(step, batch), torch.no_grad(), torch.autocast(static[0].device.type, enabled=False):
         recording = Recording(executor, static, recorder)
-    executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward)
+    executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward, returned=())
 
 
 class Recording:

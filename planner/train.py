@@ -1,7 +1,7 @@
 """Training by a plan: one call that traces, measures, solves and compiles a step, and what is called in the loop."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from graphs.jsonfile import check_writable, write_text
 from graphs.plan import Plan
 from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
-from graphs.trace_signature import Batch
+from graphs.trace_signature import Batch, as_leaves
 from graphs.units import format_bytes
 from planner.api import measured_peak, with_times
 from planner.cache import PlanCache, warn_unusable
@@ -26,7 +26,7 @@ from planner.machine import machine
 from planner.page import page
 from planner.playback import Playback
 from planner.recorded import Recorder, record, recordable
-from planner.solving import check_same_graph, solve, summarize
+from planner.solving import budget_in_bytes, check_same_graph, solve, summarize
 from planner.wrappers import Plain, unwrap
 from solvers.result import Progress
 
@@ -94,6 +94,7 @@ def compile(  # noqa: A001
     dynamic: bool = False,
     max_plans: int = 32,
     cuda_graph: bool = False,
+    replan: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -114,9 +115,11 @@ def compile(  # noqa: A001
             the plan is loaded, and nothing is profiled or solved.
         dynamic: batches of other sizes may follow: the step is a ``planner.dynamic.DynamicStep``, which makes a plan
             for each. `batch` must fit with everything kept; up to two sizes may vary.
-        max_plans: with `dynamic`, how many are kept; the one that was used longest ago goes first.
+        max_plans: with `dynamic` or `replan`, how many are kept; the one that was used longest ago goes first.
         cuda_graph: replay the step as CUDA graphs, at one launch for each pass: docs/training.md. What they hold between
             steps, and the copies of what goes in and out, count; random ops are not computed again.
+        replan: where the model, the loss function or a value that they read changes, or a batch is unlike `batch`, plan again,
+            with a warning that says what changed; without it, each is a MismatchError of the step.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
@@ -131,16 +134,42 @@ def compile(  # noqa: A001
     wrapper = unwrap(model)
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, partial(solved, on_progress=on_progress), recorder)
-    if dynamic:
-        from planner.dynamic import DynamicStep  # it is a planned step
+    if max_plans < 1:
+        raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
+    if dynamic and cache is not None:
+        raise PlannerError("plans for varying sizes are not kept in a folder: leave out cache=, or dynamic=True")
+    if replan and cuda_graph:
+        raise PlannerError("a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True")
+    if dynamic and type(wrapper) is not Plain:
+        raise PlannerError(
+            "batches of varying sizes are not planned for several processes: leave out dynamic=True, and pad the batches"
+        )
+    if replan and type(wrapper) is not Plain:
+        raise PlannerError("one of several processes cannot plan again while the others wait for it: leave out replan=True")
 
-        if cache is not None:
-            raise PlannerError("plans for varying sizes are not kept in a folder: leave out cache=, or dynamic=True")
-        if type(wrapper) is not Plain:
-            raise PlannerError(
-                "batches of varying sizes are not planned for several processes: leave out dynamic=True, and pad the batches"
-            )
-        return DynamicStep(compiler, batch, budget, max_plans=max_plans)
+    def make(batch: Batch, budget: str | int) -> PlannedStep:
+        if dynamic:
+            from planner.dynamic import DynamicStep  # it is a planned step
+
+            return DynamicStep(compiler, batch, budget, max_plans=max_plans)
+        return _planned(compiler, batch, budget, cache, solved.keywords)
+
+    if replan:
+        from planner.replan import ReplannedStep  # so is this
+
+        return ReplannedStep(make, as_leaves(batch), budget, max_plans=max_plans)
+    return make(as_leaves(batch), budget)
+
+
+def _planned(
+    compiler: "Compiler", batch: Batch, budget: str | int, cache: str | os.PathLike[str] | None, options: Mapping[str, object]
+) -> PlannedStep:
+    """The step for batches like `batch`, from the cache if it is there.
+
+    Args:
+        options: with which graphs are solved; another plan is made for others.
+    """
+    wrapper = compiler.wrapper
     plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
     with wrapper.opened():
         captured = wrapper.ranks.each(lambda: compiler.capture(batch))
@@ -151,7 +180,7 @@ def compile(  # noqa: A001
         def find_or_make() -> PlannedStep:
             if plans is None:
                 return make()
-            path = plans.path({"budget": budget, **_made_for(captured, wrapper.module), **solved.keywords})
+            path = plans.path({"budget": _as_bytes(budget), **_made_for(captured, wrapper.module), **options})
             kept = plans.load(path)
             if kept is not None:
                 try:
@@ -265,6 +294,11 @@ def _recorder(wrapper: Plain, *, dynamic: bool) -> Callable[[], Recorder]:
     if device.type != "cuda":
         raise PlannerError(f"cuda_graph=True is for models on a CUDA device, and this one is on {device}: leave it out")
     return partial(CudaGraphs, device)
+
+
+def _as_bytes(budget: str | int) -> str | int:
+    """A budget however it is written; a share stays one, for what it is a share of is not measured yet."""
+    return budget if isinstance(budget, str) and budget.strip().endswith("%") else budget_in_bytes(budget, 0)
 
 
 def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:

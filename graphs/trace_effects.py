@@ -1,0 +1,215 @@
+"""Python values that a step changes while it runs: counters, caches, what a module remembers of its last call.
+
+A planned step runs kernels, no Python: it changes none of them. A value that the step reads and changes at every call would
+be frozen in the plan, so it is refused by name. One that it only sets is named in a warning. What is set once and stays (a
+mask that is built when it is first needed) is neither.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.side_effects import SideEffects
+
+from graphs.errors import TraceError
+from graphs.trace_guards import Scope, readable
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A Python value that the captured code changes.
+
+    Attributes:
+        owner: name of the object, as Dynamo writes it.
+        attribute: of the object; None where the object itself is changed, such as a list.
+        frame: the line that does so, if it is known.
+    """
+
+    owner: str
+    attribute: str | None
+    frame: FrameSummary | None
+
+    @property
+    def name(self) -> str:
+        """As Dynamo writes it."""
+        return self.owner if self.attribute is None else f"{self.owner}.{self.attribute}"
+
+    def is_read(self, guarded: frozenset[str]) -> bool:
+        """Whether one of the names that guards look at is this value, or in it."""
+        if self.attribute is None:
+            names = {self.owner}
+        else:
+            names = {
+                f"{self.owner}.{self.attribute}",
+                f"{self.owner}.__dict__['{self.attribute}']",
+                f"{self.owner}['{self.attribute}']",
+            }
+        return any(guard == name or guard.startswith((f"{name}.", f"{name}[")) for name in names for guard in guarded)
+
+
+@contextmanager
+def recording_effects() -> Iterator[list[Effect]]:
+    """Inside, what Dynamo captures is looked at for changes to Python values that were there before."""
+    found: list[Effect] = []
+    original = SideEffects.codegen_update_mutated
+
+    def recorded(effects: SideEffects, *args: Any, **kwargs: Any) -> None:
+        found[:] = _effects(effects)  # a capture that starts again begins anew
+        original(effects, *args, **kwargs)
+
+    with mock.patch.object(SideEffects, "codegen_update_mutated", recorded):
+        yield found
+
+
+def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[[], object], local: Scope, scope: Scope) -> None:
+    """Refuse values that the step reads and changes at every call; warn of those that it only sets.
+
+    Args:
+        effects: of the captured step.
+        guarded: names that guards look at, as Dynamo writes them.
+        run: executes the step on fake tensors.
+        local, scope: where names are found.
+
+    Raises:
+        TraceError: names the value, and the line that changes it.
+    """
+    unsteady = [effect for effect in effects if _is_unsteady(effect, effects, run, local, scope)]
+    for effect in unsteady:
+        name = readable(effect.name, local, scope)
+        where = f" ({effect.frame.filename}:{effect.frame.lineno})" if effect.frame else ""
+        if effect.is_read(guarded):
+            raise TraceError(
+                f"{name} changes at every step{where}, and the step reads it: in a plan it would stay as it is now. Make it a "
+                "tensor that is changed in place (a buffer, with add_), pass it with the batch as a tensor, or change it outside "
+                "of what is planned"
+            )
+        warnings.warn(f"{name} is set by the step{where}: a planned step does not set it, return it instead", stacklevel=2)
+
+
+def _effects(effects: SideEffects) -> list[Effect]:
+    found = []
+    for variable in effects._get_modified_vars():
+        source = getattr(variable, "source", None)
+        try:
+            owner = source.name if isinstance(source.name, str) else source.name()  # type: ignore[union-attr]
+        except (AttributeError, NotImplementedError):
+            continue  # made by the step itself
+        frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
+        own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]  # attributes are set in nn.Module
+        frame = next(reversed(own or frames), None)
+        attributes = effects.store_attr_mutations.get(variable)
+        if attributes:
+            found += [Effect(owner, name, frame) for name, value in attributes.items() if not _is_itself(value, owner, name)]
+        else:
+            found.append(Effect(owner, None, frame))
+    return [effect for effect in found if effect.owner.startswith(("L[", "G["))]
+
+
+def _is_itself(value: Any, owner: str, name: str) -> bool:
+    """Whether an attribute is set to what it is already: a buffer, by ``self.calls += 1``."""
+    source = getattr(value, "source", None)
+    if source is None:
+        return False
+    return str(source.name) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
+
+
+def _is_unsteady(effect: Effect, effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> bool:
+    """Whether the value is another after each of two steps, on fake tensors; all values are afterwards as they were."""
+    before = _snapshots(effects, local, scope)
+    try:
+        seen = []
+        for _ in range(2):
+            run()
+            seen.append(_found(effect, local, scope))
+        return not _same(seen[0], seen[1])
+    except Exception:  # noqa: BLE001  # what cannot run on fake tensors: a number that the step sets is one that changes
+        return isinstance(_found(effect, local, scope), int | float)
+    finally:
+        for restore in before:
+            restore()
+
+
+_ABSENT = object()
+
+
+def _found(effect: Effect, local: Scope, scope: Scope) -> object:
+    """The value as it is now; of a list, dict or set what is in it."""
+    owner = _owner(effect, local, scope)
+    if effect.attribute is None:
+        return owner.copy() if isinstance(owner, list | dict | set) else owner
+    if isinstance(owner, Mapping) and "[" in effect.owner and not hasattr(owner, effect.attribute):
+        return owner.get(effect.attribute, _ABSENT)
+    return getattr(owner, effect.attribute, _ABSENT)
+
+
+def _owner(effect: Effect, local: Scope, scope: Scope) -> Any:
+    if effect.owner == f"G['{effect.attribute}']":  # a global is an attribute of no object
+        return _Globals(scope)
+    return eval(effect.owner, {"L": local, "G": scope})
+
+
+class _Globals:
+    """Global variables as attributes."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.__dict__ = scope  # type: ignore[assignment]
+
+
+def _snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callable[[], None]]:
+    """What puts each value back as it is now."""
+    restore: list[Callable[[], None]] = []
+    for effect in effects:
+        owner, value = _owner(effect, local, scope), _found(effect, local, scope)
+        if effect.attribute is not None:
+            restore.append(_attribute_restored(owner, effect.attribute, value))
+        elif isinstance(value, list):
+            restore.append(_list_restored(owner, value))
+        elif isinstance(value, dict | set):
+            restore.append(_items_restored(owner, value))
+    return restore
+
+
+def _attribute_restored(owner: Any, name: str, value: object) -> Callable[[], None]:
+    def restore() -> None:
+        if value is not _ABSENT:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)
+
+    return restore
+
+
+def _list_restored(owner: list[Any], items: list[Any]) -> Callable[[], None]:
+    def restore() -> None:
+        owner[:] = items
+
+    return restore
+
+
+def _items_restored(owner: Any, items: Any) -> Callable[[], None]:
+    def restore() -> None:
+        owner.clear()
+        owner.update(items)
+
+    return restore
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two values are one object, or equal ones of plain types."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return isinstance(a, int | float | str | bytes | set | None) and a == b

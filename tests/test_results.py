@@ -9,7 +9,7 @@ import pytest
 from planner.compare_report import table_text
 from planner.compare_rows import OPTIMUM, Row, RunBy, bound_of, read_rows, simulated
 from results.compare_models import FOR_SMALL_GRAPHS
-from results.compare_summary import summary_text
+from results.compare_summary import BUDGETS, summary_text
 from solvers.registry import SOLVERS
 from solvers.result import Reason, Status
 
@@ -78,12 +78,11 @@ def test_why_a_cell_is_empty_is_in_its_row(file: Path) -> None:
         assert {row.reason for row in attention} == {Reason.INAPPLICABLE}
 
 
-def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
-    for path in [path for path in FILES if path.parent.parent.name in ("h200", "exact")]:
+def test_every_method_was_tried_at_the_budgets_of_the_summary_and_given_time() -> None:
+    for path in [path for path in FILES if path.parent.parent.name == "h200"]:
         rows = read_rows(path)
-        methods = set(SOLVERS) - (FOR_SMALL_GRAPHS if path.parent.parent.name == "h200" else set())
-        budgets = {row.budget for row in rows}
-        assert {(row.method, row.budget) for row in rows} == {(method, budget) for method in methods for budget in budgets}
+        there = {(row.method, row.budget) for row in rows}
+        assert {(method, budget) for method in set(SOLVERS) - FOR_SMALL_GRAPHS for budget in BUDGETS} <= there
         assert not [row.key for row in rows if row.reason == Reason.TIME and row.method not in FOR_SMALL_GRAPHS]
 
 

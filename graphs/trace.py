@@ -174,9 +174,10 @@ def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, ba
         ) from error
     for outside in guards.outside:
         if outside.tensor.requires_grad:
+            name = readable(outside.name, local, scope)
             raise TraceError(
-                f"{readable(outside.name, local, scope)} requires a gradient, and is no parameter of the model: a plan would give "
-                "it none; make it one of the model, or make the loss function an nn.Module that holds it"
+                f"{name} requires a gradient, and is no parameter of the model: a plan would give it none; make it one of the "
+                "model, or make the loss function an nn.Module that holds it"
             )
     return guards
 

@@ -1,5 +1,6 @@
 """Every method at every budget, judged by one simulator. Never imports torch."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -74,6 +75,8 @@ class Judge:
         row = replace(
             row,
             status=str(result.status),
+            reason=str(result.reason or ""),
+            settings=json.dumps(dict(result.settings)) if result.schedule is not None else "",
             time_s=result.time_s,
             peak_bytes=result.peak_bytes,
             bound_s=result.bound_s,
@@ -93,6 +96,8 @@ class Judge:
             budget=budget,
             budget_bytes=budget_bytes,
             status=status,
+            reason="",
+            settings="",
             time_s=None,
             peak_bytes=None,
             bound_s=None,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
+from planner.compare_best import kind_of
 from planner.compare_rows import Row, RunBy, bound_of, methods_of, simulated
 from planner.plots import new_figure, save_figure, set_title
 
@@ -91,19 +92,16 @@ def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None
     series: dict[tuple[bool, str], set[Point]] = {}
     for row in sorted(rows, key=lambda row: (row.run_by == RunBy.TORCH, order.index(row.method))):
         if (found := point(row)) is not None:
-            series.setdefault((row.run_by == RunBy.TORCH, _family(row)), set()).add(found)
-    for i, ((by_torch, family), points) in enumerate(series.items()):
+            series.setdefault((row.run_by == RunBy.TORCH, _label(row)), set()).add(found)
+    for i, ((by_torch, label), points) in enumerate(series.items()):
         xs, ys = zip(*sorted(points), strict=True)
         (line,) = axes.plot([x / scale for x in xs], ys, color=f"C{i % 10}", marker="os^vDPX*"[i % 8], markersize=5)
-        line.set(linewidth=linewidth, fillstyle="none" if by_torch else "full", label=family)
+        line.set(linewidth=linewidth, fillstyle="none" if by_torch else "full", label=label)
 
 
-def _family(row: Row) -> str:
-    """PyTorch's methods have options behind their names: one name for all of a kind, and backend."""
-    if row.run_by != RunBy.TORCH:
-        return row.method
-    first, *options = row.method.split()
-    return f"PyTorch: {first}{f' {options[-1]}' if first == 'memory-budget' else ''}"
+def _label(row: Row) -> str:
+    """PyTorch's methods have options behind their names: one label for all of a kind."""
+    return f"PyTorch: {kind_of(row)}" if row.run_by == RunBy.TORCH else row.method
 
 
 def _simulated_point(row: Row) -> Point | None:

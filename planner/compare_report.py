@@ -10,26 +10,34 @@ import pandas as pd
 from graphs.jsonfile import write_text
 from graphs.plan import relative_gap
 from graphs.units import format_bytes
+from planner.compare_best import NOT_TRIED, WHY_NOT, tuned_table
 from planner.compare_plots import plot_measured, plot_memory, plot_overhead
 from planner.compare_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
 from planner.tables import as_markdown
 from planner.visible import visible
-from solvers.result import Status
+from solvers.result import Reason, Status
 
-_LEGEND = (
-    "OOM: what the method does needs more; thrash: the step took more time than the method allows; "
-    "time: nothing was found in the time given."
+LEGEND = (
+    "does not apply: the method is not for this model, at any budget; OOM: what the method does needs more; thrash: the step "
+    "took more time than the method allows; infeasible: proved, no schedule fits; time: nothing was found in the time given; "
+    "too large: of more ops than the method takes on; not tried: there is no such row."
 )
 _MESSAGE = 110  # characters of it in a table; rows.csv has all
 _MEASURED = (
     "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
 )
+_TUNED = (
+    "Of the levels and depths of blocks, the save lists of SAC and the fractions of the Memory Budget API, the fastest that was "
+    "measured to fit with right gradients, as a multiple of eager PyTorch's time. OOM: all that run need more; wrong: those that "
+    "fit have wrong gradients."
+)
 _DUELS = (
-    "PyTorch's own methods as PyTorch runs them, and schedules of DTR, each beside the optimal schedule for as much memory as "
-    "it was measured to take, in turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the "
-    "last bit, rounded (to at least half of the digits, or as rounding the parameters changes them), or wrong. The last "
-    "column is the optimal schedule's time over the other's: below 1 the schedule is faster."
+    "PyTorch's own methods as PyTorch runs them, and of DTR's and MegEngine's heuristics the best by simulation. Each that no "
+    "other of its kind beats in time and peak is beside the optimal schedule for as much memory as it was measured to take, in "
+    "turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the last bit, rounded (to at least "
+    "half of the digits, or as rounding the parameters changes them), or wrong. The last column is the optimal schedule's time "
+    "over the other's: below 1 the schedule is faster."
 )
 
 
@@ -53,15 +61,17 @@ def table_text(rows: Sequence[Row]) -> str:
     if judged := simulated(rows):
         base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
         parts += [
-            f"Overhead over the step without recomputation, {base}; by simulation. {_LEGEND}",
+            f"Overhead over the step without recomputation, {base}; by simulation. {LEGEND}",
             as_markdown(simulated_table(judged)),
         ]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
-        parts += [f"## Measured\n\n{_MEASURED}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio))]
+        parts += [f"## Measured\n\n{_MEASURED}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]
+    if any(row.run_by == RunBy.TORCH for row in rows):
+        parts += [f"## PyTorch's own, tuned for each budget\n\n{_TUNED}", as_markdown(tuned_table(rows))]
     duels = duels_of(rows)
     if any(duel.ours for duel in duels):
         parts += [f"## At equal peak\n\n{_DUELS}", as_markdown(duel_table(duels)), duel_note(duels)]
-    commits, machines = (", ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
+    commits, machines = (" and ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
     limits = ", ".join(f"{limit:g} s" for limit in sorted({row.time_limit_s for row in rows}))
     parts += [f"Commit {commits}; {machines}; limit {limits} a row, tolerance {first.tolerance:g}."]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
@@ -69,7 +79,7 @@ def table_text(rows: Sequence[Row]) -> str:
 
 def simulated_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Overhead by budget and method; the least in bold, the bound last."""
-    header, *lines = _by_budget(rows, cell_text, lambda row: row.overhead)
+    header, *lines = _by_budget(rows, cell_text, lambda row: row.overhead, 4)
     budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
     bounds = [_bound_text(rows, budget) for budget in budgets]
     return [(*header, "bound"), *((*line, bound) for line, bound in zip(lines, bounds, strict=True))]
@@ -112,10 +122,11 @@ def duel_table(duels: Sequence[Duel]) -> list[tuple[str, ...]]:
 def _duel_line(duel: Duel) -> tuple[str, ...]:
     rival, ours = duel.rival, duel.ours
     if rival.measured_ratio is None or rival.measured_peak_bytes is None:
-        return duel.name, f"does not run: {shorten(rival.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
+        why = "does not apply" if rival.reason == Reason.INAPPLICABLE else "does not run"
+        return duel.name, f"{why}: {shorten(rival.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
     theirs = (duel.name, rival.exactness, format_bytes(rival.measured_peak_bytes), f"{rival.measured_ratio:.2f}x")
     if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or duel.ratio is None:
-        return (*theirs, "" if ours is None else cell_text(ours), "", "")
+        return (*theirs, "another of its kind is better" if ours is None else cell_text(ours), "", "")
     time = _bold(f"{ours.measured_ratio:.2f}x", best=not duel.lost)
     return *theirs, format_bytes(ours.measured_peak_bytes), time, f"{duel.ratio:.2f}"
 
@@ -145,11 +156,7 @@ def cell_text(row: Row) -> str:
     """A row in a few characters, by simulation."""
     if row.overhead is not None:
         return f"{row.overhead:.2%}"
-    if row.status != "limit":
-        return row.status
-    if "thrash" in row.message:
-        return "thrash"
-    return "time" if "limit" in row.message else "OOM"
+    return WHY_NOT[Reason(row.reason)] if row.reason else row.status
 
 
 def measured_text(row: Row) -> str:
@@ -169,8 +176,10 @@ def _bold(text: str, *, best: bool) -> str:
     return f"**{text}**" if best else text
 
 
-def _by_budget(rows: Sequence[Row], text: Callable[[Row], str], value: Callable[[Row], float | None]) -> list[tuple[str, ...]]:
-    """Cells by budget, the largest first, and method; those of the least value are in bold."""
+def _by_budget(
+    rows: Sequence[Row], text: Callable[[Row], str], value: Callable[[Row], float | None], digits: int
+) -> list[tuple[str, ...]]:
+    """Cells by budget, the largest first, and method; those of the least value, of which `digits` are read, are in bold."""
     frame = pd.DataFrame(
         {
             "budget": [row.budget_bytes for row in rows],
@@ -179,9 +188,10 @@ def _by_budget(rows: Sequence[Row], text: Callable[[Row], str], value: Callable[
             "value": pd.array([value(row) for row in rows], dtype="Float64"),
         }
     ).drop_duplicates(["budget", "method"])
+    frame["value"] = frame["value"].round(digits)  # as the text has it: what reads the same is as good
     best = frame["value"].eq(frame.groupby("budget")["value"].transform("min")).fillna(value=False)
     frame["text"] = frame["text"].where(~best, "**" + frame["text"] + "**")
-    cells = frame.pivot(index="budget", columns="method", values="text").sort_index(ascending=False).fillna("")
+    cells = frame.pivot(index="budget", columns="method", values="text").sort_index(ascending=False).fillna(NOT_TRIED)
     cells = cells[methods_of(rows)]
     labels = {row.budget_bytes: row.budget for row in rows}
     names = [format_bytes(b) + (f" ({labels[b]})" if labels[b].endswith("%") else "") for b in cells.index]

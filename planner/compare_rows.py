@@ -38,6 +38,8 @@ class Row:
             what PyTorch runs, which is given none.
         budget_bytes: static bytes included.
         status: as in ``solvers.result.Status``; ``error`` if the method failed, ``ran`` for what PyTorch runs.
+        reason: where nothing was found or nothing ran, why, as in ``solvers.result.Reason``; empty where it is not known.
+        settings: that the schedule was found with, those that the method chose itself included, as JSON.
         time_s, peak_bytes: of the schedule, by simulation.
         bound_s: what the method proves.
         base_s, base_peak_bytes: of the step without recomputation, by simulation.
@@ -63,6 +65,8 @@ class Row:
     budget: str
     budget_bytes: int | None
     status: str
+    reason: str
+    settings: str
     time_s: float | None
     peak_bytes: int | None
     bound_s: float | None

@@ -14,6 +14,7 @@ from graphs.zoo import Workload
 from planner import measure
 from planner.measure import Outcome, Step
 from planner.stock_methods import Method
+from planner.torch_blocks import InapplicableError
 
 _ROUNDINGS = 3  # of the parameters that are tried
 _MARGIN = 10.0  # a method rounds at every op, not the parameters alone
@@ -40,6 +41,7 @@ class Measured:
         gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
         differences: names of all that is not equal to eager's to the last bit, buffers and random state included.
         error: why the method does not run on this model and machine.
+        applies: False where that is because it is not for such a model.
     """
 
     method: str
@@ -50,6 +52,7 @@ class Measured:
     gradient_error: float | None = None
     differences: tuple[str, ...] = ()
     error: str | None = None
+    applies: bool = True
 
 
 class Contest:
@@ -81,7 +84,7 @@ class Contest:
             step = method.prepare(model, loss_fn)
             measured = self._check(method.name, step)
         except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
-            return Measured(method.name, error=_one_line(error))
+            return Measured(method.name, error=_one_line(error), applies=not isinstance(error, InapplicableError))
         self._steps[method.name] = step
         return measured
 

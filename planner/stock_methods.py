@@ -28,8 +28,9 @@ from torch.utils.checkpoint import (
 from graphs.errors import ModelError
 from graphs.trace import LossFn, TrainingStep
 from planner.measure import Step
-from solvers.policies.sac import Rule
-from solvers.policies.torch_ops import ATTENTION, COMPUTE_INTENSIVE, MATMUL, base_name
+from planner.torch_blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
+from solvers.policies.sac import LISTS, Rule, SaveList, save_lists
+from solvers.policies.torch_ops import base_name
 
 # Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more, each time.
 BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
@@ -62,19 +63,25 @@ def stock_methods(
     *,
     budgets: Mapping[str, Sequence[float]] = BUDGETS,
     save: Sequence[str] = (),
+    targets: Sequence[str] = (),
 ) -> list[Method]:
-    """Every method for `model`: checkpointing and SAC at each level of blocks (at level 1 if it has none).
+    """Every method for `model`: checkpointing and SAC with each choice of blocks, SAC with each of its lists.
 
     Args:
         budgets: by backend of ``torch.compile``, the fractions of the Memory Budget API.
         save: targets of ops, such as ``aten.mm.default`` or ``mm``: SAC with this list as well.
+        targets: of the ops of the forward pass: SAC with all lists of kinds that are among them, not only those with names.
     """
-    levels = range(1, max(1, block_levels(model)) + 1)
-    sacs = [partial(sac, rule) for rule in Rule] + ([partial(sac, save=save)] if save else [])
+    choices = block_choices(model)
+    sacs = [partial(sac, rule) for rule in Rule if not targets or any(map(LISTS[rule].has, targets))]
+    sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
+    sacs += [partial(sac, save=save)] if save else []
+    useless = [sac(rule) for rule in Rule if targets and not any(map(LISTS[rule].has, targets))]  # they say so
     return [
         eager(),
-        *(checkpoint_blocks(level) for level in levels),
-        *(make(level=level) for make in sacs for level in levels),
+        *(checkpoint_blocks(**choice) for choice in choices),
+        *(make(**choice) for make in sacs for choice in choices),
+        *useless,
         *(memory_budget(fraction, backend) for backend, fractions in budgets.items() for fraction in fractions),
         auto_sac(),
     ]
@@ -85,11 +92,11 @@ def eager() -> Method:
     return Method("eager", TrainingStep)
 
 
-def checkpoint_blocks(level: int = 1) -> Method:
-    """``torch.utils.checkpoint`` around every block of `level`."""
+def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
+    """``torch.utils.checkpoint`` around every block of `level`, or of `depth`: see ``planner.torch_blocks``."""
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, wrapped = TrainingStep(model, loss_fn), blocks(model, level)
+        step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)
 
         def run(*args: object, **kwargs: object) -> Any:
             with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
@@ -97,37 +104,54 @@ def checkpoint_blocks(level: int = 1) -> Method:
 
         return run
 
-    return Method(f"checkpoint_blocks{_at(level)}", prepare)
+    return Method(f"checkpoint_blocks{_at(level, depth)}", prepare)
 
 
-def sac(rule: Rule = Rule.LISTED, *, level: int = 1, save: Sequence[str] = ()) -> Method:
-    """Selective activation checkpointing around every block of `level`.
+def sac(
+    rule: Rule = Rule.LISTED, *, level: int = 1, depth: int = 0, save: Sequence[str] = (), save_list: SaveList | None = None
+) -> Method:
+    """Selective activation checkpointing around every block of `level`, or of `depth`.
 
-    Its steps raise ModelError where no op in the blocks is one of those that are saved.
+    Its steps raise InapplicableError where no op in the blocks is one of those that are saved.
 
     Args:
-        rule: what is saved, as in ``solvers.policies.sac``; every second matmul is counted in each block,
-            as torchtitan does.
-        save: for the rule ``sac``, targets of ops, such as ``aten.mm.default`` or ``mm``, instead of its own list.
+        rule: what is saved, as in ``solvers.policies.sac``; for the rule ``sac`` all kinds there. Every second op is
+            counted in each block, as torchtitan does.
+        save: targets of ops, such as ``aten.mm.default`` or ``mm``, instead.
+        save_list: what is saved, instead.
     """
-    names = {Rule.LISTED: frozenset(save) or COMPUTE_INTENSIVE, Rule.EVERY_SECOND: COMPUTE_INTENSIVE, Rule.ATTENTION: ATTENTION}
-    name = f"{rule}{' ' + ','.join(save) if save else ''}{_at(level)}"
+    saves = save_list or (SaveList(",".join(save), frozenset(save)) if save else LISTS[rule])
+    name = f"{rule}{f' {saves.name}' if save or save_list else ''}{_at(level, depth)}"
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, wrapped = TrainingStep(model, loss_fn), blocks(model, level)
+        step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)
 
         def run(*args: object, **kwargs: object) -> Any:
             saved: set[str] = set()
-            contexts = partial(_contexts, names[rule], saved, every_second=rule is Rule.EVERY_SECOND)
+            contexts = partial(_contexts, saves, saved)
             with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
                 returned = step(*args, **kwargs)
             if not saved:
-                raise ModelError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(names[rule]))}")
+                raise InapplicableError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(saves.ops))}")
             return returned
 
         return run
 
     return Method(name, prepare)
+
+
+def unnamed_lists(targets: Sequence[str]) -> list[SaveList]:
+    """The lists of kinds that are among `targets`, but for those that a rule makes, and the one that saves nothing."""
+    named = {_effect(known, targets) for known in LISTS.values()}
+    return [known for known in save_lists(targets) if known.ops and _effect(known, targets) not in named]
+
+
+def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
+    """Which of `targets`, in order, a list saves."""
+    skipped: set[int] = set()
+    for half in save_list.halved:
+        skipped.update([i for i, target in enumerate(targets) if base_name(target) in half][1::2])
+    return tuple(save_list.has(target) and i not in skipped for i, target in enumerate(targets))
 
 
 def memory_budget(fraction: float, backend: str = "aot_eager") -> Method:
@@ -171,44 +195,12 @@ def auto_sac() -> Method:
     return Method("auto-sac", prepare)
 
 
-def block_levels(model: nn.Module) -> int:
-    """How deep numbered modules are nested; 0 if there are none."""
-    return max((_numbers(path) for path, _ in _numbered(model)), default=0)
+def _blocks(model: nn.Module, level: int, depth: int) -> list[nn.Module]:
+    return checkpointable(blocks_at(model, depth) if depth else blocks(model, level))
 
 
-def blocks(model: nn.Module, level: int) -> list[nn.Module]:
-    """The numbered modules, such as ``model.layers.3``, whose path has `level` numbers (1 or more).
-
-    Where numbered modules are not nested so deep, their last level. No block contains another.
-
-    Raises:
-        ModelError: the model has no numbered modules.
-    """
-    candidates = [(path, module) for path, module in _numbered(model) if _numbers(path) <= level]
-    if not candidates:
-        raise ModelError(
-            f"{type(model).__name__} has no blocks: none of its modules is numbered, such as layers.0; "
-            "keep them in an nn.ModuleList or nn.Sequential, or take a method without blocks"
-        )
-    paths = [path for path, _ in candidates]
-    return [module for path, module in candidates if not any(other.startswith(f"{path}.") for other in paths)]
-
-
-def _numbered(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    # A list of modules is not called, its items are.
-    return [
-        (path, module)
-        for path, module in model.named_modules()
-        if path.rpartition(".")[2].isdecimal() and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-    ]
-
-
-def _numbers(path: str) -> int:
-    return sum(part.isdecimal() for part in path.split("."))
-
-
-def _at(level: int) -> str:
-    return f" level {level}" if level > 1 else ""
+def _at(level: int, depth: int) -> str:
+    return f" depth {depth}" if depth else f" level {level}" if level > 1 else ""
 
 
 @contextmanager
@@ -226,16 +218,17 @@ def _wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
                 vars(module)["forward"] = forward
 
 
-def _contexts(names: frozenset[str], saved: set[str], *, every_second: bool) -> Contexts:
+def _contexts(saves: SaveList, saved: set[str]) -> Contexts:
     """What SAC enters in one region; adds the targets whose outputs are saved to `saved`."""
     # The policy is asked again while recomputing by torch 2.11.
-    matmuls = {False: count(), True: count()}
+    counts = {(half, again): count() for half in saves.halved for again in (False, True)}
 
     def policy(context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         target = str(op)
-        if target not in names and base_name(target) not in names:
+        if not saves.has(target):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if every_second and base_name(target) in MATMUL and next(matmuls[context.is_recompute]) % 2:
+        half = next((half for half in saves.halved if base_name(target) in half), None)
+        if half is not None and next(counts[half, context.is_recompute]) % 2:
             return CheckpointPolicy.PREFER_RECOMPUTE
         saved.add(target)
         return CheckpointPolicy.MUST_SAVE

@@ -1,7 +1,8 @@
 """What the executor itself costs: ``make bench-executor`` writes results/executor/.
 
 The schedule that keeps everything, eager PyTorch, and ``torch.compile(mode="lite")`` (ATen's ops in program order too) take
-turns; ratios are medians of those within a turn, so that what disturbs the machine disturbs both. Beside them, what it takes to check at each step that all is as it was planned for.
+turns; ratios are medians of those within a turn, so that what disturbs the machine disturbs both. Beside them: what it takes
+to check, before each step, that all is as it was planned for.
 """
 
 import time

@@ -3,32 +3,29 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner.compare_report import cell_text, duels_of, simulated_table
+from planner.compare_best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
+from planner.compare_report import LEGEND, Duel, cell_text, duels_of, simulated_table
 from planner.compare_rows import Row, read_rows, simulated
 from planner.tables import as_markdown
 
 BUDGETS = ("70%", "50%")
-METHODS = ("windows", "checkpoint_blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget", "dtr", "msps")
-RIVALS = (
-    "checkpoint_blocks",
-    "sac",
-    "sac-every-second",
-    "memory-budget 0.50 aot_eager",
-    "memory-budget 0.50 inductor",
-    "dtr at 70%",
-    "dtr at 50%",
-)
+METHODS = ("windows", "checkpoint_blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
+BEST = {f"{kind} (best)": members for kind, members in HEURISTICS.items()}
+RIVALS = ("checkpoint_blocks", "sac", "memory-budget aot_eager", "memory-budget inductor", *HEURISTICS)
 SIMULATED = {"h200": "modelled for an H200"}
 MEASURED = {"cpu": "on one thread of a CPU", "cuda": "on a GPU"}
 
 _SIMULATED = (
-    "Overhead over the step without recomputation at parts of its peak, {said}. OOM: what the method does needs more; "
-    "thrash: the step took more time than the method allows. No schedule can be below the bound."
+    "Overhead over the step without recomputation at parts of its peak, {said}. Every method is at its best for each budget: "
+    "blocks at any level or depth, any save list (sac), any fraction (memory-budget), any heuristic (dtr and megengine, the best "
+    "one in parentheses). "
+    f"{LEGEND} No schedule can be below the bound."
 )
 _MEASURED = (
-    "Measured {said}: time of the optimal schedule for the peak that the other method was measured to take, over the other's "
-    "time; below 1 the schedule is faster. PyTorch's methods as PyTorch runs them, DTR's schedules replayed. wrong: the "
-    "other's gradients are."
+    "Measured {said}: the time of the optimal schedule over that of the other method, for the peak that the other was measured "
+    "to take; below 1 the schedule is faster. The other is tuned for each budget: of its kind the fastest that was measured to "
+    "fit with right gradients, named in parentheses. PyTorch's methods as PyTorch runs them, schedules of DTR and MegEngine "
+    "replayed. OOM: what runs needs more; wrong: what fits has wrong gradients."
 )
 
 
@@ -41,7 +38,7 @@ def summary_text(folder: Path) -> str:
                 _SIMULATED.format(said=said),
                 as_markdown(
                     [
-                        ("model", "budget", *METHODS, "bound"),
+                        ("model", "budget", *METHODS, *BEST, "bound"),
                         *(_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS),
                     ]
                 ),
@@ -50,7 +47,12 @@ def summary_text(folder: Path) -> str:
         if models := _models(folder / suite):
             parts += [
                 _MEASURED.format(said=said),
-                as_markdown([("model", *RIVALS), *(_ratios(name, rows) for name, rows in models.items())]),
+                as_markdown(
+                    [
+                        ("model", "budget", *RIVALS),
+                        *(_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS),
+                    ]
+                ),
                 _tally(models),
             ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
@@ -61,32 +63,48 @@ def _models(folder: Path) -> dict[str, list[Row]]:
 
 
 def _overheads(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
-    """The line of one budget of the table that the comparison itself has, with fewer methods."""
-    header, *lines = simulated_table(simulated(rows))
+    """The line of one budget: cells of the table that the comparison itself has, and the best heuristics."""
+    judged = simulated(rows)
+    header, *lines = simulated_table(judged)
     line = next((dict(zip(header, line, strict=True)) for line in lines if f"({budget})" in line[0]), {})
-    return name, budget, *(line.get(column, "") for column in (*METHODS, "bound"))
-
-
-def _ratios(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    duels = {duel.name: duel for duel in duels_of(rows)}
-    texts = []
-    for rival in RIVALS:
-        duel = duels.get(rival)
-        if duel is None or duel.rival.measured_ratio is None:
-            texts.append("does not run" if duel is not None else "")
-        elif duel.ratio is None:
-            texts.append("" if duel.ours is None else cell_text(duel.ours))
+    cells = {method: line.get(method, NOT_TRIED).strip("*") for method in METHODS}
+    budget_bytes = next((row.budget_bytes or 0 for row in judged if row.budget == budget), 0)
+    for title, members in BEST.items():
+        kind = [row for row in judged if row.method in members]
+        best = best_schedule(kind, budget_bytes)
+        if best is None:
+            cells[title] = why_none(row for row in kind if row.budget == budget)
         else:
-            texts.append(f"{duel.ratio:.2f}{' (wrong)' if duel.rival.exactness == 'wrong' else ''}")
-    return name, *texts
+            cells[title] = f"{cell_text(best)} ({best.method})"
+    times = {title: float(text.partition("%")[0]) for title, text in cells.items() if "%" in text}
+    least = min(times.values(), default=None)
+    marked = (f"**{text}**" if least is not None and times.get(title) == least else text for title, text in cells.items())
+    return name, budget, *marked, line.get("bound", NOT_TRIED)
+
+
+def _ratios(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
+    """For each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
+    budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
+    duels = duels_of(rows)
+    return name, budget, *(_ratio(kind, rows, duels, budget_bytes) for kind in RIVALS)
+
+
+def _ratio(kind: str, rows: Sequence[Row], duels: Sequence[Duel], budget_bytes: int) -> str:
+    rivals = of_kind([duel.rival for duel in duels], kind)
+    best = best_measured(rivals, budget_bytes)
+    if best is None and kind in HEURISTICS:  # those that found no schedule have no duel
+        return why_none(row for row in simulated(rows) if kind_of(row) == kind and row.budget_bytes == budget_bytes)
+    if best is None:
+        return why_not_measured(rivals, budget_bytes) if rivals else NOT_TRIED
+    ratio = next(duel.ratio for duel in duels if duel.rival is best)
+    return "" if ratio is None else f"{ratio:.2f} ({best.method})"
 
 
 def _tally(models: Mapping[str, Sequence[Row]]) -> str:
-    """How often the optimal schedule was not slower, by kind of method; wrong ones are no wins of theirs."""
+    """How often the optimal schedule was not slower than one whose gradients are right, by kind of method."""
     lost: dict[str, list[bool]] = {}
-    for duel in (duel for rows in models.values() for duel in duels_of(rows) if duel.ratio is not None):
-        first, *rest = duel.name.split()
-        kind = f"{first} {rest[-1]}" if first == "memory-budget" else first
-        lost.setdefault(kind, []).append(duel.lost)
+    for duel in (duel for rows in models.values() for duel in duels_of(rows)):
+        if duel.ratio is not None and duel.rival.exactness != "wrong":
+            lost.setdefault(kind_of(duel.rival), []).append(duel.lost)
     said = (f"{kind} {len(losses) - sum(losses)} of {len(losses)}" for kind, losses in sorted(lost.items()))
-    return f"Of all models, options and budgets, the schedule was as fast or faster beside: {', '.join(said)}."
+    return f"Of all that no other of its kind beats, the schedule was as fast or faster beside: {', '.join(said)}."

@@ -53,14 +53,16 @@ SOLVERS: dict[str, Entry] = {
     "checkmate": Entry("solvers.checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)"),
     "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)"),
     "checkpoint_blocks": Entry(
-        "solvers.policies.checkpoint_blocks", "recompute each numbered module's forward before its backward"
+        "solvers.policies.checkpoint_blocks", "recompute each block's forward before its backward, blocks being what fits best"
     ),
     "chen-sqrt": Entry(CHEN, "recompute about sqrt(n) segments (Chen et al.)"),
     "chen-greedy": Entry(CHEN, "recompute segments that end after a number of bytes, searched", {"rule": "chen-greedy"}),
     "griewank": Entry("solvers.policies.griewank", "binomial checkpointing of a chain (revolve)"),
     "rotor": Entry("solvers.policies.rotor", "the optimal schedule of a chain (dynamic programme)"),
-    "sac": Entry(SAC, "selective checkpointing: save matmuls, convolutions and attention"),
-    "sac-every-second": Entry(SAC, "selective checkpointing: as sac, without every second matmul", {"rule": "sac-every-second"}),
+    "sac": Entry(SAC, "selective checkpointing: of the lists of matmuls, convolutions and attention the best"),
+    "sac-every-second": Entry(
+        SAC, "selective checkpointing: save all of these but every second matmul", {"rule": "sac-every-second"}
+    ),
     "sac-attention": Entry(SAC, "selective checkpointing: save attention only", {"rule": "sac-attention"}),
     "memory-budget": Entry("solvers.policies.memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
     "dtr": Entry(DTR, "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
@@ -70,8 +72,10 @@ SOLVERS: dict[str, Entry] = {
     "largest": Entry(DTR, "online: evict the largest", {"rule": "largest"}),
     "msps": Entry(DTR, "online: evict by cost with evicted ancestors / bytes (MSPS)", {"rule": "msps"}),
     "dtr-random": Entry(DTR, "online: evict at random", {"rule": "dtr-random"}),
-    "megengine": Entry(MEGENGINE, "MegEngine online: DTR with costs by bytes and small tensors spared"),
-    "megengine-static": Entry(MEGENGINE, "MegEngine with the step known: by next use", {"rule": "megengine-static"}),
+    "megengine": Entry(MEGENGINE, "MegEngine online: DTR with costs by bytes and small tensors spared, settings tried"),
+    "megengine-static": Entry(
+        MEGENGINE, "MegEngine with the step known: by next use, settings tried", {"rule": "megengine-static"}
+    ),
 }
 
 

@@ -17,8 +17,18 @@ class Status(StrEnum):
     OPTIMAL = "optimal"  # a schedule, and its gap is within the tolerance
     FEASIBLE = "feasible"  # a schedule, and a bound that leaves a larger gap
     INFEASIBLE = "infeasible"  # proved: no schedule fits the budget
-    LIMIT = "limit"  # nothing found in the time given
+    LIMIT = "limit"  # nothing found, and nothing proved; the ``Reason`` says why
     ERROR = "error"  # the solver failed; `message` says how
+
+
+class Reason(StrEnum):
+    """Why a solve that ended with LIMIT found nothing."""
+
+    INAPPLICABLE = "inapplicable"  # the method is not for such a graph, whatever the budget
+    MEMORY = "memory"  # what the method does needs more than the budget
+    THRASHING = "thrashing"  # it recomputed for longer than it may
+    SIZE = "size"  # the graph is larger than the method takes on: it was not tried
+    TIME = "time"  # the time was up, or it was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +62,14 @@ class Result:
         settings: time limit, tolerance and other options, as used.
         versions: of the libraries that did the work.
         model_rows, model_columns: of the largest program that was solved, where one was.
+        reason: for LIMIT, where the solver says it: why.
         message: for INFEASIBLE, LIMIT and ERROR: what, the value, the limit and the way out.
         time_s, peak_bytes: of the schedule.
 
     Raises:
         BudgetError: the schedule's simulated peak is over the budget.
         ScheduleError: the schedule does not run on the graph.
+        ValueError: status, schedule and reason do not agree.
     """
 
     graph: InitVar[Graph]
@@ -72,6 +84,7 @@ class Result:
     message: str = ""
     model_rows: int | None = None
     model_columns: int | None = None
+    reason: Reason | None = None
     time_s: float | None = field(init=False)
     peak_bytes: int | None = field(init=False)
 
@@ -86,6 +99,8 @@ class Result:
                 )
         if (self.schedule is not None) != (self.status in (Status.OPTIMAL, Status.FEASIBLE)):
             raise ValueError(f"a result that is {self.status} {'has' if self.schedule else 'lacks'} a schedule")
+        if self.reason is not None and self.status is not Status.LIMIT:
+            raise ValueError(f"a result that is {self.status} has a reason to have found nothing: {self.reason}")
         object.__setattr__(self, "time_s", time_s)
         object.__setattr__(self, "peak_bytes", peak_bytes)
 

@@ -24,7 +24,7 @@ from solvers.checkmate import CLASS
 from solvers.checkmate.model import ALWAYS, NEVER, Model, value_of
 from solvers.checkmate.run import HIGHS, Answer, Watch, check_solver, run
 from solvers.highs import Outcome
-from solvers.result import Progress, Result, Status
+from solvers.result import Progress, Reason, Result, Status
 
 FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -65,13 +65,14 @@ def solve(
     check_solver(milp_solver)
     search = _Search(graph, budget_bytes, thresholds, samples, random.Random(seed), milp_solver, watch)
     least = least_budget_bound(graph)
+    reason: Reason | None = None
     if budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
     elif (too_large := Model(graph, budget_bytes).too_large()) is not None:
-        status, message = Status.LIMIT, too_large
+        status, reason, message = Status.LIMIT, Reason.SIZE, too_large
     else:
         search.run(fractions)
-        status, message = search.verdict(tolerance)
+        status, reason, message = search.verdict(tolerance)
     return Result(
         graph,
         budget_bytes=budget_bytes,
@@ -92,6 +93,7 @@ def solve(
         },
         versions={"pulp": pulp.__version__, **({"highs": highs.version()} if milp_solver == HIGHS else {})},
         message=message,
+        reason=reason,
     )
 
 
@@ -159,19 +161,20 @@ class _Search:
         for _ in range(self.samples):
             yield {key for key, value in relaxed.items() if self.draw.random() < value}
 
-    def verdict(self, tolerance: float) -> tuple[Status, str]:
-        """How the search ended."""
+    def verdict(self, tolerance: float) -> tuple[Status, Reason | None, str]:
+        """How the search ended, and why and what to say where it found nothing."""
         if self.best is not None:
             gap = relative_gap(self.best[0], self.bound_s)
-            return (Status.OPTIMAL if gap is not None and gap <= tolerance else Status.FEASIBLE), ""
+            return (Status.OPTIMAL if gap is not None and gap <= tolerance else Status.FEASIBLE), None, ""
         budget, spent = format_bytes(self.budget_bytes), format_seconds(self.watch.seconds)
         way_out = "Raise --budget, or use the solver windows"
         if self.end is not None and self.end.outcome is Outcome.FAILED:
-            return Status.ERROR, f"the solver gave up after {spent}: {self.end.detail}"
+            return Status.ERROR, None, f"the solver gave up after {spent}: {self.end.detail}"
         if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:
             limit = format_seconds(self.watch.time_limit_s)
-            return Status.LIMIT, f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
-        return Status.LIMIT, f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
+            why = f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
+            return Status.LIMIT, Reason.TIME, why
+        return Status.LIMIT, Reason.MEMORY, f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
 
 
 def cheapest_executions(model: Model, handed: set[tuple[int, int]]) -> list[int]:

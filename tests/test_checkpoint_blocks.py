@@ -4,15 +4,21 @@ import re
 from dataclasses import replace
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs import synthetic
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free
 from graphs.simulate import simulate
 from graphs.synthetic import Draft, TransformerSize
-from solvers.policies.checkpoint_blocks import block_of, checkpoint_blocks, levels, solve
+from graphs.zoo import build
+from planner.api import trace
+from solvers.policies import sac
+from solvers.policies.checkpoint_blocks import block_of, blockings, checkpoint_blocks, levels, solve
+from solvers.policies.module_tree import ModuleTree
+from solvers.policies.replay import recompute_groups
 from solvers.policies.store_all import store_all
-from solvers.result import Status
+from solvers.result import Reason, Status
 
 
 def transformer(layers: int) -> Graph:
@@ -113,4 +119,79 @@ def test_the_level_is_chosen_by_the_budget() -> None:
 def test_a_graph_without_blocks_says_so() -> None:
     result = solve(synthetic.training_chain(5), 10**9)
     assert result.status is Status.LIMIT
+    assert result.reason is Reason.INAPPLICABLE
     assert "no blocks" in result.message
+
+
+# --- modules by depth -----------------------------------------------------------------------------
+
+
+def in_modules(*paths: str) -> Graph:
+    """A forward pass of one op for each path, and a backward op that reads the last."""
+    draft = Draft()
+    f: list[int] = []
+    for i, _ in enumerate(paths):
+        f += draft.op(f"f{i}", f[-1:], [1])
+    draft.op("backward", f[-1:], [1], phase=Phase.BACKWARD)
+    graph = draft.graph([len(paths)])
+    return replace(graph, ops=tuple(replace(op, module=path) for op, path in zip(graph.ops, (*paths, paths[-1]), strict=True)))
+
+
+def modules(graph: Graph, depth: int, *, layers: bool = False) -> list[str | None]:
+    return list(ModuleTree(graph).modules_at(depth, layers=layers))[:-1]
+
+
+def test_modules_some_steps_below_the_model() -> None:
+    graph = in_modules("m.stem.a", "m.stem.b", "m.pool", "m.body.x.a", "m.body", "m.body.y", "", "m.head")
+    assert modules(graph, 1) == ["m.stem", "m.stem", None, "m.body", "m.body", "m.body", None, None]
+    assert modules(graph, 1, layers=True) == ["m.stem", "m.stem", "m.pool", "m.body", "m.body", "m.body", None, "m.head"]
+    # What a module computes itself beside those inside it is in none of them.
+    assert modules(graph, 2) == [None, None, None, "m.body.x", None, None, None, None]
+
+
+def test_what_a_list_holds_stands_in_its_place() -> None:
+    graph = in_modules("m.down.0.a", "m.down.0.b", "m.pool", "m.down.1.a", "m.down.1.b", "m.pool", "m.seq.0", "m.seq.1")
+    assert ModuleTree(graph).lists == {("m", "down")}
+    assert modules(graph, 1) == ["m.down.0", "m.down.0", None, "m.down.1", "m.down.1", None, "m.seq", "m.seq"]
+    assert modules(graph, 1, layers=True)[2::3] == ["m.pool", "m.pool call 2"]
+
+
+def test_a_module_that_is_called_twice_is_no_list() -> None:
+    graph = in_modules("m.enc.a", "m.enc.b", "m.mix", "m.enc.a", "m.enc.b")
+    assert ModuleTree(graph).lists == frozenset()
+    assert modules(graph, 1) == ["m.enc", "m.enc", None, "m.enc call 2", "m.enc call 2"]
+
+
+def test_ways_that_divide_alike_are_tried_once() -> None:
+    graph = in_modules("m.h.0.a", "m.h.0.b", "m.h.1.a", "m.h.1.b", "m.head")
+    divided = [way.blocks[:-1] for way in blockings(graph)]
+    assert len(set(divided)) == len(divided)
+    assert (("m.h.0",) * 2 + ("m.h.1",) * 2 + (None,)) in divided
+    assert (("m.h",) * 4 + (None,)) in divided
+    assert blockings(in_modules("m", "m", "m")) == []
+
+
+@pytest.fixture(scope="module")
+def unet() -> Graph:
+    """As it is trained, modelled for an H200."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return trace(*build("unet", batch=4), roofline="h200")
+
+
+def test_the_blocks_of_a_unet_are_stem_down_and_up(unet: Graph) -> None:
+    way = next(way for way in blockings(unet) if way.settings == {"depth": 1})
+    names = {"model.stem", *(f"model.{part}.{k}" for part in ("down", "up") for k in range(4))}
+    assert set(way.blocks) == {None, *names}
+    found, kept = simulate(unet, recompute_groups(unet, way.blocks)), simulate(unet, store_all(unet))
+    assert found.peak_bytes / kept.peak_bytes == pytest.approx(0.589, abs=0.002)
+    assert found.time_s / kept.time_s - 1 == pytest.approx(0.294, abs=0.002)
+
+
+def test_a_unet_is_checkpointed_at_70_percent_of_its_peak(unet: Graph) -> None:
+    peak = simulate(unet, store_all(unet)).peak_bytes
+    blocks, selective = solve(unet, int(0.7 * peak)), sac.solve(unet, int(0.7 * peak))
+    assert blocks.time_s is not None and selective.time_s is not None
+    assert selective.time_s < blocks.time_s < 1.3 * unet.time_s
+    # By single layers, as numbered modules alone would have it, it needs more.
+    numbered = [simulate(unet, checkpoint_blocks(unet, level)).peak_bytes for level in range(1, levels(unet) + 1)]
+    assert min(numbered) > 0.7 * peak

@@ -15,6 +15,7 @@ from planner.compare import compare, methods_named
 from planner.compare_report import cell_text, table_text, write_report
 from planner.compare_rows import COLUMNS, OPTIMUM, Row, bound_of, read_rows, write_rows
 from solvers.registry import SOLVERS
+from solvers.result import Reason
 
 METHODS = ("windows", "store_all", "chen-sqrt", "dtr", "lru", "rotor")
 
@@ -97,10 +98,15 @@ def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Row]) -> N
 
 def test_what_a_cell_says(rows: list[Row]) -> None:
     row = next(row for row in rows if row.time_s is None)
-    assert cell_text(replace(row, message="it thrashes: recomputation takes more than 100% of the step")) == "thrash"
-    assert cell_text(replace(row, message="needs 3 GB, over the budget of 2 GB")) == "OOM"
-    assert cell_text(replace(row, message="nothing was found (limit 60 s)")) == "time"
-    assert cell_text(replace(row, status="infeasible")) == "infeasible"
+    said = {reason: cell_text(replace(row, reason=str(reason), message="it thrashes at the limit")) for reason in Reason}
+    assert said == {
+        Reason.INAPPLICABLE: "does not apply",
+        Reason.MEMORY: "OOM",
+        Reason.THRASHING: "thrash",
+        Reason.SIZE: "too large",
+        Reason.TIME: "time",
+    }
+    assert cell_text(replace(row, status="infeasible", reason="")) == "infeasible"
 
 
 def test_table_and_figures_are_written(rows: list[Row], tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ from graphs.errors import MismatchError
 from graphs.zoo import Workload
 from planner import workload
 from planner.cli import main
+from planner.compare_best import HEURISTICS
 from planner.compare_measured import Settings, compare_measured, profiled
 from planner.compare_report import duel_note, duel_table, duels_of, measured_text, table_text, write_report
 from planner.compare_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
-from planner.stock_methods import Method, auto_sac, checkpoint_blocks, eager, memory_budget, of_policies, stock_methods
+from planner.stock_methods import Method, auto_sac, checkpoint_blocks, eager, memory_budget, of_policies, sac, stock_methods
+from solvers.policies.sac import Rule
+from solvers.result import Reason
 
 SPEC = "zoo:mlp,batch=512,layers=6,width=16,classes=4"
 METHODS = ("windows", "store_all", "dtr")
@@ -84,6 +87,31 @@ def test_each_rival_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, str,
         assert ours.measured_peak_bytes is not None and rival.measured_peak_bytes is not None
         assert ours.measured_peak_bytes <= rival.measured_peak_bytes
     assert len([key for key in rows if key[2].startswith("peak of")]) == len(rivals)
+
+
+def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> None:
+    """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
+    built = mlp()
+    stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint_blocks level 9"), sac(Rule.ATTENTION))
+    captured = profiled(built, tmp_path, name="six layers")
+    heuristics = ("windows", "dtr", "lru", "largest")
+    found = compare_measured(
+        built, captured, ["75%"], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
+    )
+    rows = {row.key: row for row in found}
+    replayed = [row for row in found if row.method in HEURISTICS["dtr"]]
+    assert {row.method for row in replayed} == {"dtr", "lru", "largest"}
+    times = {row.method: row.time_s for row in replayed if row.time_s is not None}
+    met = {row.budget.removeprefix("peak of ") for row in found if row.budget.startswith("peak of ")}
+    of_dtr = [name for name in met if name.endswith("at 75%")]
+    assert len(of_dtr) == 1
+    assert times[of_dtr[0].split()[0]] == min(times.values())
+    # Both take the same memory: of equal ones, or of the slower one, there is no duel, unless beside the optimum it is faster.
+    assert met & {"checkpoint_blocks", "checkpoint_blocks level 9"}
+    failed = rows[RunBy.TORCH, "sac-attention", ""]
+    assert (failed.status, failed.reason) == ("error", Reason.INAPPLICABLE)
+    assert "| sac-attention | does not apply: sac-attention saves nothing" in table_text(found)
+    assert "## PyTorch's own, tuned for each budget" in table_text(found)
 
 
 def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str], Row]) -> None:

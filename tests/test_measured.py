@@ -14,14 +14,14 @@ from planner.measured import Contest, Exactness, Measured, relative_error
 from planner.stock_methods import (
     Method,
     auto_sac,
-    block_levels,
-    blocks,
     checkpoint_blocks,
     eager,
     memory_budget,
     sac,
     stock_methods,
+    unnamed_lists,
 )
+from planner.torch_blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
 from solvers.policies.sac import Rule
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
@@ -155,6 +155,58 @@ def test_a_list_that_saves_nothing_is_an_error() -> None:
     # With dropout, attention is written out in other ops on the CPU.
     for row in measure(gpt2(), sac(save=["aten.nothing"]), sac(Rule.ATTENTION)):
         assert "saves nothing" in (row.error or "")
+
+
+def test_blocks_some_steps_below_the_model() -> None:
+    model = workload.load(workload.parse_spec("zoo:unet,batch=1,size=32,channels=4")).model
+    assert blocks_at(model, 1) == [model.stem, *model.down, *model.up]
+    assert {"depth": 1} in block_choices(model)
+    with pytest.raises(ModelError, match="UNet has no blocks: nothing 2 steps inside"):
+        blocks_at(model, 2)
+
+
+def test_choices_whose_blocks_differ_in_single_layers_only_are_one() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert block_choices(layers) == [{"level": 1}]
+    assert block_choices(nn.Linear(2, 2)) == [{"level": 1}]  # of which it is said that there is none
+
+
+def test_an_activation_in_place_is_no_block_by_itself() -> None:
+    layers = [nn.ReLU(inplace=True), nn.ReLU(), nn.Sequential(nn.ReLU(inplace=True))]
+    assert checkpointable(list(layers)) == layers[1:]
+
+
+def test_a_unet_is_checkpointed_by_its_blocks() -> None:
+    """PyTorch's own method on blocks of stem, down and up, whose activations are in place, and with lists of SAC."""
+    built = workload.load(workload.parse_spec("zoo:unet,batch=4,size=64,channels=8"))
+    targets = ["aten.convolution.default"] * 3
+    methods = stock_methods(built.model, budgets={}, targets=targets)
+    found = {row.method: row for row in measure(built, *methods)}
+    assert [name for name, row in found.items() if row.error is not None] == ["sac-attention", "auto-sac"]
+    assert (found["sac-attention"].applies, found["auto-sac"].applies) == (False, True)
+    for row in found.values():
+        assert row.error is not None or row.exactness is Exactness.IDENTICAL
+    peaks = {name: row.peak_bytes for name, row in found.items() if row.peak_bytes is not None}
+    assert peaks["checkpoint_blocks depth 1"] < 0.8 * peaks["eager"]
+    assert (
+        peaks["checkpoint_blocks depth 1"]
+        <= peaks["sac every second convolution depth 1"]
+        <= peaks["sac depth 1"]
+        < peaks["eager"]
+    )
+
+
+def test_lists_that_have_a_name_are_not_tried_twice() -> None:
+    names = [known.name for known in unnamed_lists(["aten.addmm.default", "aten.addmm.default", "aten.convolution.default"])]
+    assert names == ["convolution", "matmul", "every second matmul"]
+    assert unnamed_lists(["aten.convolution.default"]) == unnamed_lists([]) == []
+
+
+def test_a_model_without_blocks_is_one_the_method_does_not_apply_to() -> None:
+    built = Workload(Steep(), None, (torch.ones(64),))
+    (row,) = measure(built, checkpoint_blocks())
+    assert not row.applies
+    assert "Steep has no blocks" in (row.error or "")
 
 
 def test_all_methods_have_names_of_their_own() -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from graphs import synthetic
 from graphs.simulate import simulate
 from graphs.synthetic import Draft
-from solvers.policies.megengine import Dynamic, Rule, Static, solve
+from solvers.policies.megengine import FACTORS, LEAST_BYTES, Dynamic, Rule, Static, solve
 from solvers.policies.online import Online
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
-from solvers.result import Status
+from solvers.result import Reason, Status
 
 MiB = 2**20
 
@@ -99,3 +99,26 @@ def test_the_static_score() -> None:
     }
     evicted = scores_at_the_end(Static(0), 1)
     assert evicted["a"] == pytest.approx(4 * 4 * second * 4 / 4 / 1)  # itself, b, b t, s
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_its_settings_are_tried_for_each_budget(rule: Rule) -> None:
+    graph = synthetic.random_training_step(2, 40)
+    middle = sorted(t.size_bytes for t in graph.tensors)[len(graph.tensors) // 2]
+    graph = replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * MiB // middle) for t in graph.tensors))
+    budget = int(0.7 * simulate(graph, store_all(graph)).peak_bytes)
+    tried = [
+        solve(graph, budget, rule=rule, least_bytes=size, factors=pair)
+        for size in LEAST_BYTES
+        for pair in (FACTORS if rule is Rule.STATIC else FACTORS[:1])
+    ]
+    best = solve(graph, budget, rule=rule)
+    assert best.time_s == min(result.time_s for result in tried if result.time_s is not None)
+    assert best.settings["least_bytes"] in LEAST_BYTES
+    assert len({result.time_s for result in tried}) > 1
+
+
+def test_why_none_of_its_settings_fits() -> None:
+    result = solve(synthetic.random_training_step(2, 40), 1)
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)
+    assert "out of memory" in result.message

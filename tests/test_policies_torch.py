@@ -15,11 +15,11 @@ from graphs.simulate import simulate
 from graphs.synthetic import Draft
 from solvers.policies import memory_budget, sac
 from solvers.policies.memory_budget import Partition, knapsack, trials
-from solvers.policies.sac import Rule, saved_ops
+from solvers.policies.sac import Rule, ops_on, save_lists, saved_ops
 from solvers.policies.store_all import store_all
-from solvers.policies.torch_ops import base_name
+from solvers.policies.torch_ops import COMPUTE_INTENSIVE, base_name
 from solvers.registry import get_solver
-from solvers.result import Status
+from solvers.result import Reason, Status
 
 
 def network(blocks: int) -> Graph:
@@ -85,13 +85,64 @@ def test_the_fastest_save_list_that_fits_or_none() -> None:
     assert all(peak is not None and peak < kept for peak in peaks.values())
     too_small = sac.solve(graph, 20)
     assert (too_small.status, too_small.bound_s) == (Status.LIMIT, None)
-    assert "saving the outputs of 12 ops needs" in too_small.message
+    assert "selective checkpointing needs" in too_small.message
 
 
-def test_a_list_that_names_nothing() -> None:
+def test_a_list_of_your_own_that_names_nothing() -> None:
     result = sac.solve(network(2), 10**6, save=["matmul"])
     assert result.status is Status.LIMIT
     assert "no op of the forward pass is one of those that sac saves" in result.message
+
+
+def test_a_list_that_names_nothing_does_not_apply() -> None:
+    result = sac.solve(synthetic.training_chain(5), 10**9)
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
+    assert "does not apply" in result.message
+    small = sac.solve(network(4), 20)
+    assert small.reason is Reason.MEMORY
+
+
+def test_lists_of_the_kinds_there_are() -> None:
+    names = [known.name for known in save_lists(["aten.mm.default", "aten.addmm.default", "aten.convolution.default"])]
+    assert names == [
+        "matmul + convolution",
+        "every second matmul + convolution",
+        "convolution",
+        "matmul",
+        "every second matmul",
+        "nothing",
+    ]
+    assert [known.name for known in save_lists(["aten.relu.default"])] == ["nothing"]
+
+
+def test_ops_on_a_list() -> None:
+    graph = network(3)
+    lists = {known.name: [op.name for op in ops_on(known, graph)] for known in save_lists([op.target for op in graph.ops])}
+    assert lists["attention"] == ["0.3", "1.3", "2.3"]
+    assert lists["every second matmul"] == ["0.0", "1.0", "2.0"]
+    assert lists["attention + every second matmul"] == ["0.0", "0.3", "1.0", "1.3", "2.0", "2.3"]
+    assert lists["nothing"] == []
+
+
+def test_sac_is_tuned_over_its_lists() -> None:
+    """For each budget no list alone does better, and with more memory it is never slower."""
+    graph = network(6)
+    peak = simulate(graph, store_all(graph)).peak_bytes
+    chosen, times = set(), []
+    for budget in range(10, peak + 1, 4):
+        tuned = sac.solve(graph, budget)
+        alone = [sac.solve(graph, budget, rule=rule).time_s for rule in (Rule.EVERY_SECOND, Rule.ATTENTION)]
+        alone += [sac.solve(graph, budget, save=save).time_s for save in (["mm"], list(COMPUTE_INTENSIVE))]
+        found = [time_s for time_s in alone if time_s is not None]
+        if tuned.time_s is None:
+            assert not found
+            continue
+        assert tuned.peak_bytes is not None and tuned.peak_bytes <= budget
+        assert tuned.time_s <= min(found, default=tuned.time_s)
+        chosen.add(tuned.settings["saves"])
+        times.append(tuned.time_s)
+    assert times == sorted(times, reverse=True)
+    assert {"attention + matmul", "nothing"} <= chosen and len(chosen) >= 4
 
 
 # --- the memory budget ----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The committed comparisons: what they claim is proved, and tables are what their rows say."""
 
+import json
 import math
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 
 from planner.compare_report import table_text
 from planner.compare_rows import OPTIMUM, Row, RunBy, bound_of, read_rows, simulated
-from results.compare_summary import summary_text
-from solvers.result import Status
+from results.compare_models import FOR_SMALL_GRAPHS
+from results.compare_summary import BUDGETS, summary_text
+from solvers.registry import SOLVERS
+from solvers.result import Reason, Status
 
 FOLDER = Path(__file__).parent.parent / "results" / "compare"
 FILES = sorted(FOLDER.glob("*/*/rows.csv"))
@@ -63,6 +66,33 @@ def test_the_optimum_is_above_no_other_exact_method_by_more_than_its_gap(file: P
 def test_exact_methods_are_compared_where_they_end() -> None:
     rows = [row for path in FILES if path.parent.parent.name == "exact" for row in read_rows(path)]
     assert sum(row.method in EXACT and row.status == Status.OPTIMAL for row in rows) >= 8
+
+
+def test_why_a_cell_is_empty_is_in_its_row(file: Path) -> None:
+    rows = read_rows(file)
+    assert all((row.status == Status.LIMIT) == bool(row.reason) for row in rows if row.run_by != RunBy.TORCH)
+    # On a network of convolutions there is no attention to save.
+    if file.parent.name in ("resnet50", "unet", "mobilenet_v2"):
+        attention = [row for row in rows if row.method == "sac-attention"]
+        assert attention
+        assert {row.reason for row in attention} == {Reason.INAPPLICABLE}
+
+
+def test_every_method_was_tried_at_the_budgets_of_the_summary_and_given_time() -> None:
+    for path in [path for path in FILES if path.parent.parent.name == "h200"]:
+        rows = read_rows(path)
+        there = {(row.method, row.budget) for row in rows}
+        assert {(method, budget) for method in set(SOLVERS) - FOR_SMALL_GRAPHS for budget in BUDGETS} <= there
+        assert not [row.key for row in rows if row.reason == Reason.TIME and row.method not in FOR_SMALL_GRAPHS]
+
+
+def test_a_unet_is_checkpointed_by_its_blocks() -> None:
+    rows = {row.key[1:]: row for row in read_rows(FOLDER / "h200" / "unet" / "rows.csv")}
+    row = rows["checkpoint_blocks", "70%"]
+    assert json.loads(row.settings) == {"depth": 1}
+    assert row.peak_bytes is not None and row.overhead is not None
+    assert row.peak_bytes / row.base_peak_bytes < 0.6
+    assert row.overhead < 0.3
 
 
 def test_the_table_is_what_the_rows_say(file: Path) -> None:

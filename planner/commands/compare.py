@@ -156,7 +156,8 @@ def _measure(
         repeats=arguments.repeats,
         seed=arguments.seed,
     )
-    stock = stock_methods(built.model)
+    targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
+    stock = stock_methods(built.model, targets=targets)
     if arguments.methods != "all":
         stock = of_policies(stock, methods)
     return compare_measured(

@@ -29,7 +29,7 @@ from solvers.bounds import least_budget_bound, too_small_message
 from solvers.checkmate.model import PUBLISHED, Model, Variant
 from solvers.checkmate.run import HIGHS, Answer, Watch, check_solver, run
 from solvers.highs import Outcome
-from solvers.result import Progress, Result, Status
+from solvers.result import Progress, Reason, Result, Status
 
 CLASS = "each op at most once per stage, in program order"
 _ROUNDING = 1e-9  # of the gap, in floating point
@@ -62,7 +62,7 @@ def solve(
     if budget_bytes >= least.budget_bytes:
         model = Model(graph, budget_bytes, variant)
         if (message := model.too_large()) is not None:
-            verdict = Verdict(Status.LIMIT, None, graph.time_s, message)
+            verdict = Verdict(Status.LIMIT, None, graph.time_s, message, Reason.SIZE)
         else:
             watch.tell("writing Checkmate's program", None, graph.time_s)
             written = model.build(watch.expired)
@@ -86,6 +86,7 @@ def solve(
         },
         versions={"pulp": pulp.__version__, **({"highs": highs.version()} if milp_solver == HIGHS else {})},
         message=verdict.message,
+        reason=verdict.reason,
     )
 
 
@@ -128,6 +129,7 @@ class Verdict:
     schedule: Schedule | None
     bound_s: float | None
     message: str = ""
+    reason: Reason | None = None
 
 
 def _judge(model: Model, answer: Answer, budget_bytes: int, tolerance: float, watch: Watch) -> Verdict:
@@ -143,6 +145,7 @@ def _judge(model: Model, answer: Answer, budget_bytes: int, tolerance: float, wa
             None,
             f"no schedule that executes {CLASS}, fits {budget}: Checkmate's program is infeasible ({answer.detail}). "
             "Others may fit: use the solver windows, or raise --budget",
+            Reason.MEMORY,
         )
     if answer.outcome is Outcome.STOPPED:
         return Verdict(
@@ -151,6 +154,7 @@ def _judge(model: Model, answer: Answer, budget_bytes: int, tolerance: float, wa
             bound_s,
             f"no schedule within {budget} was found in {spent} (limit {format_seconds(watch.time_limit_s)}): {answer.detail}. "
             "Raise --time-limit or --budget, or use the solver windows",
+            Reason.TIME,
         )
     return Verdict(Status.ERROR, None, None, f"the solver gave up after {spent}: {answer.detail}")
 

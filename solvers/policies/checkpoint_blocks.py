@@ -1,21 +1,57 @@
 """Checkpoint every block: the usual manual recipe (``torch.utils.checkpoint`` around each layer of a network).
 
-A block is what a numbered child of a container does in the forward pass: ``model.h.0``, ``model.layers.3``.
-Where containers are nested (stages of blocks, blocks of layers) there is a choice of levels: at level 1 a
-block ends with the first number in a module's path, at level 2 with the second, and so on; a path with
-fewer numbers ends with its last. Ops of modules without a number belong to no block.
+Models name and nest their parts in different ways, so there are several ways to say what a block is, and the fastest
+that fits is taken:
+
+- at *level* n a block ends with the n-th number in a module's path, or its last: ``model.h.0``, ``model.layers.3``; ops
+  of modules without a number belong to no block;
+- at *depth* n blocks are the modules n steps below the model (``model.stem``, ``model.encoder``), what an
+  ``nn.ModuleList`` holds being in its place. Single layers with nothing inside belong to no block, or are blocks too.
 
 Of a block only what crosses its boundary stays in memory (tensors that ops of the forward pass outside it
 read, and what the step returns or cannot compute again). The rest is dropped, and computed again, all at
 once, just before the first backward op that reads some of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
+from solvers.policies.module_tree import ModuleTree
 from solvers.policies.replay import Task, Trial, answer, failure, recompute_groups
-from solvers.result import Progress, Result
+from solvers.result import Progress, Reason, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """One way to divide the forward pass: what it is called, and the block of each op; None: in none."""
+
+    settings: Mapping[str, object]
+    blocks: tuple[str | None, ...]
+
+
+def blockings(graph: Graph) -> list[Blocking]:
+    """The ways to divide the forward pass of `graph` in blocks; those that divide it the same way once."""
+    ways = [
+        Blocking({"level": level}, tuple(block_of(op.module, level) or None for op in graph.ops))
+        for level in range(1, levels(graph) + 1)
+    ]
+    tree = ModuleTree(graph)
+    for depth in range(1, tree.depth + 1):
+        ways.append(Blocking({"depth": depth}, tree.modules_at(depth, layers=False)))
+        ways.append(Blocking({"depth": depth, "layers": True}, tree.modules_at(depth, layers=True)))
+    distinct: dict[tuple[int, ...], Blocking] = {}
+    for way in ways:
+        if any(way.blocks):
+            distinct.setdefault(_unnamed(way.blocks), way)
+    return list(distinct.values())
+
+
+def _unnamed(blocks: Sequence[str | None]) -> tuple[int, ...]:
+    """`blocks` by numbers, which are the same whatever they are called."""
+    numbers: dict[str | None, int] = {None: 0}
+    return tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
 
 
 def levels(graph: Graph) -> int:
@@ -44,17 +80,14 @@ def solve(
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
-    """As ``solvers.registry.Solver``: of the levels whose schedule fits, the fastest; LIMIT when none does.
+    """As ``solvers.registry.Solver``: of the ways to divide the model that fit, the fastest; LIMIT when none does.
 
     The policy proves nothing; its bound is the step without recomputation.
     """
     task = Task(graph, budget_bytes, "checkpoint_blocks", tolerance, time_limit_s, on_progress, should_stop)
-    trials = [Trial(checkpoint_blocks(graph, level), {"level": level}) for level in range(1, levels(graph) + 1)]
-    if not trials:
-        why = "the graph has no blocks: no op belongs to a numbered module, such as model.layers.0"
-        return failure(task, why)
-    return answer(
-        task,
-        trials,
-        what="checkpointing every block",
-    )
+    ways = blockings(graph)
+    if not ways:
+        why = "checkpointing by blocks does not apply: the graph has no blocks, for no op belongs to a module inside the model"
+        return failure(task, why, Reason.INAPPLICABLE)
+    trials = (Trial(recompute_groups(graph, way.blocks), way.settings) for way in ways)
+    return answer(task, trials, what="checkpointing every block")

@@ -63,7 +63,7 @@ def solve(
     settings = {"rule": str(rule), "deallocation": str(deallocation), "thrash_factor": thrash_factor, "seed": seed}
     return online_result(
         task,
-        heuristic(Rule(rule), seed),
+        [(heuristic(Rule(rule), seed), {})],
         deallocation=Deallocation(deallocation),
         thrash_factor=thrash_factor,
         settings=settings,

@@ -13,7 +13,7 @@ be made again.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 
 import numpy as np
@@ -24,7 +24,9 @@ from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
 from solvers.policies.replay import Task, Trial, answer, failure, last_needed, repeatable
-from solvers.result import Result
+from solvers.result import Reason, Result
+
+_HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,7 +41,11 @@ class Deallocation(StrEnum):
 
 
 class FailedError(Exception):
-    """The run cannot go on: its message says why."""
+    """The run cannot go on: its message and its `reason` say why."""
+
+    def __init__(self, message: str, reason: Reason) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Heuristic(ABC):
@@ -226,10 +232,11 @@ class Online:
                 if self.deallocation is Deallocation.BANISH:
                     self._try_to_banish(self.base[t])
             if reason := self.stop():
-                raise FailedError(reason)
+                raise FailedError(reason, Reason.TIME)
             if self.recomputed_s > self.thrash_s:
                 raise FailedError(
-                    f"it thrashes: recomputation takes more than {self.thrash_s / self.graph.time_s:.0%} of the step"
+                    f"it thrashes: recomputation takes more than {self.thrash_s / self.graph.time_s:.0%} of the step",
+                    Reason.THRASHING,
                 )
 
     def _inputs(self, op_id: int) -> tuple[int, ...]:
@@ -279,7 +286,8 @@ class Online:
             if not len(candidates):
                 raise FailedError(
                     f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(wanted_bytes)} more, "
-                    f"{format_bytes(self.memory_bytes)} are in use, and nothing is left to evict"
+                    f"{format_bytes(self.memory_bytes)} are in use, and nothing is left to evict",
+                    Reason.MEMORY,
                 )
             self._free(self.heuristic.choose(candidates))
 
@@ -345,14 +353,28 @@ class Online:
 
 
 def online_result(
-    task: Task, rule: Heuristic, *, deallocation: Deallocation, thrash_factor: float, settings: dict[str, object]
+    task: Task,
+    rules: Iterable[tuple[Heuristic, Mapping[str, object]]],
+    *,
+    deallocation: Deallocation,
+    thrash_factor: float,
+    settings: Mapping[str, object],
 ) -> Result:
-    """The result of one run with the heuristic `rule`. See ``Online``."""
+    """The fastest of the runs that end, one with each of `rules`: heuristics with settings of their own. See ``Online``."""
     graph, budget_bytes = task.graph, task.budget_bytes
-    run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=task.ended)
-    try:
-        trial = Trial(run.run())
-    except FailedError as error:
-        why = f"{task.solver} fails at {format_bytes(budget_bytes)}: {error}. Raise --budget, or use the solver windows"
-        return failure(task, why, settings=settings)
-    return answer(task, [trial], what=task.solver, settings=settings)
+    trials: list[Trial] = []
+    failures: list[FailedError] = []
+    for rule, own in rules:
+        run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=task.ended)
+        try:
+            trials.append(Trial(run.run(), own))
+        except FailedError as error:
+            failures.append(error)
+        if task.ended():
+            break
+    if trials:
+        return answer(task, trials, what=task.solver, settings=settings)
+    # With more time, or a larger step allowed, it might have ended; out of memory it cannot.
+    nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
+    why = f"{task.solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise --budget, or use the solver windows"
+    return failure(task, why, nearest.reason, settings=settings)

@@ -10,7 +10,7 @@ from graphs.plan import relative_gap
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
-from solvers.result import Progress, Result, Status
+from solvers.result import Progress, Reason, Result, Status
 
 
 def repeatable(graph: Graph) -> tuple[bool, ...]:
@@ -98,12 +98,13 @@ def answer(task: Task, trials: Iterable[Trial], *, what: str, settings: Mapping[
         if ended := task.ended():
             break
     if least is None:
-        return failure(task, f"{what} is not for this graph: it has no forward pass", settings=settings)
+        why = f"{what} does not apply: the graph has no forward pass"
+        return failure(task, why, Reason.INAPPLICABLE, settings=settings)
     if best is None:
         found = f"{what} needs {format_bytes(least)}" + (f" (of what was tried before {ended})" if ended else "")
         budget = format_bytes(task.budget_bytes)
         why = f"{found}, over the budget of {budget}: use a solver that chooses, such as windows"
-        return failure(task, why, settings=settings)
+        return failure(task, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
     gap = relative_gap(best[0], task.graph.time_s)
     return Result(
         task.graph,
@@ -117,7 +118,7 @@ def answer(task: Task, trials: Iterable[Trial], *, what: str, settings: Mapping[
     )
 
 
-def failure(task: Task, why: str, *, settings: Mapping[str, object] | None = None) -> Result:
+def failure(task: Task, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None) -> Result:
     """The policy found nothing, which says nothing about other schedules."""
     return Result(
         task.graph,
@@ -129,6 +130,7 @@ def failure(task: Task, why: str, *, settings: Mapping[str, object] | None = Non
         seconds=task.seconds,
         settings=settings or {},
         message=why,
+        reason=reason,
     )
 
 

@@ -14,7 +14,8 @@ ATTENTION = frozenset(
 )
 MATMUL = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"})
 CONVOLUTION = frozenset({"convolution", "cudnn_convolution", "_convolution"})
-COMPUTE_INTENSIVE = ATTENTION | MATMUL | CONVOLUTION | {"upsample_bilinear2d"}
+UPSAMPLING = frozenset({"upsample_bilinear2d"})
+COMPUTE_INTENSIVE = ATTENTION | MATMUL | CONVOLUTION | UPSAMPLING
 
 # Elementwise, or a move of data: what the partitioner takes to be free to compute again, as it may be fused.
 CHEAP = frozenset(

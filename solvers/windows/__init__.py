@@ -12,7 +12,7 @@ from graphs.ir import Graph
 from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
-from solvers.result import Progress, Result, Status
+from solvers.result import Progress, Reason, Result, Status
 from solvers.windows.loop import run
 from solvers.windows.search import Search
 
@@ -48,6 +48,7 @@ def solve(
         settings={"tolerance": tolerance, "time_limit_s": time_limit_s},
         versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
         message=message,
+        reason=Reason.TIME if status is Status.LIMIT else None,
         model_rows=search.largest[0],
         model_columns=search.largest[1],
     )

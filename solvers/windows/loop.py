@@ -22,7 +22,8 @@ _LONGER = 3.0  # times as long in each further one: a model that was stopped beg
 _FEW = 4.0  # times the ops of the graph: what a rule of eviction may execute while nothing else looks for schedules
 _FIRST_RULES_S = 1.0  # for all of them
 _EVICTION_S = 20.0  # for rules of eviction while something else does
-_IMITATED = ("checkpoint_blocks", "sac-attention", "sac", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy")
+# What tries most comes last.
+_IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
 _IMITATION_S = 4.0  # for all of these
 _GRACE_S = 0.5  # how long the end of a solve waits for the thread that looks for schedules
 _SMALL = 30  # ops of a graph for which searching all states comes before more windows

@@ -1,0 +1,116 @@
+"""Modules of a PyTorch model that may be its blocks, to be checkpointed one by one.
+
+As for graphs (``solvers.policies.checkpoint_blocks``) there are two families. At *level* n they are the numbered modules
+whose path has n numbers, such as ``model.layers.3``; at *depth* n the modules n steps below the model that have others
+inside, such as ``model.stem``, what an ``nn.ModuleList`` holds standing in its place.
+"""
+
+from collections.abc import Iterator
+from typing import TypedDict
+
+from torch import nn
+
+from graphs.errors import ModelError
+
+
+class InapplicableError(ModelError):
+    """A method is not for such a model."""
+
+
+class Choice(TypedDict, total=False):
+    """A family of blocks, as arguments by name."""
+
+    level: int
+    depth: int
+
+
+def block_choices(model: nn.Module) -> list[Choice]:
+    """Levels and depths whose blocks differ, level 1 where there are no blocks at all."""
+    found: dict[frozenset[nn.Module], Choice] = {}
+    for level in range(1, block_levels(model) + 1):
+        found.setdefault(_not_layers(blocks(model, level)), {"level": level})
+    for depth in range(1, _depth(model) + 1):
+        found.setdefault(frozenset(_at_depth(model, depth)), {"depth": depth})
+    found.pop(frozenset(), None)  # blocks of single layers hold nothing that could be let go
+    return list(found.values()) or [{"level": 1}]
+
+
+def _not_layers(modules: list[nn.Module]) -> frozenset[nn.Module]:
+    return frozenset(module for module in modules if not _is_layer(module))
+
+
+def block_levels(model: nn.Module) -> int:
+    """How deep numbered modules are nested; 0 if there are none."""
+    return max((_numbers(path) for path, _ in _numbered(model)), default=0)
+
+
+def blocks(model: nn.Module, level: int) -> list[nn.Module]:
+    """The numbered modules, such as ``model.layers.3``, whose path has `level` numbers (1 or more).
+
+    Where numbered modules are not nested so deep, their last level. No block contains another.
+
+    Raises:
+        InapplicableError: the model has no numbered modules.
+    """
+    candidates = [(path, module) for path, module in _numbered(model) if _numbers(path) <= level]
+    if not candidates:
+        raise InapplicableError(
+            f"{type(model).__name__} has no blocks: none of its modules is numbered, such as layers.0; "
+            "keep them in an nn.ModuleList or nn.Sequential, or take a method without blocks"
+        )
+    paths = [path for path, _ in candidates]
+    return [module for path, module in candidates if not any(other.startswith(f"{path}.") for other in paths)]
+
+
+def blocks_at(model: nn.Module, depth: int) -> list[nn.Module]:
+    """The modules `depth` steps (1 or more) below `model` that are no single layers.
+
+    Raises:
+        InapplicableError: there are none.
+    """
+    if modules := _at_depth(model, depth):
+        return modules
+    raise InapplicableError(f"{type(model).__name__} has no blocks: nothing {depth} steps inside it has modules inside")
+
+
+def checkpointable(modules: list[nn.Module]) -> list[nn.Module]:
+    """`modules` without activations in place: one that is a block by itself could not run again, for its input is gone."""
+    return [module for module in modules if not (_is_layer(module) and getattr(module, "inplace", False))]
+
+
+def _numbered(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    # A list of modules is not called, its items are.
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2].isdecimal() and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]
+
+
+def _numbers(path: str) -> int:
+    return sum(part.isdecimal() for part in path.split("."))
+
+
+def _at_depth(model: nn.Module, depth: int) -> list[nn.Module]:
+    modules = [model]
+    for _ in range(depth):
+        modules = [child for module in modules for child in _called(module)]
+    return [module for module in dict.fromkeys(modules) if not _is_layer(module)]
+
+
+def _depth(model: nn.Module) -> int:
+    return max((1 + _depth(child) for child in _called(model)), default=0)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """What `module` calls: its children, and in the place of a list what it holds."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+        else:
+            yield child
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is one layer of ``torch.nn``, which has nothing inside to be computed again."""
+    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())

@@ -39,9 +39,8 @@ def try_one(source: str, model: str, *, repeats: int) -> list[Row]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
         try:
             ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-            message = (
-                f"exit code {ended.returncode}: {(ended.stderr.strip().splitlines() or [''])[-1]}" if ended.returncode else ""
-            )
+            last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            message = f"exit code {ended.returncode}: {last}" if ended.returncode else ""
         except subprocess.TimeoutExpired:
             message = f"not ended after {_LIMIT_S:.0f} s"
         rows = [Row(**row) for row in json.loads(out.read_text())] if out.exists() else []

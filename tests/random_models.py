@@ -3,13 +3,14 @@
 A recipe is nested tuples of names, so that a failing one can be pasted: ``build(Recipe("image", (("conv",), ("relu_",))))``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -394,10 +395,30 @@ def recipes(draw: st.DrawFn) -> Recipe:
     once = st.tuples(st.sampled_from(sorted(WRAPPERS)), leaf | own)
     twice = st.tuples(st.sampled_from(sorted(WRAPPERS)), once)
     both = st.tuples(st.just("both"), leaf | once, own | once)
-    return Recipe(
+    recipe = Recipe(
         start,
         tuple(draw(st.lists(leaf | own | once | twice | both, min_size=1, max_size=5))),
         end=draw(st.sampled_from(sorted(_ENDS))),
         frozen=draw(st.sampled_from((0, 0, 2, 3))),
         autocast=draw(st.sampled_from((False, False, False, True))),
     )
+    assume(not differs_from_eager(recipe))
+    return recipe
+
+
+def differs_from_eager(recipe: Recipe) -> bool:
+    """Whether docs/limits.md names a reason: statistics that eager PyTorch updates again, weights used twice under autocast."""
+    for block in recipe.blocks:
+        names = set(_names(block))
+        again = names & {"twice", "gru_cell", "lstm_cell", "rnn_cell"}
+        if {"checkpointed", "batch_norm"} <= names or (again and (recipe.autocast or "autocast" in names)):
+            return True
+    return False
+
+
+def _names(block: Block) -> Iterator[str]:
+    for part in block:
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from _names(part)

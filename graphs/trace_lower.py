@@ -25,7 +25,9 @@ from graphs.trace_signature import Batch, Signature, leaves
 
 # Where a kernel lays its result out in another way than its fake one says (mse_loss_backward of a transposed input), eager
 # PyTorch's backward pass copies what cannot be viewed; so does this, and elsewhere it makes the same view.
-_AS_LAID_OUT = dict.fromkeys((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default)
+_AS_LAID_OUT: dict[object, object] = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Libraries of models look for each other when they are imported: they are kept from the tests.
+MODELS := .venv-models
+MODELS_STAMP := $(MODELS)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor bench-training clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor bench-training try-models clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -35,6 +38,10 @@ bench-executor: $(STAMP) ## what the executor itself costs, against eager and to
 bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
 	$(BIN)/python -m results.bench_training $(ARGS)
 
+try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
+	$(MODELS)/bin/python -m results.try_models $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/test_random_models.py
+
 results: bench-solve ## all under results/ but Inductor's table, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m results.compare_models $(ARGS)
 	$(BIN)/python -m results.bench_executor
@@ -46,13 +53,20 @@ results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models and tr
 	$(BIN)/python -m results.bench_training --device cuda
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Written last, so that an interrupted installation is done again.
-$(STAMP): pyproject.toml constraints.txt
+# Its environment, with what is in brackets installed. The stamp is written last, so that an interrupted installation is done again.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or later is needed; $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(1)]'
 	touch $@
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,dev)
+
+$(MODELS_STAMP): pyproject.toml constraints.txt
+	$(call install,models)

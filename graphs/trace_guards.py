@@ -7,6 +7,7 @@ is left out are guards that need not hold for a plan to be right, or that the st
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from traceback import FrameSummary
 from typing import Any
@@ -18,6 +19,7 @@ from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._guards import Guard, GuardsSet
 from torch.nn.modules import module as module_internals
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from graphs.errors import MismatchError
 
@@ -91,8 +93,10 @@ class Guards:
             MismatchError: says what changed, from what to what, where it is read, and what to do.
         """
         local = {"self": step, "args": args, "kwargs": kwargs}
-        if not self.manager.guard_manager.check(local):
-            raise MismatchError(self._why(local))
+        # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched: not what the step is.
+        with _disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
+            if not self.manager.guard_manager.check(local):
+                raise MismatchError(self._why(local))
         for outside in self.outside:
             if outside.find(local, self.scope) is not outside.tensor:
                 name = readable(outside.name, local, self.scope)

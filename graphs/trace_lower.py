@@ -23,6 +23,12 @@ from graphs.trace_guards import Guards
 from graphs.trace_outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
 from graphs.trace_signature import Batch, Signature, leaves
 
+# Where a kernel lays its result out in another way than its fake one says (mse_loss_backward of a transposed input), eager
+# PyTorch's backward pass copies what cannot be viewed; so does this, and elsewhere it makes the same view.
+_AS_LAID_OUT: dict[object, object] = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:
@@ -343,7 +349,8 @@ class _Lowering:
         gone = {arg for arg in ignored_inputs(node) if arg.op != "placeholder"}
         args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg) for arg in node.args]
         args += [f"{key}={self._render(value)}" for key, value in node.kwargs.items()]
-        return f"{self._name(node.target, str(node.target).replace('.', '_'))}({', '.join(args)})"
+        target = _AS_LAID_OUT.get(node.target, node.target)
+        return f"{self._name(target, str(target).replace('.', '_'))}({', '.join(args)})"
 
     def _render_redraw(self, node: fx.Node) -> str | None:
         """The call of `node` with a generator to draw from."""

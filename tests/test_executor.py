@@ -16,6 +16,7 @@ from graphs.schedule import Free, schedule_of
 from graphs.trace import capture
 from planner.codegen import compile_schedule
 from planner.executor import Executor
+from results.storages import LiveStorages
 from solvers.policies.store_all import store_all
 from tests.steps import make, random_schedule
 
@@ -191,3 +192,10 @@ def test_a_module_that_is_replaced_is_trained_by_the_same_plan() -> None:
     workload.model.zero_grad()
     workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()
     assert torch.equal(planned, workload.model.head.weight.grad)
+
+
+def test_a_mode_around_the_step_is_no_change_of_it() -> None:
+    step, batch = executor("frozen")
+    with LiveStorages([]) as storages:
+        step(*batch).backward()
+    assert storages.peak_bytes > 0

@@ -127,6 +127,12 @@ def bags() -> Workload:
     return classes(Call(lambda m, x: m.a(m.bag(x)), bag=nn.EmbeddingBag(20, 8), a=nn.Linear(8, 3)), torch.randint(20, (24, 4)))
 
 
+def transposed_output() -> Workload:
+    # mse_loss_backward lays its result out as its fake one does not, so that it cannot be viewed as was captured.
+    model = Call(lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(8, 8))
+    return Workload(model, F.mse_loss, (torch.randn(3, 4, 8), torch.randn(3, 4, 8)))
+
+
 MODELS = [
     encoder,
     in_place,
@@ -141,6 +147,7 @@ MODELS = [
     fourier,
     overwritten_input,
     bags,
+    transposed_output,
 ]
 
 

@@ -75,7 +75,7 @@ class Program:
         gradients: for each parameter or input that gets one: its static tensor id, the expression.
         namespace: the objects that expressions name.
         generator: namespace name of the random generator.
-        own_generator: namespace name of the one that ops draw from that are executed more than once (``graphs.redraw``).
+        own_generator: namespace name of the one that ops draw from that are executed more than once (``graphs.trace_redraw``).
         lock: namespace name of what is held while ops draw.
     """
 

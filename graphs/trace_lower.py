@@ -18,9 +18,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.program import TANGENT, Call, Program, Source, variable
-from graphs.redraw import LOCK, drawing_from
 from graphs.trace_guards import Guards
 from graphs.trace_outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
+from graphs.trace_redraw import LOCK, drawing_from
 from graphs.trace_signature import Batch, Signature, leaves
 
 # Where a kernel lays its result out in another way than its fake one says (mse_loss_backward of a transposed input), eager

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Phase
-from graphs.redraw import dropout_from
 from graphs.schedule import schedule_of
 from graphs.trace import capture
+from graphs.trace_redraw import dropout_from
 from planner.executor import Executor
 
 aten = torch.ops.aten

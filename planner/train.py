@@ -130,6 +130,9 @@ def compile(  # noqa: A001
         BudgetError: the measured peak stays above the budget.
         OutputError: plans cannot be kept in `cache`.
     """
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
@@ -273,12 +276,12 @@ class Compiler:
         return PlannedStep(replace(plan, measured_peak_bytes=peak_bytes), self.wrapper.wrapped(executor), measured)
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
-        module = self.wrapper.module
-        executor = Executor(captured, plan.schedule, module, self.loss_fn)
+        executor = Executor(captured, plan.schedule, self.wrapper.module, self.loss_fn)
+        step = TrainingStep(self.wrapper.module, self.loss_fn)
         if self.recorder is None:
-            return executor, measured_peak(captured, executor, module, batch).peak_bytes
+            return executor, measured_peak(captured, executor, step, batch).peak_bytes
         recorder = self.recorder()
-        record(captured, executor, TrainingStep(module, self.loss_fn), batch, recorder)
+        record(captured, executor, step, batch, recorder)
         return executor, captured.graph.static_bytes + recorder.held_bytes()
 
 

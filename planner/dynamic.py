@@ -79,7 +79,7 @@ class DynamicStep(PlannedStep):
         profiled = compiler.profile(compiler.capture(batch), batch)
         first = compiler.solve(profiled, batch, budget)
         super().__init__(first.plan, first._run, first.measured)
-        self._compiler = compiler
+        self._compiler = replace(compiler, compare_eager=False)  # the first step stands for all
         self._batch = batch
         self._graph = profiled.graph
         self._budget_bytes = first.plan.budget_bytes

@@ -157,8 +157,8 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     first = min((op for op in found if graph.ops[op].target != "generator.get_state"), default=None)
     if first is None:
         return None
-    op = graph.ops[first]
-    return DifferingOp(op.name, op.target, op.module.removeprefix("model."))
+    culprit = graph.ops[first]
+    return DifferingOp(culprit.name, culprit.target, culprit.module.removeprefix("model."))
 
 
 def _outputs_of(op: Op) -> str:

@@ -158,7 +158,8 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     if first is None:
         return None
     culprit = graph.ops[first]
-    return DifferingOp(culprit.name, culprit.target, culprit.module.removeprefix("model."))
+    module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as the user knows it
+    return DifferingOp(culprit.name, culprit.target, module)
 
 
 def _outputs_of(op: Op) -> str:

@@ -198,8 +198,8 @@ DIFFERS = EagerComparison(
 
 def test_a_difference_is_a_warning(plan: Plan) -> None:
     said = (
-        r"the planned step differs from eager in loss by up to 5.0e-01, 2.5e-01 of its largest element; buffer mean; gradient of 0 "
-        r"by up to 1.0e-07 and 2 more, from op 'mm_3' \(aten.mm.default\) in h.0 on; but eager itself"
+        r"the planned step differs from eager in loss by up to 5.0e-01, 2.5e-01 of its largest element; buffer mean; gradient of "
+        r"0 by up to 1.0e-07 and 2 more, from op 'mm_3' \(aten.mm.default\) in h.0 on; but eager itself"
     )
     with pytest.warns(EagerWarning, match=said):
         warn_of_differences(replace(plan, eager=replace(DIFFERS, peak_bytes=10**6)))

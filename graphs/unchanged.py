@@ -58,12 +58,15 @@ def restored(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] =
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 stack.enter_context(kept(tensor))
-        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        stack.enter_context(torch.random.fork_rng(devices))
         yield
 
 
 class WritesUndone(TorchDispatchMode):
     """Inside, what is written into a tensor that was there before is undone at the end.
+
+    Entered inside ``unchanged``: some kernels do not say that they write to buffers, and what puts those back is a write.
 
     Attributes:
         written: such tensors; for each storage the first that was written through.

@@ -47,8 +47,7 @@ def compare_with_eager(
     """
     undone = WritesUndone()
     try:
-        with undone:
-            plain = outcome(step, step, batch)
+        plain = outcome(step, step, batch, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops eager PyTorch, the plan is good all the same
         return EagerComparison(failure=_failure(error))
     found = outcome(planned, step, batch, written=undone.written)
@@ -78,8 +77,7 @@ def _failure(error: Exception) -> str:
 
 
 def _reproducible(plain: Outcome, step: TrainingStep, batch: Batch) -> bool:
-    with WritesUndone():
-        return not plain.differences(outcome(step, step, batch))
+    return not plain.differences(outcome(step, step, batch, undone=WritesUndone()))
 
 
 def warn_of_differences(plan: Plan) -> None:
@@ -133,7 +131,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     The way is followed backward from what differs, and ends at ops whose results eager PyTorch has: an op that was
     captured as several, whose last result is the same, is none that matters.
     """
-    with WritesUndone(), unchanged(step, batch), _Results() as results:
+    with unchanged(step, batch), WritesUndone(), _Results() as results:
         Isolated(step, step, batch).run()
     made: dict[int, tuple[bytes, ...]] = {}
 

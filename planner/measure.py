@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.profile_memory import cpu_allocations
 from graphs.trace_signature import Batch, arguments, as_leaves, call, leaves
-from graphs.unchanged import same, unchanged
+from graphs.unchanged import WritesUndone, same, unchanged
 from planner.machine import machine
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
@@ -103,15 +104,22 @@ class Outcome:
 
 
 def outcome(
-    step: Step, model: nn.Module, batch: Batch, *, seed: int | None = None, written: Iterable[torch.Tensor] = ()
+    step: Step,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    seed: int | None = None,
+    written: Iterable[torch.Tensor] = (),
+    undone: WritesUndone | None = None,
 ) -> Outcome:
     """Run `step` forward and backward; `model` and `batch` are afterwards as they were.
 
     Args:
         seed: of the random state that it is run from; None: the one that is there.
         written: as in ``graphs.unchanged.unchanged``.
+        undone: finds that, where it is not known.
     """
-    with unchanged(step if isinstance(step, nn.Module) else model, batch, written=written):
+    with unchanged(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
         returned, gradients = Isolated(step, model, batch).run()

@@ -17,6 +17,8 @@ from graphs.unchanged import WritesUndone, unchanged
 from planner import train
 from planner.measure import outcome
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change
+
 CALLS: list[int] = []
 BATCH = (torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3)
 
@@ -31,10 +33,10 @@ class Remembers(nn.Module):
         self.count, self.cache, self.history, self.by_name = 0, None, [1], {"calls": 0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
+        self.count = 1
         self.cache = x
-        self.history.append(self.count)
-        self.by_name["calls"] += 1
+        self.history.append(2)
+        self.by_name["calls"] = 1
         CALLS.append(1)
         hidden = F.dropout(torch.relu(self.norm(self.first(x))), 0.2)
         with torch.no_grad():
@@ -47,6 +49,7 @@ class Fails(Remembers):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(x)
+        self.count += 1
         return hidden if hidden.sum().item() > 0 else -hidden
 
 

@@ -1,4 +1,4 @@
-"""Exceptions that users may catch. Their messages say what, the value, the limit and the way out."""
+"""Exceptions and warnings that users may catch. Their messages say what, the value, the limit and the way out."""
 
 
 class PlannerError(Exception):
@@ -43,3 +43,7 @@ class TraceError(PlannerError):
 
 class MismatchError(PlannerError):
     """A plan used with another graph, or a step called with other shapes than it was planned for."""
+
+
+class EagerWarning(UserWarning):
+    """A planned step computes other numbers than eager PyTorch, or what it was captured as is much dearer."""

@@ -1,8 +1,10 @@
 """The JSON formats of graphs and plans, described in docs/formats.md."""
 
 import os
+from dataclasses import asdict
 from enum import StrEnum
 
+from graphs.eager import Difference, DifferingOp, EagerComparison
 from graphs.errors import FormatError, GraphError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor, check_sums
 from graphs.jsonfields import Fields, plain, shown
@@ -138,6 +140,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "versions": plain(plan.versions, "versions"),
         "measured_peak_bytes": plan.measured_peak_bytes,
         **({} if plan.graph_file is None else {"graph_file": plan.graph_file}),
+        **({} if plan.eager is None else {"eager": plain(asdict(plan.eager), "eager")}),
         "steps": [_step_to_list(step) for step in plan.schedule.steps],
     }
 
@@ -167,6 +170,7 @@ def plan_from_dict(data: object, *, source: str = "plan") -> Plan:
         versions={name: str(version) for name, version in versions.items()},
         measured_peak_bytes=None if fields.take("measured_peak_bytes") is None else fields.integer("measured_peak_bytes"),
         graph_file=fields.string("graph_file") if "graph_file" in fields else None,
+        eager=_eager_from(Fields(fields.take("eager"), source=source, path="eager")) if "eager" in fields else None,
     )
     fields.finish()
     if plan.peak_bytes > plan.budget_bytes:
@@ -282,6 +286,35 @@ def _summary_from(fields: Fields) -> GraphSummary:
     )
     fields.finish()
     return summary
+
+
+def _eager_from(fields: Fields) -> EagerComparison:
+    rows = [
+        Fields(row, source=fields.source, path=f"eager.differences[{i}]") for i, row in enumerate(fields.array("differences"))
+    ]
+    first = (
+        None if fields.take("first_op") is None else Fields(fields.take("first_op"), source=fields.source, path="eager.first_op")
+    )
+    comparison = EagerComparison(
+        differences=tuple(Difference(row.string("name"), _measure(row, "max_abs"), _measure(row, "relative")) for row in rows),
+        first_op=None if first is None else DifferingOp(*map(first.string, ("name", "target", "module"))),
+        reproducible=fields.boolean("reproducible"),
+        peak_bytes=fields.integer("peak_bytes"),
+        time_s=_seconds(fields, "time_s"),
+        planned_time_s=_seconds(fields, "planned_time_s"),
+        failure=fields.string("failure"),
+    )
+    for part in (*rows, *([] if first is None else [first]), fields):
+        part.finish()
+    return comparison
+
+
+def _measure(fields: Fields, name: str) -> float | None:
+    if fields.take(name) is None:
+        return None
+    if fields.number(name) < 0:
+        fields.refuse(name, "0 or more")
+    return fields.number(name)
 
 
 def _step_to_list(step: Step) -> list[object]:

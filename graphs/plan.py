@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from graphs.eager import EagerComparison
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
 
@@ -44,6 +45,7 @@ class Plan:
         solver, seconds, settings, versions: how it was found.
         measured_peak_bytes: of one step with real tensors; None if none was run.
         graph_file: where the graph is, relative to the folder of the plan's file; None if it is in no file.
+        eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
     """
 
     graph: GraphSummary
@@ -59,15 +61,24 @@ class Plan:
     versions: Mapping[str, str] = field(default_factory=dict)
     measured_peak_bytes: int | None = None
     graph_file: str | None = None
+    eager: EagerComparison | None = None
 
     def __str__(self) -> str:
         unknown = "unknown"
         measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
+        compared = "" if self.eager is None else f"; {self.eager}"
         return (
             f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted, {measured} measured "
-            f"(keeping everything: {format_bytes(self.graph.store_all_peak_bytes)}); step time +{format_ratio(self.overhead)}, "
-            f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}"
+            f"(keeping everything: {format_bytes(self.graph.store_all_peak_bytes)}); step time {self._step_time()}, "
+            f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}{compared}"
         )
+
+    def _step_time(self) -> str:
+        """Beside eager PyTorch where that was measured, and beside keeping everything."""
+        predicted = f"+{format_ratio(self.overhead)} over keeping everything, predicted"
+        if self.eager is None or self.eager.overhead is None:
+            return predicted
+        return f"{100 * self.eager.overhead:+.1f}% over eager, measured ({predicted})"
 
     @property
     def gap(self) -> float | None:

@@ -1,7 +1,7 @@
 """A captured step on real tensors: executed op by op with everything kept, to look at each op."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from graphs.program import Writer, define, load, variable
 from graphs.schedule import Compute, schedule_of
 from graphs.trace_lower import Capture, allocated_bytes
 from graphs.trace_signature import Batch, leaves
+from graphs.unchanged import kept
 
 
 class RealStep:
@@ -23,6 +24,7 @@ class RealStep:
 
     def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
         self.capture = capture
+        self._written = written_by(capture, step, batch)
         self._static = real_static(capture, step, batch)
         self.device: torch.device = self._static[0].device
 
@@ -51,17 +53,14 @@ class RealStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run inside: nothing is recorded or cast, and parameters, buffers and random state are afterwards as before."""
-        written = {t for op in self.capture.graph.ops for t in op.mutates}
-        values = [v for source, v in zip(self.capture.program.sources, self._static, strict=True) if source.tensor in written]
-        before = [(value, value.detach().clone()) for value in values]
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            try:
-                with torch.random.fork_rng(devices):
-                    yield
-            finally:
-                for value, saved in before:
-                    value.copy_(saved)
+        with ExitStack() as stack:
+            for tensor in self._written:
+                stack.enter_context(kept(tensor))
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            yield
 
 
 def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
@@ -78,6 +77,13 @@ def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.T
             tangent = capture.graph.tensors[source.tensor]
             static[i] = torch.ones(tangent.shape, dtype=getattr(torch, tangent.dtype), device=device)
     return static
+
+
+def written_by(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """Buffers, inputs and parameters that the step overwrites; arguments as in ``real_static``."""
+    written = {t for op in capture.graph.ops for t in op.mutates}
+    static = zip(capture.program.sources, capture.program.gather(step, leaves(batch)), strict=True)
+    return [tensor for source, tensor in static if source.tensor in written]
 
 
 def with_real_sizes(capture: Capture, step: nn.Module, batch: Batch) -> Capture:

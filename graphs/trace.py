@@ -32,6 +32,7 @@ from graphs.trace_guards import Guards, build_guards, guarded_names, readable
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
 from graphs.trace_signature import Batch, Signature, arguments, call_on_fakes, leaves, take_apart, target_names
+from graphs.unchanged import restored
 
 LossFn = Callable[..., object]
 
@@ -96,8 +97,10 @@ def capture(
     """
     if optimizer not in OPTIMIZER_COPIES:
         raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZER_COPIES)}")
+    if torch.is_inference_mode_enabled():
+        raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
     step = TrainingStep(model, loss_fn)
-    with ExitStack() as stack:
+    with restored(step, batch), ExitStack() as stack:
         if as_on_cuda:
             stack.enter_context(attention_as_on_cuda())
         joint, guards = _joint_graph(stack, step, batch)

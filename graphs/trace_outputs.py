@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
     AOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
+    ParamAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
 )
@@ -39,8 +41,11 @@ def fix_outputs(graph: fx.Graph) -> None:
     gradient a storage of its own with the strides that ``AccumulateGrad`` keeps without a copy.
 
     Raises:
-        TraceError: the loss is no scalar, or no trainable parameter reaches it.
+        TraceError: the loss is no scalar, or no trainable parameter reaches it; a tensor is sparse; or the step writes to a
+            parameter that it trains.
     """
+    _check_layouts(graph)
+    _check_writes(graph)
     _check_loss(graph)
     _drop_needless_copies(graph)
     _write_back_mutations(graph, first_backward(graph))
@@ -105,6 +110,34 @@ def _check_loss(graph: fx.Graph) -> None:
     others = [desc for value, desc in outputs(graph) if value is not None and not isinstance(desc, supported)]
     if others:
         raise TraceError(f"the step returns {others[0]!r}, a kind of output that is not supported: return plain tensors")
+
+
+def _check_layouts(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if any(value.layout is not torch.strided for value in _tensors(node.meta.get("val"))):
+            gradients = [desc.grad_of for value, desc in outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]
+            what = f"the gradient of {_name(gradients[0])}" if gradients else f"the result of {node.target}"
+            raise TraceError(
+                f"{what} is sparse, which cannot be planned: leave out sparse=True of nn.Embedding and the like (the gradient "
+                "is then dense, for any optimizer), or make the tensor dense"
+            )
+
+
+def _check_writes(graph: fx.Graph) -> None:
+    """A joint graph takes the new value of a trained parameter for one more result, with a gradient of its own."""
+    values = {desc: value for value, desc in outputs(graph)}
+    for node in graph.find_nodes(op="placeholder"):
+        written = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
+        if isinstance(written, InputMutationAOTOutput):
+            maker = str(getattr(values[written], "target", ""))
+            how, instead = f" by {maker}", "do that after optimizer.step(), under torch.no_grad()"
+            if "embedding" in maker:
+                how, instead = ", to keep within max_norm= of its embedding", f"leave out max_norm=, and {instead}"
+            raise TraceError(f"the step itself writes to {_name(written.mutated_input)}{how}, which cannot be planned: {instead}")
+
+
+def _name(desc: AOTInput) -> str:
+    return repr(desc.target).replace("model.", "", 1) if isinstance(desc, ParamAOTInput) else "an input"
 
 
 def first_backward(graph: fx.Graph) -> fx.Node:

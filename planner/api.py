@@ -9,10 +9,11 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.profile import profile
 from graphs.profile_roofline import model_times
-from graphs.profile_step import with_real_sizes
+from graphs.profile_step import with_real_sizes, written_by
 from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch, as_leaves
+from graphs.unchanged import unchanged
 from planner import measure
 from planner.executor import Executor
 from planner.plan_check import check_sizes
@@ -153,13 +154,17 @@ def run(
     planned = Executor(captured, plan.schedule, model, loss_fn)
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)
-    reference = measure.outcome(keeping, model, batch, seed=seed)
-    result = measure.outcome(planned, model, batch, seed=seed)
-    plain = measure.outcome(eager, model, batch, seed=seed)
-    memory = measured_peak(captured, planned, model, batch)
-    with measure.unchanged(model, batch):
+    written = written_by(captured, eager, batch)
+    reference = measure.outcome(keeping, model, batch, seed=seed, written=written)
+    result = measure.outcome(planned, model, batch, seed=seed, written=written)
+    plain = measure.outcome(eager, model, batch, seed=seed, written=written)
+    memory = measured_peak(captured, planned, eager, batch)
+    with unchanged(eager, batch, written=written):
         parameters = list(model.parameters())
-        steps: dict[str, measure.Step] = {"planned": planned, "keeping": keeping, "eager": eager}
+        steps = {
+            name: measure.Isolated(step, model, batch)
+            for name, step in (("planned", planned), ("keeping", keeping), ("eager", eager))
+        }
         times = measure.median_times(steps, batch, parameters=parameters, repeats=repeats)
     return RunReport(
         budget_bytes=plan.budget_bytes,
@@ -178,12 +183,11 @@ def run(
     )
 
 
-def measured_peak(captured: Capture, executor: Executor, model: nn.Module, batch: Batch) -> measure.Memory:
-    """Memory of one step with real tensors; `model` and `batch` are afterwards as they were."""
+def measured_peak(captured: Capture, executor: measure.Step, step: TrainingStep, batch: Batch) -> measure.Memory:
+    """Memory of one run of `executor` with real tensors; `step`, which was captured, and `batch` are afterwards as they were."""
     # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
-    with measure.unchanged(model, batch):
-        for parameter in model.parameters():
-            parameter.grad = None
-        device = next(model.parameters()).device
-        return measure.measure_memory(executor, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)
+    with unchanged(step, batch, written=written_by(captured, step, batch)):
+        device = next(step.parameters()).device
+        isolated = measure.Isolated(executor, step, batch)
+        return measure.measure_memory(isolated, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)

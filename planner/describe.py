@@ -154,6 +154,9 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "predicted_time_s": plan.time_s,
         "predicted_ratio": 1 + plan.overhead,
         "overhead": plan.overhead,
+        "eager": None
+        if plan.eager is None
+        else {**asdict(plan.eager), "identical": plan.eager.identical, "overhead": plan.eager.overhead},
         "bound_s": plan.bound_s,
         "gap": plan.gap,
         "solver": plan.solver,
@@ -176,12 +179,21 @@ def plan_text(plan: Plan) -> str:
         ("predicted peak", format_bytes(plan.peak_bytes)),
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
+        *_eager_lines(plan),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {len(plan.schedule.computed) - plan.graph.ops:,} ops recomputed"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
         ("gap", "unknown" if plan.gap is None else format_ratio(plan.gap)),
         ("status", f"{plan.status}, by {visible(plan.solver)} in {plan.seconds:.2f} s"),
     ]
     return aligned(lines)
+
+
+def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
+    if plan.eager is None:
+        return []
+    overhead = plan.eager.overhead
+    measured = [] if overhead is None else [("over eager", f"{100 * overhead:+.2f}%, measured")]
+    return [*measured, ("beside eager", visible(plan.eager))]
 
 
 def plan_info_text(plan: Plan) -> str:
@@ -221,12 +233,13 @@ def run_text(report: "RunReport") -> str:
         ("times keeping everything", f"{report.predicted_ratio:.4f}", f"{report.measured_ratio:.4f}"),
     ]
     within = "within" if report.measured_peak_bytes <= report.budget_bytes else "OVER"
+    over = 100 * (report.measured_ratio / report.eager_ratio - 1)
     reserved = "" if report.reserved_bytes is None else f"; the allocator held {format_bytes(report.reserved_bytes)}"
     return "\n".join(
         (
             table(("", "predicted", "measured"), rows, numbers=3),
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{reserved}",
-            f"plain PyTorch: {report.eager_ratio:.4f} times keeping everything",
+            f"plain PyTorch: {report.eager_ratio:.4f} times keeping everything; the planned step takes {over:+.2f}% over it",
             *_compared("keeping everything", report.differences),
             *_compared("plain PyTorch", report.eager_differences),
         )

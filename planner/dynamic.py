@@ -13,8 +13,12 @@ from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchErro
 from graphs.fitted import Fit, Sizes, same_ops, sample_sizes
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
+from graphs.profile_step import written_by
 from graphs.simulate import simulate
+from graphs.trace import TrainingStep
+from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch, as_leaves
+from graphs.unchanged import unchanged
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import measure
 from planner.last_used import LastUsed
@@ -75,7 +79,7 @@ class DynamicStep(PlannedStep):
         profiled = compiler.profile(compiler.capture(batch), batch)
         first = compiler.solve(profiled, batch, budget)
         super().__init__(first.plan, first._run, first.measured)
-        self._compiler = compiler
+        self._compiler = replace(compiler, compare_eager=False)  # the first step stands for all
         self._batch = batch
         self._graph = profiled.graph
         self._budget_bytes = first.plan.budget_bytes
@@ -83,7 +87,7 @@ class DynamicStep(PlannedStep):
         self._fit: Fit | None = None
         self._schedules: LastUsed[Sizes, Plan | None] = LastUsed(max_plans)
         self._steps: LastUsed[Shapes, tuple[PlannedStep, SizedPlan]] = LastUsed(max_plans)
-        self._steps.use(shapes_of(batch), lambda: self._timed(batch, first, ()))
+        self._steps.use(shapes_of(batch), lambda: self._timed(profiled, batch, first, ()))
 
     @property
     def plans(self) -> tuple[SizedPlan, ...]:
@@ -140,11 +144,11 @@ class DynamicStep(PlannedStep):
         here = None if plan is None else _on(captured.graph, plan)
         try:
             if here is not None and here.peak_bytes <= self._budget_bytes:
-                return self._timed(batch, self._compiler.reuse(captured, batch, here, captured.graph), upper)
+                return self._timed(captured, batch, self._compiler.reuse(captured, batch, here, captured.graph), upper)
         except BudgetError:
             pass  # measured above what was predicted: solved for as much less
         try:
-            return self._timed(batch, self._compiler.solve(captured, batch, self._budget_bytes), sizes)
+            return self._timed(captured, batch, self._compiler.solve(captured, batch, self._budget_bytes), sizes)
         except (InfeasibleError, LimitError) as error:
             raise type(error)(f"for a batch of {_inputs(captured.graph)}: {error}") from error
 
@@ -156,10 +160,11 @@ class DynamicStep(PlannedStep):
         except (InfeasibleError, LimitError):
             return None
 
-    def _timed(self, batch: Batch, step: PlannedStep, solved_for: Sizes) -> tuple[PlannedStep, SizedPlan]:
+    def _timed(self, captured: Capture, batch: Batch, step: PlannedStep, solved_for: Sizes) -> tuple[PlannedStep, SizedPlan]:
         model = self._compiler.wrapper.module
-        with measure.unchanged(model, batch):
-            times = measure.median_times({"step": step}, batch, parameters=list(model.parameters()), repeats=3)
+        with unchanged(model, batch, written=written_by(captured, TrainingStep(model, self._compiler.loss_fn), batch)):
+            isolated = measure.Isolated(step, model, batch)
+            times = measure.median_times({"step": isolated}, batch, parameters=list(model.parameters()), repeats=3)
         return step, SizedPlan(shapes_of(batch), solved_for, step.plan, times["step"])
 
 

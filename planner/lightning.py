@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphs.errors import PlannerError, TraceError
+from graphs.unchanged import unchanged
 from planner.batch_plans import BatchPlans, check_options
-from planner.measure import unchanged
 from planner.train import PlannedStep
 from planner.wrappers import InReplicated, unwrap
 
@@ -125,7 +125,8 @@ class _Step(nn.Module):
         if self._options is None:
             with torch.no_grad(), unchanged(self, (batch,)):
                 self(batch)
-            self._options = self._logs.options
+                options = dict(self._logs.options)
+            self._options = options
         return self._options
 
 

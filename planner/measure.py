@@ -1,17 +1,19 @@
 """What a training step really takes: peak memory, time, and whether its results are the same."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from graphs.profile_memory import cpu_allocations
-from graphs.trace_signature import Batch, as_leaves, call, leaves
+from graphs.trace_signature import Batch, arguments, as_leaves, call, leaves
+from graphs.unchanged import WritesUndone, same, unchanged
 from planner.machine import machine
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
@@ -33,17 +35,17 @@ class Memory:
     timeline: tuple[tuple[float, int], ...]
 
 
-def measure_memory(step: Step, batch: Batch, *, static_bytes: int, device: torch.device) -> Memory:
+def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, device: torch.device) -> Memory:
     """Run `step` forward and backward once and follow the allocator: tensors and workspaces.
 
     Args:
         static_bytes: of parameters, buffers, inputs and optimizer state, which are there before.
     """
     batch = as_leaves(batch)
+    held: list[object] = []
 
     def run(_: object = None) -> None:
-        returned = call(step, batch)  # held, as a training loop holds it
-        loss_of(returned).backward()
+        held.append(run_both(step, batch))  # as a training loop holds it
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -63,7 +65,7 @@ def measure_memory(step: Step, batch: Batch, *, static_bytes: int, device: torch
 
 
 def median_times(
-    steps: Mapping[str, Step], batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
+    steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, float]:
     """Median seconds of each step; see ``turn_times``."""
     times = turn_times(steps, batch, parameters=parameters, repeats=repeats)
@@ -71,7 +73,7 @@ def median_times(
 
 
 def turn_times(
-    steps: Mapping[str, Step], batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
+    steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of a forward and backward pass of each step, turn by turn; the steps take turns, after one turn to warm up."""
     device, batch = parameters[0].device, as_leaves(batch)
@@ -83,7 +85,7 @@ def turn_times(
                 tensor.grad = None
             synchronize(device)
             start = time.perf_counter()
-            loss_of(call(step, batch)).backward()
+            run_both(step, batch)
             synchronize(device)
             if turn:
                 times[name].append(time.perf_counter() - start)
@@ -101,19 +103,31 @@ class Outcome:
         return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
 
 
-def outcome(step: Step, model: nn.Module, batch: Batch, *, seed: int) -> Outcome:
-    """Run `step` forward and backward from the random state `seed`; `model` and `batch` are afterwards as they were."""
-    with unchanged(model, batch):
-        torch.manual_seed(seed)
-        for parameter in model.parameters():
-            parameter.grad = None
-        batch = as_leaves(batch)
-        loss = loss_of(call(step, batch))
-        loss.backward()
-        values: dict[str, torch.Tensor | None] = {"loss": loss.detach().clone()}
-        inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        values |= {f"gradient of an input, {number}": _copy(leaf.grad) for number, leaf in enumerate(inputs)}
-        values |= {f"gradient of {name}": _copy(p.grad) for name, p in model.named_parameters()}
+def outcome(
+    step: Step,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    seed: int | None = None,
+    written: Iterable[torch.Tensor] = (),
+    undone: WritesUndone | None = None,
+) -> Outcome:
+    """Run `step` forward and backward; `model` and `batch` are afterwards as they were.
+
+    Args:
+        seed: of the random state that it is run from; None: the one that is there.
+        written: as in ``graphs.unchanged.unchanged``.
+        undone: finds that, where it is not known.
+    """
+    with unchanged(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():
+        if seed is not None:
+            torch.manual_seed(seed)
+        returned, gradients = Isolated(step, model, batch).run()
+        loss = loss_of(returned)
+        others = (leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor) and leaf is not loss)
+        values: dict[str, torch.Tensor | None] = {"loss": _copy(loss)}
+        values |= {f"result {i}": _copy(other) for i, other in enumerate(others, 1)}
+        values |= {f"gradient of {name}": _copy(g) for name, g in gradients.items()}
         values |= {f"buffer {name}": _copy(b) for name, b in model.named_buffers()}
         values["random state"] = torch.get_rng_state()
         if loss.device.type == "cuda":
@@ -121,25 +135,75 @@ def outcome(step: Step, model: nn.Module, batch: Batch, *, seed: int) -> Outcome
         return Outcome(values)
 
 
-@contextmanager
-def unchanged(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Afterwards the buffers and gradients of `model`, the batch and the random state are as before."""
-    inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    given = [(tensor, tensor.detach().clone(), tensor._version) for tensor in inputs]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:  # kernels write to running statistics without a new version
-                buffer.copy_(value)
-            for tensor, value, version in given:
-                if tensor._version != version:  # a write, even of what is there, would spoil a backward pass of the caller's
-                    tensor.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+class Isolated:
+    """A step whose backward pass ends at the parameters and inputs: no gradient is left there, and nothing behind is run.
+
+    An optimizer in the backward pass acts behind them, and so does what made an input that requires grad.
+    """
+
+    def __init__(self, step: Step, model: nn.Module, batch: Batch) -> None:
+        """`step`, which trains `model`, for calls with `batch`."""
+        self._step = step
+        self._args, self._kwargs = arguments(as_leaves(batch))
+        given = enumerate(pytree.tree_leaves((self._args, self._kwargs)))
+        inputs = {f"input {i}": leaf for i, leaf in given if isinstance(leaf, torch.Tensor)}
+        self._known = {name: t for name, t in (*model.named_parameters(), *inputs.items()) if t.requires_grad}
+        self._ends: tuple[list[torch.Tensor], bool] | None = None
+
+    def run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        """What the step returns, and the gradients of parameters and inputs; None for those that get none."""
+        with torch.enable_grad():  # a step of another size may be planned while it is evaluated
+            return self._run()
+
+    def _run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        returned = self._step(*self._args, **self._kwargs)
+        loss = loss_of(returned)
+        if self._ends is None:
+            self._ends = _ends(loss)
+        reached, nested = self._ends
+        if nested:
+            for tensor in reached:
+                tensor.grad = None
+            loss.backward()
+            gradients = [tensor.grad for tensor in reached]
+            for tensor in reached:
+                tensor.grad = None
+        else:
+            gradients = list(torch.autograd.grad(loss, reached, allow_unused=True))
+        named = {id(tensor): name for name, tensor in self._known.items()}
+        found: dict[str, torch.Tensor | None] = dict.fromkeys(self._known)
+        for i, (tensor, gradient) in enumerate(zip(reached, gradients, strict=True)):
+            found[named.get(id(tensor), f"tensor {i} outside the model")] = gradient
+        return returned, found
+
+
+def run_both(step: "Step | Isolated", batch: Batch) -> object:
+    """One forward and backward pass: what must be held to hold all that it made."""
+    if isinstance(step, Isolated):
+        return step.run()
+    returned = call(step, batch)
+    loss_of(returned).backward()
+    return returned
+
+
+def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
+    """Where the backward pass ends; and whether it runs others, as checkpoints with ``use_reentrant=True`` do.
+
+    Those refuse ``autograd.grad``.
+    """
+    reached: dict[int, torch.Tensor] = {}
+    nested = False
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nested = nested or node.name() == "CheckpointFunctionBackward"
+        if (end := getattr(node, "variable", None)) is not None:
+            reached[id(end)] = end
+        waiting += [following for following, _ in node.next_functions]
+    return list(reached.values()), nested
 
 
 def loss_of(returned: Any) -> torch.Tensor:
@@ -170,13 +234,9 @@ def device_name(device: torch.device) -> str:
 
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
-    return None if value is None else value.detach().clone()
+    """`value` as it is now, on the host: the step that it is compared with may need all of the device."""
+    return None if value is None else value.detach().to("cpu", copy=True)
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    # NaN is the same as NaN: a diverged step is still the same step.
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return a is b if a is None or b is None else same(a, b)

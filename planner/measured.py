@@ -10,6 +10,7 @@ import torch
 from graphs.errors import PlannerError
 from graphs.trace import TrainingStep
 from graphs.trace_lower import StaticTensors
+from graphs.unchanged import unchanged
 from graphs.zoo import Workload
 from planner import measure
 from planner.measure import Outcome, Step
@@ -91,8 +92,8 @@ class Contest:
     def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
         """Seconds of a forward and backward pass of those that were entered, turn by turn; see ``measure.turn_times``."""
         model, _, batch = self._workload
-        with measure.unchanged(model, batch):
-            steps = {name: self._steps[name] for name in names}
+        with unchanged(model, batch):
+            steps = {name: measure.Isolated(self._steps[name], model, batch) for name in names}
             return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
     def leave(self, name: str) -> None:
@@ -103,10 +104,9 @@ class Contest:
         model, _, batch = self._workload
         reference = self._reference
         found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
-        with measure.unchanged(model, batch):
-            for parameter in model.parameters():
-                parameter.grad = None
-            memory = measure.measure_memory(step, batch, static_bytes=self._static_bytes, device=self._device)
+        with unchanged(model, batch):
+            isolated = measure.Isolated(step, model, batch)
+            memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)
         errors = _Errors.between(reference, found)
         return Measured(
             name,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
+from graphs.eager import EagerComparison
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.page_chart import figure
 from planner.playback import Burst, Held, ModuleCost, Playback
@@ -38,6 +39,7 @@ def _summary(playback: Playback) -> str:
         ("Keeping everything", whole),
         ("Step time", format_seconds(plan.time_s)),
         ("Overhead", f"+{format_ratio(plan.overhead)}"),
+        *_beside_eager(plan.eager),
         ("Least possible", bound),
         ("Gap", "unknown" if plan.gap is None else format_ratio(plan.gap)),
     ]
@@ -49,6 +51,19 @@ def _summary(playback: Playback) -> str:
         f"{executed - len(playback.graph.ops):,} of {executed:,} executions are repetitions.{proof}</p>"
         f"<dl>{tiles}</dl>"
     )
+
+
+def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
+    """Tiles for what was measured; what differs is said in full, for it is what matters most."""
+    if eager is None:
+        return []
+    if eager.failure or eager.overhead is None:
+        return [("Beside eager", str(eager))]
+    return [
+        ("Over eager, measured", f"{100 * eager.overhead:+.1f}%"),
+        ("Eager's peak", format_bytes(eager.peak_bytes)),
+        ("Bits", "identical to eager" if eager.identical else eager.what_differs()),
+    ]
 
 
 def _memory(playback: Playback) -> str:

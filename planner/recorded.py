@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
-from graphs.profile_step import real_static
+from graphs.profile_step import real_static, written_by
 from graphs.trace import TrainingStep
 from graphs.trace_lower import Capture, allocated_bytes
 from graphs.trace_random import drawn_once
 from graphs.trace_signature import Batch
+from graphs.unchanged import unchanged
 from planner.executor import Executor
-from planner.measure import unchanged
 
 T = TypeVar("T")
 
@@ -66,7 +66,11 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
         batch: real tensors, to warm up with.
     """
     static = real_static(captured, step, batch)
-    with unchanged(step, batch), torch.no_grad(), torch.autocast(static[0].device.type, enabled=False):
+    with (
+        unchanged(step, batch, written=written_by(captured, step, batch)),
+        torch.no_grad(),
+        torch.autocast(static[0].device.type, enabled=False),
+    ):
         recording = Recording(executor, static, recorder)
     executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward, returned=())
 

@@ -20,6 +20,7 @@ from graphs.units import format_bytes
 from planner.api import measured_peak, with_times
 from planner.cache import PlanCache, warn_unusable
 from planner.chrome_trace import chrome_trace
+from planner.compare_eager import compare_with_eager, warn_of_differences
 from planner.cuda_graph import CudaGraphs
 from planner.executor import Executor
 from planner.machine import machine
@@ -95,12 +96,14 @@ def compile(  # noqa: A001
     max_plans: int = 32,
     cuda_graph: bool = False,
     replan: bool = False,
+    compare_eager: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
 
-    The step is run once on `batch` to measure its peak; parameters, buffers, gradients and random
-    state are afterwards as they were.
+    The step is run on `batch` to measure its peak, and some times beside plain eager PyTorch, whose bits, time and peak
+    become part of the plan. Parameters, buffers, gradients, random states and what the model's attributes hold are
+    afterwards as they were, also where an optimizer steps in the backward pass: no hook of a parameter acts meanwhile.
 
     A model in ``DistributedDataParallel`` or under ``fully_shard`` is planned on all its processes at once: rank 0
     profiles and solves, the others get its plan, and an error on one is raised on all.
@@ -120,20 +123,26 @@ def compile(  # noqa: A001
             steps, and the copies of what goes in and out, count; random ops are not computed again.
         replan: where the model, the loss function or a value that they read changes, or a batch is unlike `batch`, plan again,
             with a warning that says what changed; without it, each is a MismatchError of the step.
+        compare_eager: run the step beside eager PyTorch (of varying sizes, the first), and warn where they differ
+            (``graphs.errors.EagerWarning``). It takes as long as some steps.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
             `cuda_graph`, an op cannot be captured.
-        PlannerError: an option does not go with another, or with the device.
+        PlannerError: an option does not go with another, or with the device; or gradients are turned off.
         InfeasibleError: no schedule meets the budget.
         LimitError: none was found in time.
         BudgetError: the measured peak stays above the budget.
         OutputError: plans cannot be kept in `cache`.
     """
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
-    compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, partial(solved, on_progress=on_progress), recorder)
+    solved_here = partial(solved, on_progress=on_progress)
+    compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, solved_here, recorder, compare_eager=compare_eager)
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
     if dynamic and cache is not None:
@@ -207,6 +216,7 @@ class Compiler:
         loss_fn, optimizer, accumulate, passes: as in ``compile``.
         solved: solves a graph for a budget.
         recorder: makes what records a step, to be replayed; None: steps run op by op.
+        compare_eager: whether steps are run beside eager PyTorch.
     """
 
     wrapper: Plain
@@ -216,6 +226,7 @@ class Compiler:
     passes: int
     solved: Callable[[Graph, str | int], Plan]
     recorder: Callable[[], Recorder] | None = None
+    compare_eager: bool = True
 
     def capture(self, batch: Batch) -> Capture:
         """The step on `batch`, run once with everything kept; its times are not measured."""
@@ -243,6 +254,7 @@ class Compiler:
             executor, peak_bytes = self._executor(captured, batch, plan)
             if peak_bytes <= wanted_bytes:
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
+                plan = self._compared(captured, batch, plan, executor)
                 return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph)
             del executor  # with what its recording holds
             over = (
@@ -270,15 +282,25 @@ class Compiler:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
-        return PlannedStep(replace(plan, measured_peak_bytes=peak_bytes), self.wrapper.wrapped(executor), measured)
+        plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
+        return PlannedStep(plan, self.wrapper.wrapped(executor), measured)
+
+    def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
+        """`plan` with how it compares with eager PyTorch in this process."""
+        if not self.compare_eager:
+            return replace(plan, eager=None)
+        step = TrainingStep(self.wrapper.module, self.loss_fn)
+        plan = replace(plan, eager=compare_with_eager(captured, executor, step, batch, known=plan.eager))
+        warn_of_differences(plan)
+        return plan
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
-        module = self.wrapper.module
-        executor = Executor(captured, plan.schedule, module, self.loss_fn)
+        executor = Executor(captured, plan.schedule, self.wrapper.module, self.loss_fn)
+        step = TrainingStep(self.wrapper.module, self.loss_fn)
         if self.recorder is None:
-            return executor, measured_peak(captured, executor, module, batch).peak_bytes
+            return executor, measured_peak(captured, executor, step, batch).peak_bytes
         recorder = self.recorder()
-        record(captured, executor, TrainingStep(module, self.loss_fn), batch, recorder)
+        record(captured, executor, step, batch, recorder)
         return executor, captured.graph.static_bytes + recorder.held_bytes()
 
 

@@ -14,10 +14,11 @@ import torch
 
 from graphs.trace import TrainingStep, capture
 from graphs.trace_signature import Batch, call
+from graphs.unchanged import unchanged
 from graphs.units import format_seconds
 from graphs.zoo import Workload, build
 from planner.executor import Executor
-from planner.measure import Step, loss_of, turn_times, unchanged
+from planner.measure import Step, loss_of, turn_times
 from planner.stock_methods import own_code
 from planner.tables import as_markdown
 from results.bench import PROVENANCE, command_line, one_thread, provenance, write

@@ -1,0 +1,90 @@
+"""How a planned step compares with plain eager PyTorch, on the batch it was planned for."""
+
+from dataclasses import dataclass
+
+from graphs.units import format_bytes, format_seconds
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that a planned step makes otherwise than eager PyTorch.
+
+    Attributes:
+        name: of a gradient, a buffer, the loss, another result, or a random state.
+        max_abs: largest difference of two elements; None where one of them is missing, of another shape, or not finite.
+        relative: the same as a fraction of the largest element that eager PyTorch makes; None likewise, or where that is 0.
+    """
+
+    name: str
+    max_abs: float | None = None
+    relative: float | None = None
+
+    def __str__(self) -> str:
+        if self.max_abs is None:
+            return self.name
+        share = "" if self.relative is None else f", {self.relative:.1e} of its largest element"
+        return f"{self.name} by up to {self.max_abs:.1e}{share}"
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingOp:
+    """The first op that leads to a difference: eager PyTorch computes nothing that equals its result.
+
+    Attributes:
+        name, target, module: as of the op in the graph.
+    """
+
+    name: str
+    target: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"op {self.name!r} ({self.target}){f' in {self.module}' if self.module else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class EagerComparison:
+    """One step of eager PyTorch beside the planned one.
+
+    Attributes:
+        differences: what is not equal to the last bit, or does not come at all.
+        first_op: where the differences begin; None where there are none, or where each op's result is one of eager's.
+        reproducible: eager PyTorch equals itself, where it was run again because something differed.
+        peak_bytes: of an eager step, with all that is there throughout.
+        time_s, planned_time_s: seconds of a step, taken in turns: the median on CUDA, the least on the CPU.
+        failure: why eager PyTorch could not be run; "" where it was. Then nothing else is known.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    first_op: DifferingOp | None = None
+    reproducible: bool = True
+    peak_bytes: int = 0
+    time_s: float = 0.0
+    planned_time_s: float = 0.0
+    failure: str = ""
+
+    @property
+    def identical(self) -> bool:
+        """Loss, other results, gradients, buffers and random states equal eager PyTorch's to the last bit."""
+        return not (self.differences or self.failure)
+
+    @property
+    def overhead(self) -> float | None:
+        """Measured time of the planned step beyond eager PyTorch's, as a fraction of the latter; below 0 where it is faster."""
+        return self.planned_time_s / self.time_s - 1 if self.time_s else None
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"not compared with eager: {self.failure}"
+        costs = f"eager takes {format_seconds(self.time_s)} and {format_bytes(self.peak_bytes)}"
+        return f"{'identical to eager' if self.identical else self.what_differs()}; {costs}"
+
+    def what_differs(self) -> str:
+        """The differences, the largest of the named kinds first, and where they begin."""
+        named = "; ".join(map(str, self.differences[:_NAMED]))
+        more = f" and {len(self.differences) - _NAMED} more" if len(self.differences) > _NAMED else ""
+        where = "" if self.first_op is None else f", from {self.first_op} on"
+        again = "" if self.reproducible else "; but eager itself does not make the same numbers twice"
+        return f"differs from eager in {named}{more}{where}{again}"

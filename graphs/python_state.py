@@ -1,0 +1,137 @@
+"""Python objects that a training step can change while it runs: what they hold now, to be put back."""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Nearest first; a step that reaches further reaches data sets and loops, which it does not change.
+_MOST_OBJECTS = 50_000
+
+
+class PythonState:
+    """What is reachable from some objects, as it is when this is made.
+
+    Followed are attributes of modules, containers, and functions and objects of the user's own: what they close over and
+    which globals they name. What libraries define is left alone, for it is theirs to keep in order.
+
+    Attributes:
+        generators: of random numbers, found on the way.
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self.generators: list[torch.Generator] = []
+        self._restore: list[Callable[[], None]] = []
+        self._seen: dict[int, object] = {}  # held, so that no other object gets its identity
+        waiting = deque(roots)
+        while waiting and len(self._seen) < _MOST_OBJECTS:
+            found = waiting.popleft()
+            if id(found) not in self._seen and not isinstance(found, str | int | float | bytes | type | None):
+                self._seen[id(found)] = found
+                waiting.extend(self._visit(found))
+
+    def restore(self) -> None:
+        """Put back what has changed since."""
+        for put_back in self._restore:
+            put_back()
+
+    def _visit(self, found: Any) -> Iterator[object]:
+        """Save what `found` holds; yields it."""
+        match found:
+            case torch.Tensor():
+                pass  # it is no state of Python's
+            case torch.Generator():
+                self.generators.append(found)
+            case dict():
+                self._restore.append(partial(_restore_dict, found, dict(found)))
+                yield from found.values()
+            case list() | deque():
+                self._restore.append(partial(_restore_list, found, list(found)))
+                yield from found
+            case set():
+                self._restore.append(partial(_restore_set, found, set(found)))
+            case tuple():
+                yield from found
+            case partial():
+                yield from (found.func, found.args, found.keywords)
+            case MethodType():
+                yield from (found.__self__, found.__func__)
+            case FunctionType():
+                if _is_own(found.__module__):
+                    yield from self._visit_function(found)
+            case CellType():
+                with suppress(ValueError):  # not assigned yet
+                    held = found.cell_contents
+                    self._restore.append(partial(_restore_cell, found, held))
+                    yield held
+            case nn.Module() | object(__dict__=dict()):
+                own = _is_own(type(found).__module__)
+                if own or isinstance(found, nn.Module):
+                    yield vars(found)
+                if own:  # a method may name a global
+                    yield from (value for value in vars(type(found)).values() if isinstance(value, FunctionType))
+
+    def _visit_function(self, function: FunctionType) -> Iterator[object]:
+        yield from function.__closure__ or ()
+        yield from function.__defaults__ or ()
+        yield from (function.__kwdefaults__ or {}).values()
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                self._restore.append(partial(_restore_global, function.__globals__, name, value))
+                yield value
+
+
+def _is_own(module: str | None) -> bool:
+    """Whether the user wrote what is defined in `module`, by where its file lies."""
+    root = (module or "").partition(".")[0]
+    if root in sys.stdlib_module_names and root != "__main__":
+        return False
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return root not in ("torch", "graphs", "planner", "solvers") and "-packages" not in file
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Globals that `code` may name, functions inside it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _restore_cell(cell: CellType, before: object) -> None:
+    if cell.cell_contents is not before:
+        cell.cell_contents = before
+
+
+def _restore_dict(place: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if not (_same(place, before) and _same(place.values(), before.values())):
+        place.clear()
+        place.update(before)
+
+
+def _restore_list(place: Any, before: list[Any]) -> None:
+    if not _same(place, before):
+        place.clear()
+        place.extend(before)
+
+
+def _restore_set(place: set[Any], before: set[Any]) -> None:
+    if place != before:
+        place.clear()
+        place.update(before)
+
+
+def _restore_global(place: dict[str, Any], name: str, before: object) -> None:
+    if place.get(name) is not before:
+        place[name] = before
+
+
+def _same(now: Collection[object], before: Collection[object]) -> bool:
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

@@ -92,7 +92,11 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 
 
 def _plan(joint: fx.GraphModule, budget: _Budget, frame: object, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    captured = capture_joint(joint, _device(joint, budget.options))
+    captured = capture_joint(
+        joint,
+        _device(joint, budget.options),
+        measure="roofline" not in budget.options and budget.options.get("compile") != "inductor",
+    )
     allowed = budget.left_for(frame, summarize(captured.graph).store_all_peak_bytes)
     limit, tolerance = budget.options.get("time_limit", 60.0), budget.options.get("tolerance", 1e-3)
     assert isinstance(limit, float | int) and isinstance(tolerance, float | int)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from graphs.devices import Device
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind
+from graphs.profile_ops import profile_ops
 from graphs.profile_roofline import model_times
 from graphs.schedule import Compute, Schedule, Step
 from graphs.trace_lower import Capture, StaticTensors, lower
@@ -37,8 +38,13 @@ aten = torch.ops.aten
 _NEW_STATISTICS = ("[3]", "[4]")
 
 
-def capture_joint(module: fx.GraphModule, device: Device) -> Capture:
-    """The joint graph as ops and storages, with times modelled for `device`.
+def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool) -> Capture:
+    """The joint graph as ops and storages, with the time and memory of each op.
+
+    Args:
+        module: the joint graph.
+        device: whose times are modelled.
+        measure: run each op on the device it is on, instead.
 
     Raises:
         TraceError: shapes that are not known yet, or an op that no static graph can hold.
@@ -57,7 +63,7 @@ def capture_joint(module: fx.GraphModule, device: Device) -> Capture:
     generator = torch.default_generator
     lowered = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
     captured = drawn_once(lowered)
-    graph = model_times(captured, device)
+    graph = profile_ops(captured, where, device) if measure else model_times(captured, device)
     mutated = {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
     return replace(captured, graph=_once(graph, mutated))
 

@@ -5,57 +5,30 @@ again when, is ours (``planner.partition``). Guards, graph breaks and recompilat
 """
 
 import math
-import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
-from torch._guards import CompileContext
 
 from graphs.devices import DEVICES, Device, get_device
-from graphs.errors import InfeasibleError, PlannerError
-from graphs.units import format_bytes
-from planner.partition import capture_joint, kept_bytes, split
-from planner.solving import budget_in_bytes, solve, summarize
+from graphs.errors import PlannerError
+from planner.partition import capture_joint, split
+from planner.planned_graph import PlannedGraph
+from planner.shared_budget import SharedBudget
+from planner.solving import solve
 
 _OPTIONS = ("budget", "compile", "roofline", "time_limit", "tolerance")
 _COMPILERS = ("eager", "inductor")
 
 
-@dataclass
-class _Budget:
-    """What one call of ``torch.compile`` may use, and what each of its graphs keeps of it until the backward pass.
-
-    Attributes:
-        options: as given; held, so that no other dict gets its identity.
-        kept_bytes: by graph; the most of those that are compiled for it, one for each shape.
-    """
-
-    options: Mapping[str, object]
-    kept_bytes: dict[object, int] = field(default_factory=dict)
-
-    def left_for(self, graph: object, peak_bytes: int) -> int:
-        """Bytes for `graph`, whose peak without recomputation is `peak_bytes`, beside what the others keep."""
-        budget = self.options["budget"]
-        assert isinstance(budget, str | int)
-        whole = budget_in_bytes(budget, peak_bytes)
-        others = sum(kept for other, kept in self.kept_bytes.items() if other != graph)
-        if others and not str(budget).endswith("%"):
-            warnings.warn(
-                f"the model is captured as several graphs: this one gets {format_bytes(max(0, whole - others))} of the budget of "
-                f"{format_bytes(whole)}, for those before it keep {format_bytes(others)} until the backward pass",
-                stacklevel=2,
-            )
-            return max(1, whole - others)
-        return whole
-
-
-_BUDGETS: dict[int, _Budget] = {}
+_BUDGETS: dict[int, SharedBudget] = {}  # by call of torch.compile, as long as what it compiled is there
 
 
 def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
@@ -72,45 +45,58 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         PlannerError: unknown options, or no budget.
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
-    budget = _BUDGETS.setdefault(id(options), _Budget(_checked(options)))
-    context = CompileContext.try_get()
-    frame = None if context is None or context.compile_id is None else context.compile_id.frame_id
+    checked = _checked(options)
+    # As training loops do it: backward() is called outside autocast.
+    with functorch_config.patch(backward_pass_autocast="off"):
+        if checked.get("compile") == "inductor":
+            from planner.inductor import compile_kernels  # importing Inductor takes a second
+
+            return compile_kernels(
+                module, inputs, lambda joint, _, num_fwd_outputs, **__: _split(joint, checked, num_fwd_outputs)
+            )
+        return _compile(module, inputs, _budget(checked))
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
+    """`module` with eager PyTorch's kernels, in the order of schedules that may change from step to step."""
+    planned: list[PlannedGraph] = []
+    more = getattr(module, "compile_subgraph_reason", None)
 
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return _plan(joint, budget, frame, num_fwd_outputs)
+        device = _device(joint, budget.options)
+        captured = capture_joint(joint, device, measure="roofline" not in budget.options)
+        graph = PlannedGraph(joint, captured, num_fwd_outputs)
+        held = [*inputs, *module.parameters(), *module.buffers()]
+        budget.add(graph, held, more=more is not None and more.graph_break)
+        planned.append(graph)
+        return graph.interface()
 
-    # As training loops do it: backward() is called outside autocast.
-    with functorch_config.patch(backward_pass_autocast="off"):
-        if budget.options.get("compile") == "inductor":
-            from planner.inductor import compile_kernels  # importing Inductor takes a second
+    def forward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        return planned[0].forward if planned else boxed_nop(inner, examples)
 
-            return compile_kernels(module, inputs, partition)
-        compiled: Callable[..., Any] = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(module, inputs)
+    def backward(_: fx.GraphModule, __: object) -> Callable[..., Any]:
+        return planned[0].backward
+
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)(module, inputs)
     return compiled
 
 
-def _plan(joint: fx.GraphModule, budget: _Budget, frame: object, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    captured = capture_joint(
-        joint,
-        _device(joint, budget.options),
-        measure="roofline" not in budget.options and budget.options.get("compile") != "inductor",
-    )
-    allowed = budget.left_for(frame, summarize(captured.graph).store_all_peak_bytes)
-    limit, tolerance = budget.options.get("time_limit", 60.0), budget.options.get("tolerance", 1e-3)
-    assert isinstance(limit, float | int) and isinstance(tolerance, float | int)
-    try:
-        plan = solve(captured.graph, allowed, time_limit_s=limit, tolerance=tolerance)
-    except InfeasibleError as error:
-        if budget.kept_bytes.keys() <= {frame}:
-            raise
-        raise InfeasibleError(
-            f"{error} The model is captured as several graphs, and this is not the first: what breaks it "
-            "(TORCH_LOGS=graph_breaks says where) costs memory too"
-        ) from error
-    budget.kept_bytes[frame] = max(budget.kept_bytes.get(frame, 0), kept_bytes(captured.graph, plan.schedule))
+def _split(joint: fx.GraphModule, options: Mapping[str, Any], forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    captured = capture_joint(joint, _device(joint, options), measure=False)
+    limit, tolerance = options.get("time_limit", 60.0), options.get("tolerance", 1e-3)
+    plan = solve(captured.graph, options["budget"], time_limit_s=limit, tolerance=tolerance)
     return split(joint, captured, plan.schedule, forward_outputs=forward_outputs)
+
+
+def _budget(options: Mapping[str, Any]) -> SharedBudget:
+    """The budget of the call of ``torch.compile`` whose graph is being compiled."""
+    made_by = innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
+    if id(made_by) not in _BUDGETS:
+        _BUDGETS[id(made_by)] = SharedBudget(options, lambda *given, **settings: solve(*given, **settings))
+        weakref.finalize(made_by, _BUDGETS.pop, id(made_by), None)
+    return _BUDGETS[id(made_by)]
 
 
 def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.devices import Device
 from graphs.errors import TraceError
-from graphs.ir import Graph, Kind
+from graphs.ir import Graph, Kind, Phase
 from graphs.profile_ops import profile_ops
 from graphs.profile_roofline import model_times
 from graphs.schedule import Compute, Schedule, Step
@@ -93,49 +93,88 @@ def _once(graph: Graph, mutated: set[int]) -> Graph:
     return Graph(ops, graph.tensors, graph.kept, graph.provenance)
 
 
-def kept_bytes(graph: Graph, schedule: Schedule) -> int:
-    """What is in memory between the forward and the backward pass, static bytes included."""
-    live: set[int] = set()
-    for step in schedule.steps[: boundary(graph, schedule)]:
-        if isinstance(step, Compute):
-            live.update(graph.ops[step.op].outputs)
-        else:
-            live.discard(step.tensor)
-    return graph.static_bytes + sum(graph.tensors[t].size_bytes for t in live)
-
-
 def split(
-    module: fx.GraphModule, captured: Capture, schedule: Schedule, *, forward_outputs: int
+    module: fx.GraphModule, captured: Capture, schedule: Schedule, *, forward_outputs: int, slots: Sequence[int] | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward module of `schedule`, as AOTAutograd calls them.
 
     Forward: the primal inputs in, the graph's first `forward_outputs` outputs and what is saved out.
     Backward: what is saved and the tangents in, the graph's other outputs out.
-    """
-    graph, origins = captured.graph, _origins(module, captured)
-    cut = boundary(graph, schedule)
-    primals = [n for n in module.graph.find_nodes(op="placeholder") if not isinstance(n.meta["desc"], TangentAOTInput)]
-    tangents = [n for n in module.graph.find_nodes(op="placeholder") if isinstance(n.meta["desc"], TangentAOTInput)]
-    returned = outputs(module.graph)
 
-    backward = _Emitter(module, captured, origins, after_forward=True)
+    Args:
+        module, captured, schedule: the joint graph, and how to run it.
+        forward_outputs: how many of its outputs are not gradients.
+        slots: a tensor for each place among what is saved, where None stands for what is not; by default the places
+            are those of what is.
+    """
+    cut = boundary(captured.graph, schedule)
+    origins, returned = _origins(module, captured), outputs(module.graph)
     read = _read_later(captured, origins, schedule.steps[cut:], [value for value, _ in returned[forward_outputs:]])
     forward = _Emitter(module, captured, origins, after_forward=False)
-    for node in primals:
+    for node in _inputs(module, tangents=False):
         forward.input(node)
     forward.run(schedule.steps[:cut])
-    saved = [t for t in forward.env if t in read]
-    results = [forward.value(value) for value, _ in returned[:forward_outputs]] + [forward.env[t] for t in saved]
-    saved_descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
-    first = forward.finish(results, [*(desc for _, desc in returned[:forward_outputs]), *saved_descs])
+    saved = {t: value for t, value in forward.env.items() if t in read}
+    places = tuple(saved) if slots is None else tuple(slots)
+    first = forward.finish_forward(returned[:forward_outputs], [saved.get(t) for t in places])
 
-    for t in saved:
-        backward.saved(t, forward.env[t])
-    for node in tangents:
+    backward = _Emitter(module, captured, origins, after_forward=True)
+    for t in places:
+        backward.saved(t, saved.get(t))
+    for node in _inputs(module, tangents=True):
         backward.input(node)
     backward.run(schedule.steps[cut:])
-    gradients = [backward.value(value) for value, _ in returned[forward_outputs:]]
-    return first, backward.finish(gradients, [desc for _, desc in returned[forward_outputs:]])
+    return first, backward.finish_backward(returned[forward_outputs:])
+
+
+def interface(
+    module: fx.GraphModule, captured: Capture, slots: Sequence[int], *, forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Modules with the inputs and outputs of those that ``split`` makes with `slots`, all of which are saved.
+
+    Among the saved is one more at the end.
+    """
+    graph = captured.graph
+    origins, returned = _origins(module, captured), outputs(module.graph)
+    steps = [Compute(op.id) for op in graph.ops]
+    cut = boundary(graph, Schedule(tuple(steps)))
+    forward = _Emitter(module, captured, origins, after_forward=False)
+    for node in _inputs(module, tangents=False):
+        forward.input(node)
+    forward.run(steps[:cut])
+    saved = [forward.env[t] for t in slots]
+    first = forward.finish_forward(returned[:forward_outputs], [*saved, saved[0]])
+
+    backward = _Emitter(module, captured, origins, after_forward=True)
+    for t, value in zip(slots, saved, strict=True):
+        backward.saved(t, value)
+    backward.graph.placeholder("one_more").meta = dict(saved[0].meta)
+    for node in _inputs(module, tangents=True):
+        backward.input(node)
+    backward.run(steps[cut:])
+    return first, backward.finish_backward(returned[forward_outputs:])
+
+
+def tangents(module: fx.GraphModule, captured: Capture) -> tuple[int, ...]:
+    """The static tensors of a joint graph that are gradients of its outputs."""
+    names = {node.name for node in _inputs(module, tangents=True)}
+    return tuple(source.tensor for source in captured.program.sources if source.name in names)
+
+
+def slots(module: fx.GraphModule, captured: Capture) -> tuple[int, ...]:
+    """The tensors that some schedule may save for the backward pass: the inputs, and what the forward ops make."""
+    graph, excluded = captured.graph, set(tangents(module, captured))
+    primals = {node.name for node in _inputs(module, tangents=False)}
+    found = [s.tensor for s in captured.program.sources if s.name in primals and s.tensor not in excluded]
+    for op, node in zip(graph.ops, captured.nodes, strict=True):
+        if op.phase is Phase.FORWARD and node is not None:
+            found += op.outputs
+    return tuple(found)
+
+
+def _inputs(module: fx.GraphModule, *, tangents: bool) -> list[fx.Node]:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput) is tangents]
 
 
 def _origins(module: fx.GraphModule, captured: Capture) -> dict[fx.Node, int]:
@@ -207,7 +246,10 @@ class _Emitter:
         if node in self.origins:
             self.env[self.origins[node]] = copied
 
-    def saved(self, tensor: int, value: fx.Node) -> None:
+    def saved(self, tensor: int, value: fx.Node | None) -> None:
+        if value is None:
+            self.graph.placeholder(f"not_saved_{tensor}")
+            return
         name = value.name if value.op == "placeholder" else f"saved_{value.name}"
         self.env[tensor] = self.graph.placeholder(name)
         self.env[tensor].meta = dict(value.meta)
@@ -250,7 +292,16 @@ class _Emitter:
             return self.env[tensor]
         return self.graph.node_copy(given, self.value)
 
-    def finish(self, results: Sequence[object], descs: Sequence[object]) -> fx.GraphModule:
+    def finish_forward(self, returned: Sequence[tuple[object, object]], saved: Sequence[fx.Node | None]) -> fx.GraphModule:
+        """The module that returns the values of `returned`, each with its descriptor, and what is `saved`."""
+        descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
+        return self._finish([*map(self.value, (v for v, _ in returned)), *saved], [*(d for _, d in returned), *descs])
+
+    def finish_backward(self, returned: Sequence[tuple[object, object]]) -> fx.GraphModule:
+        """The module that returns the values of `returned`, each with its descriptor."""
+        return self._finish([self.value(value) for value, _ in returned], [desc for _, desc in returned])
+
+    def _finish(self, results: Sequence[object], descs: Sequence[object]) -> fx.GraphModule:
         self.graph.output(tuple(results)).meta["desc"] = list(descs)  # type: ignore[arg-type]
         self.graph.lint()
         return fx.GraphModule(self.module, self.graph)

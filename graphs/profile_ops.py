@@ -7,7 +7,7 @@ that repeat, and graphs that are compiled again, cost nothing.
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +21,35 @@ from graphs.devices import Device, op_time_s, workspace_bytes
 from graphs.ir import Graph
 from graphs.profile_memory import Mark, segment_peaks
 from graphs.trace_lower import Capture, allocated_bytes
+from graphs.trace_outputs import items
 
 _PASSES = 3
 _LONG_S = 0.1  # an op that takes so long is timed once
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """A tensor to be made: shape, strides, type and device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> "_Like":
+        return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+    def make(self, generator: torch.Generator) -> torch.Tensor:
+        """One with numbers between 1/4 and 3/4: probabilities, variances and arguments of logarithms are among them.
+
+        Whole numbers are 0, which is an index everywhere.
+        """
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        flat = torch.zeros(0 if 0 in self.shape else extent, dtype=self.dtype, device=self.device)
+        if self.dtype.is_floating_point and self.device == generator.device:
+            flat = flat.float().uniform_(0.25, 0.75, generator=generator).to(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +60,13 @@ class _Cost:
         time_s: least of some executions.
         workspace_bytes: besides inputs and outputs.
         output_bytes: what the allocator hands out for each output.
+        outputs: what they really are, which fake tensors do not always know; None for what is not there.
     """
 
     time_s: float
     workspace_bytes: int
     output_bytes: tuple[int, ...]
+    outputs: tuple[_Like | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,42 +74,56 @@ class _Work:
     """One op that can be executed.
 
     Attributes:
-        target, args, kwargs, value: what is called, and what it returns, with fake tensors.
+        target, args, kwargs: what is called, with a number for each tensor.
+        tensors: by number.
         paths: where its outputs stand in its value, as in ``Call.outputs``.
     """
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    value: Any
+    tensors: tuple[_Like, ...]
     paths: tuple[str, ...]
 
-    def key(self, device: torch.device) -> str:
-        """What its cost depends on."""
-        seen: dict[int, int] = {}
+    @classmethod
+    def of(cls, node: fx.Node, paths: tuple[str, ...], known: Mapping[fx.Node, _Like]) -> "_Work":
+        """The op of `node`.
 
-        def describe(value: object) -> object:
-            if isinstance(value, torch.Tensor):
-                position = seen.setdefault(id(value), len(seen))
-                return (position, tuple(value.shape), value.stride(), value.dtype, value.device)
-            return value
+        Args:
+            known: inputs that are known better than by their fake values.
+        """
+        numbers: dict[fx.Node, _Number] = {}
 
-        settings = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
-        return repr((self.target, tree_map(describe, (self.args, self.kwargs)), self.paths, device, settings))
-
-    def real(self, generator: torch.Generator) -> tuple[Any, Any]:
-        """Arguments of the same shapes, strides and types; whole numbers are 0, which is an index everywhere."""
-        made: dict[int, torch.Tensor] = {}
-
-        def make(value: object) -> object:
+        def number(arg: fx.Node) -> Any:
+            value = arg.meta["val"] if "val" in arg.meta else getattr(arg.graph.owning_module, str(arg.target))
             if not isinstance(value, torch.Tensor):
                 return value
-            if id(value) not in made:
-                made[id(value)] = _like(value, generator)
-            return made[id(value)]
+            tensors.setdefault(arg, known.get(arg) or _Like.of(value))
+            return numbers.setdefault(arg, _Number(len(numbers)))
 
-        args, kwargs = tree_map(make, (self.args, self.kwargs))
+        tensors: dict[fx.Node, _Like] = {}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), number)
+        assert callable(node.target)
+        return cls(node.target, args, kwargs, tuple(tensors.values()), paths)
+
+    @property
+    def key(self) -> str:
+        """What its cost depends on."""
+        settings = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
+        return repr((str(self.target), self.args, self.kwargs, self.tensors, self.paths, settings))
+
+    def real(self, generator: torch.Generator) -> tuple[Any, Any]:
+        """Its arguments, on tensors of their own."""
+        made = [tensor.make(generator) for tensor in self.tensors]
+        args, kwargs = tree_map(lambda v: made[v.position] if isinstance(v, _Number) else v, (self.args, self.kwargs))
         return args, kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Stands for a tensor among arguments."""
+
+    position: int
 
 
 _COSTS: dict[str, _Cost] = {}
@@ -97,19 +139,15 @@ def profile_ops(capture: Capture, device: torch.device, model: Device) -> Graph:
         device: that the graph runs on.
         model: of its times, for the ops that do not run on made-up values, which a warning names.
     """
-    works = [None if node is None else _work(node, capture, op) for op, node in enumerate(capture.nodes)]
-    keys = [None if work is None else work.key(device) for work in works]
-    missing = {key: work for key, work in zip(keys, works, strict=True) if key is not None and work and key not in _COSTS}
     with _apart(device):
-        _measure(missing, device, model)
+        costs = _costs(capture, device, model)
     graph = capture.graph
     sizes = {t.id: t.size_bytes for t in graph.tensors}
     ops = []
-    for op, key in zip(graph.ops, keys, strict=True):
-        if key is None:  # saving the generator's state starts no kernel
+    for op, cost in zip(graph.ops, costs, strict=True):
+        if cost is None:  # saving the generator's state starts no kernel
             ops.append(op)
             continue
-        cost = _COSTS[key]
         ops.append(replace(op, time_s=cost.time_s, workspace_bytes=cost.workspace_bytes))
         sizes |= {t: size for (t, _), size in zip(capture.program.calls[op.id].outputs, cost.output_bytes, strict=True)}
     tensors = tuple(replace(t, size_bytes=sizes[t.id]) for t in graph.tensors)
@@ -123,13 +161,37 @@ def profile_ops(capture: Capture, device: torch.device, model: Device) -> Graph:
     return Graph(tuple(ops), tensors, graph.kept, provenance)
 
 
-def _work(node: fx.Node, capture: Capture, op: int) -> _Work:
-    def value(arg: fx.Node) -> Any:
-        return arg.meta["val"] if "val" in arg.meta else getattr(arg.graph.owning_module, str(arg.target))
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    assert callable(node.target)
-    return _Work(node.target, args, kwargs, node.meta["val"], tuple(path for _, path in capture.program.calls[op].outputs))
+def _costs(capture: Capture, device: torch.device, model: Device) -> list[_Cost | None]:
+    """The cost of each op, measured where it is not known."""
+    generator = torch.Generator(device).manual_seed(0)
+    known: dict[fx.Node, _Like] = {}
+    new: dict[str, tuple[_Work, _Cost]] = {}
+    modelled: dict[str, _Cost] = {}
+    keys: list[str | None] = []
+    for node, call in zip(capture.nodes, capture.program.calls, strict=True):
+        if node is None:
+            keys.append(None)
+            continue
+        work = _Work.of(node, tuple(path for _, path in call.outputs), known)
+        key = work.key
+        keys.append(key)
+        if key not in _COSTS and key not in new and key not in modelled:
+            try:
+                new[key] = (work, _run(work, generator, device))
+            except Exception as error:  # noqa: BLE001 (whatever an op says of values that mean nothing)
+                warnings.warn(
+                    f"{work.target} cannot be measured by itself ({next(iter(str(error).splitlines()), '')}): its time is "
+                    "modelled, and a workspace it may need is not in the plan; leave a margin",
+                    stacklevel=2,
+                )
+                modelled[key] = _modelled(node, work.paths, device, model)
+        cost = _COSTS.get(key) or modelled.get(key) or new[key][1]
+        for path, output in zip(work.paths, cost.outputs, strict=True):
+            if output is not None:
+                known |= dict.fromkeys(items(node, path), output)
+    for (key, (_, cost)), rise in zip(new.items(), _rises([w for w, _ in new.values()], generator, device), strict=True):
+        _COSTS[key] = replace(cost, workspace_bytes=max(0, rise - sum(cost.output_bytes)))
+    return [None if key is None else modelled.get(key) or _COSTS[key] for key in keys]
 
 
 @contextmanager
@@ -145,37 +207,18 @@ def _apart(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _measure(missing: dict[str, _Work], device: torch.device, model: Device) -> None:
-    """Add the costs of what is `missing` to those that are known."""
-    generator = torch.Generator(device).manual_seed(0)
-    measured: list[tuple[str, _Work, float, tuple[int, ...]]] = []
-    for key, work in missing.items():
-        try:
-            measured.append((key, work, *_run(work, generator, device)))
-        except Exception as error:  # noqa: BLE001 (whatever an op says of values that mean nothing)
-            what = next(iter(str(error).splitlines()), "")
-            warnings.warn(
-                f"{work.target} cannot be measured by itself ({what}): its time is modelled, and a workspace it may need is not "
-                "in the plan; leave a margin",
-                stacklevel=2,
-            )
-            _COSTS[key] = _modelled(work, device, model)
-    for (key, _, time_s, sizes), workspace in zip(
-        measured, _workspaces([work for _, work, _, _ in measured], generator, device), strict=True
-    ):
-        _COSTS[key] = _Cost(time_s, max(0, workspace - sum(sizes)), sizes)
-
-
-def _run(work: _Work, generator: torch.Generator, device: torch.device) -> tuple[float, tuple[int, ...]]:
-    """Seconds of `work`, and the bytes of its outputs."""
+def _run(work: _Work, generator: torch.Generator, device: torch.device) -> _Cost:
+    """The cost of `work`, but for its workspace."""
     args, kwargs = work.real(generator)
     value = work.target(*args, **kwargs)
-    sizes = tuple(_bytes_of(_pick(value, path), device) for path in work.paths)
-    del value
+    outputs = [_pick(value, path) for path in work.paths]
+    sizes = tuple(_bytes_of(output, device) for output in outputs)
+    likes = tuple(_Like.of(output) if isinstance(output, torch.Tensor) else None for output in outputs)
+    del value, outputs
     times: list[float] = []
     while len(times) < _PASSES and sum(times) < _LONG_S:
         times.append(_time(lambda: work.target(*args, **kwargs), device))
-    return min(times), sizes
+    return _Cost(min(times), 0, sizes, likes)
 
 
 def _time(call: Callable[[], object], device: torch.device) -> float:
@@ -186,13 +229,13 @@ def _time(call: Callable[[], object], device: torch.device) -> float:
         call()
         last.record()
         torch.cuda.synchronize(device)
-        return first.elapsed_time(last) / 1e3
+        return float(first.elapsed_time(last)) / 1e3
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def _workspaces(works: Sequence[_Work], generator: torch.Generator, device: torch.device) -> list[int]:
+def _rises(works: Sequence[_Work], generator: torch.Generator, device: torch.device) -> list[int]:
     """For each of `works` the bytes by which memory rises while it runs, outputs included."""
     if not works:
         return []
@@ -211,20 +254,12 @@ def _workspaces(works: Sequence[_Work], generator: torch.Generator, device: torc
     return segment_peaks(run, device)[1::2]
 
 
-def _modelled(work: _Work, device: torch.device, model: Device) -> _Cost:
-    call = (work.target, work.args, work.kwargs, work.value, model)
-    sizes = tuple(_bytes_of(_pick(work.value, path), device) for path in work.paths)
-    return _Cost(op_time_s(*call), workspace_bytes(*call), sizes)
-
-
-def _like(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A real tensor of the shape, strides and type of `fake`."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
-    flat = torch.zeros(extent if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
-    if fake.dtype.is_floating_point and fake.device == generator.device:
-        # Probabilities, variances and arguments of logarithms are among them.
-        flat = flat.float().uniform_(0.25, 0.75, generator=generator).to(fake.dtype)
-    return flat.as_strided(fake.shape, fake.stride())
+def _modelled(node: fx.Node, paths: Sequence[str], device: torch.device, model: Device) -> _Cost:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    value = node.meta["val"]
+    call = (node.target, args, kwargs, value, model)
+    sizes = tuple(_bytes_of(_pick(value, path), device) for path in paths)
+    return _Cost(op_time_s(*call), workspace_bytes(*call), sizes, (None,) * len(paths))
 
 
 def _pick(value: Any, path: str) -> Any:

@@ -19,6 +19,7 @@ from torch._functorch import config as functorch_config
 
 from graphs.devices import DEVICES, Device, get_device
 from graphs.errors import PlannerError
+from planner import polyfills as polyfills  # Dynamo knows them from here on
 from planner.partition import capture_joint, split
 from planner.planned_graph import PlannedGraph
 from planner.shared_budget import SharedBudget
@@ -92,9 +93,12 @@ def _split(joint: fx.GraphModule, options: Mapping[str, Any], forward_outputs: i
 
 def _budget(options: Mapping[str, Any]) -> SharedBudget:
     """The budget of the call of ``torch.compile`` whose graph is being compiled."""
-    made_by = innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
+    made = SharedBudget(options, lambda *given, **settings: solve(*given, **settings))
+    compiler = InstructionTranslator.current_tx().output.compiler_fn
+    assert compiler is not None
+    made_by = innermost_backend(compiler)  # torch.compile makes one for each call; an options dict may serve several
     if id(made_by) not in _BUDGETS:
-        _BUDGETS[id(made_by)] = SharedBudget(options, lambda *given, **settings: solve(*given, **settings))
+        _BUDGETS[id(made_by)] = made
         weakref.finalize(made_by, _BUDGETS.pop, id(made_by), None)
     return _BUDGETS[id(made_by)]
 

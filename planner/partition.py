@@ -6,7 +6,7 @@ no name but the base's holds a storage.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from graphs.profile_ops import profile_ops
 from graphs.profile_roofline import model_times
 from graphs.schedule import Compute, Schedule, Step
 from graphs.trace_lower import Capture, StaticTensors, lower
-from graphs.trace_outputs import ignored_inputs, outputs
+from graphs.trace_outputs import ignored_inputs, items, outputs
 from graphs.trace_random import drawn_once
 from graphs.trace_signature import Signature
 from planner.codegen import boundary
@@ -185,18 +185,8 @@ def _origins(module: fx.GraphModule, captured: Capture) -> dict[fx.Node, int]:
     for node, call in zip(captured.nodes, captured.program.calls, strict=True):
         if node is not None:
             for tensor, path in call.outputs:
-                found |= dict.fromkeys(_items(node, path), tensor)
+                found |= dict.fromkeys(items(node, path), tensor)
     return found
-
-
-def _items(node: fx.Node, path: str) -> Iterator[fx.Node]:
-    """The nodes that pick the item at `path` out of the value of `node`."""
-    if not path:
-        yield node
-        return
-    for user in node.users:
-        if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
-            yield from _items(user, path[len(step) :])
 
 
 def _read_later(captured: Capture, origins: Mapping[fx.Node, int], steps: Sequence[Step], results: Sequence[object]) -> set[int]:

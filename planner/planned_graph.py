@@ -26,7 +26,6 @@ class PlannedGraph:
         captured: what is planned of it.
         tangents: its static tensors that are gradients of its outputs.
         outputs: how many tensors the forward module returns besides what it saves.
-        schedule: of the forward passes to come.
         lean: a schedule that keeps little between the passes; None as long as none was looked for.
         watch: called with what a forward pass gets; returns what is to be called with what it returns, and with the
             tensor that dies with what it saves.
@@ -44,6 +43,7 @@ class PlannedGraph:
 
     @property
     def schedule(self) -> Schedule:
+        """Of the forward passes to come."""
         return self._schedule
 
     @schedule.setter

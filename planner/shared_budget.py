@@ -14,7 +14,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.errors import InfeasibleError, LimitError
-from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -109,6 +108,7 @@ class SharedBudget:
 
     @property
     def limit_s(self) -> float:
+        """Seconds for each graph."""
         return float(self.options.get("time_limit", 60.0))
 
     @property
@@ -247,7 +247,7 @@ class _Together:
         each = [format_bytes(kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
         return InfeasibleError(
             f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured as: "
-            f"graph {self._order.index(graph) + 1} gets {format_bytes(max(0, room))} beside the others, and no schedule is found for "
-            f"it; between the passes they keep {', '.join(each)}. Raise the budget, lower the batch size, or remove what breaks "
-            "the model (TORCH_LOGS=graph_breaks says where)"
+            f"graph {self._order.index(graph) + 1} gets {format_bytes(max(0, room))} beside the others, and no schedule is found "
+            f"for it; between the passes they keep {', '.join(each)}. Raise the budget, lower the batch size, or remove what "
+            "breaks the model (TORCH_LOGS=graph_breaks says where)"
         )

@@ -20,7 +20,6 @@ class Seen:
     Attributes:
         inputs: what it read: parameters, buffers, inputs.
         trained: those of `inputs` that will have a ``grad``, and are no other graph's outputs.
-        grads: those of `trained` that had one already.
         held: what autograd held for ops that are in no graph.
         made: what it returned, without its inputs.
         identities: keep the identity of a storage from being given to another one.
@@ -28,7 +27,6 @@ class Seen:
 
     inputs: Storages
     trained: Storages
-    grads: Storages
     held: Storages
     made: Storages = field(default_factory=dict)
     identities: list[StorageWeakRef] = field(default_factory=list)
@@ -42,7 +40,6 @@ class Seen:
         return cls(
             storages(tensors),
             storages(trained),
-            storages(t for t in trained if t.grad is not None),
             storages(held),
             identities=[StorageWeakRef(t.untyped_storage()) for t in (*tensors, *held)],
         )
@@ -79,7 +76,7 @@ def beside(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
     earlier = _union(run.made for run in runs[:index])
     there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
     # Backward: later graphs have left gradients, for parameters and for what earlier graphs made.
-    grads = _union([*(run.grads for run in runs), *(run.trained for run in runs[index + 1 :])])
+    grads = _union(run.trained for run in runs[index + 1 :])
     later, read = (_union(run.inputs for run in some) for some in (runs[index + 1 :], runs))
     waiting = sum(size for s, size in earlier.items() if s in later or s not in read)
     return there + waiting + sum(size for s, size in grads.items() if s not in made)

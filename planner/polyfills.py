@@ -1,0 +1,16 @@
+"""What Dynamo cannot trace as it stands, for ``torch.compile(model, backend="planner")``."""
+
+import torch
+from torch._dynamo.decorators import substitute_in_graph
+from torch.nn.modules import transformer
+
+
+@substitute_in_graph(transformer._detect_is_causal_mask)
+def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:  # noqa: FBT001 (its signature)
+    """Whether attention may leave `mask` out, because the caller says that it is causal.
+
+    PyTorch's own also looks at the numbers in the mask, where the caller says nothing. A graph cannot: it breaks there,
+    in code that Dynamo does not begin a graph in, and all of an ``nn.Transformer`` runs as if nothing was compiled. With
+    the mask attention computes the same.
+    """
+    return bool(is_causal)

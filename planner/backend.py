@@ -16,12 +16,14 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
+from torch._guards import CompileContext
 
 from graphs.devices import DEVICES, Device, get_device
 from graphs.errors import PlannerError
 from planner import polyfills as polyfills  # Dynamo knows them from here on
 from planner.partition import capture_joint, split
 from planner.planned_graph import PlannedGraph
+from planner.rest_of_step import kept_bytes
 from planner.shared_budget import SharedBudget
 from planner.solving import solve
 
@@ -37,25 +39,21 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 
     Args:
         module, inputs: what Dynamo captured.
-        options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of each graph, less
-            what earlier graphs keep; a percentage is of each graph's own peak), ``compile`` (whose kernels run: those of
-            eager PyTorch, or ``inductor``), ``roofline`` (the device whose times
-            are modelled; by default the one the model is on), ``time_limit`` (seconds per graph, 60), ``tolerance`` (0.001).
+        options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of all graphs of
+            the model; a percentage is of the peak without recomputation), ``compile`` (whose kernels run: those of
+            eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
+            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (0.001).
 
     Raises:
         PlannerError: unknown options, or no budget.
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
-    checked = _checked(options)
+    budget = _budget(_checked(options))
     # As training loops do it: backward() is called outside autocast.
     with functorch_config.patch(backward_pass_autocast="off"):
-        if checked.get("compile") == "inductor":
-            from planner.inductor import compile_kernels  # importing Inductor takes a second
-
-            return compile_kernels(
-                module, inputs, lambda joint, _, num_fwd_outputs, **__: _split(joint, checked, num_fwd_outputs)
-            )
-        return _compile(module, inputs, _budget(checked))
+        if budget.options.get("compile") == "inductor":
+            return _compile_kernels(module, inputs, budget)
+        return _compile(module, inputs, budget)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
@@ -84,11 +82,24 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     return compiled
 
 
-def _split(joint: fx.GraphModule, options: Mapping[str, Any], forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    captured = capture_joint(joint, _device(joint, options), measure=False)
-    limit, tolerance = options.get("time_limit", 60.0), options.get("tolerance", 1e-3)
-    plan = solve(captured.graph, options["budget"], time_limit_s=limit, tolerance=tolerance)
-    return split(joint, captured, plan.schedule, forward_outputs=forward_outputs)
+def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
+    """`module` with Inductor's kernels, for a schedule that stays."""
+    from planner.inductor import compile_kernels  # importing Inductor takes a second
+
+    context = CompileContext.try_get()
+    frame = None if context is None or context.compile_id is None else context.compile_id.frame_id
+    options = budget.options
+
+    def partition(
+        joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        captured = capture_joint(joint, _device(joint, options), measure=False)
+        graph, limit, tolerance = captured.graph, options.get("time_limit", 60.0), options.get("tolerance", 1e-3)
+        schedule = solve(graph, budget.left_for(frame, graph), time_limit_s=limit, tolerance=tolerance).schedule
+        budget.keep(frame, graph.static_bytes + kept_bytes(graph, schedule))
+        return split(joint, captured, schedule, forward_outputs=num_fwd_outputs)
+
+    return compile_kernels(module, inputs, partition)
 
 
 def _budget(options: Mapping[str, Any]) -> SharedBudget:

@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.errors import InfeasibleError, LimitError
+from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -56,6 +57,7 @@ class SharedBudget:
         self._solve = solve
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
+        self._kept_by_frame: dict[object, int] = {}
         self._learning = True
         self._known: dict[PlannedGraph, Seen] = {}
 
@@ -76,11 +78,7 @@ class SharedBudget:
         whole = self.whole([*(run.graph for run in self._runs), graph], runs)
         room = max(1, whole - others)
         if self._runs:
-            warnings.warn(
-                f"the model is captured as several graphs: this one gets {format_bytes(room)} of the budget of "
-                f"{format_bytes(whole)}, for those before it keep {format_bytes(others)} until the backward pass",
-                stacklevel=2,
-            )
+            self._warn(room, whole, others)
         graph.watch = lambda args: self._begin(graph, args)
         captured = graph.captured.graph
         if more:
@@ -96,6 +94,11 @@ class SharedBudget:
         except InfeasibleError as error:
             if not self._runs:
                 raise
+            if any(run.graph.lean is None for run in self._runs):  # taken for the last one; from the next step on it keeps less
+                peak_bytes = solving.summarize(captured).store_all_peak_bytes
+                graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
+                graph.schedule = graph.lean or store_all(captured)
+                return
             kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self._runs)
             raise InfeasibleError(
                 f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
@@ -150,6 +153,26 @@ class SharedBudget:
             if len(runs) > 1 or runs[0].graph.lean is not None:
                 _Together(self, runs).plan()
 
+    def left_for(self, frame: object, graph: Graph) -> int:
+        """Bytes for a graph whose plan stays as it is, beside what those of other frames keep."""
+        whole = solving.budget_in_bytes(self.options["budget"], solving.summarize(graph).store_all_peak_bytes)
+        others = sum(kept for other, kept in self._kept_by_frame.items() if other != frame)
+        if self._in_percent or not others:
+            return whole
+        self._warn(max(0, whole - others), whole, others)
+        return max(1, whole - others)
+
+    def keep(self, frame: object, size_bytes: int) -> None:
+        """Note what such a graph keeps until the backward pass, static bytes included: the most of any shape."""
+        self._kept_by_frame[frame] = max(self._kept_by_frame.get(frame, 0), size_bytes)
+
+    def _warn(self, room: int, whole: int, others: int) -> None:
+        warnings.warn(
+            f"the model is captured as several graphs: this one gets {format_bytes(room)} of the budget of "
+            f"{format_bytes(whole)}, for those before it keep {format_bytes(others)} until the backward pass",
+            stacklevel=3,
+        )
+
     def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule) -> Schedule:
         """The schedule within `budget_bytes` that leaves `rest_bytes` of it between the passes; `known` is one."""
         captured = graph.captured.graph
@@ -178,35 +201,41 @@ class _Together:
         Raises:
             InfeasibleError: no plans are found that fit beside each other; says what each keeps.
         """
-        lean = self._leanest()
-        least = {graph: kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
         most = {graph: kept_bytes(graph.captured.graph, store_all(graph.captured.graph)) for graph in self._graphs}
-
-        def sharing(share: float) -> dict[PlannedGraph, int]:
-            return {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
-
-        low, high, kept, known = 0.0, 1.0, least, lean
-        share = high
-        for _ in range(_HALVINGS):
-            fitting = self._fitting(sharing(share))
-            if fitting is None:
-                high = share
-            else:
-                low, kept, known = share, sharing(share), fitting
-            if low == high:
-                break
-            share = (low + high) / 2
+        kept, known = self._shares(most)
         for graph in self._graphs:
             room = self._room(graph, kept)
             schedule = self._budget.leaving(graph, room, self._rest(graph, room, kept), known[graph])
             kept = {**kept, graph: kept_bytes(graph.captured.graph, schedule)}
             graph.schedule = schedule
 
+    def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
+        """What each graph may keep, of what it keeps at most, and schedules that do with it."""
+        everything = self._fitting(most)
+        if everything is not None:
+            return dict(most), everything
+        lean = self._leanest()
+        least = {graph: kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
+
+        def sharing(share: float) -> dict[PlannedGraph, int]:
+            return {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
+
+        low, high, found = 0.0, 1.0, (least, lean)
+        for _ in range(_HALVINGS):
+            share = (low + high) / 2
+            fitting = self._fitting(sharing(share))
+            if fitting is None:
+                high = share
+            else:
+                low, found = share, (sharing(share), fitting)
+        return found
+
     def _leanest(self) -> dict[PlannedGraph, Schedule]:
         """Schedules that keep little."""
         kept = dict.fromkeys(self._graphs, 0)
         found: dict[PlannedGraph, Schedule] = {}
-        for _ in range(2):  # a graph that runs again and again is beside itself
+        repeated = len(self._order) > len(self._graphs)
+        for _ in range(1 + repeated):  # a graph that runs again is beside itself
             for graph in self._graphs:
                 room = self._room(graph, kept)
                 schedule = lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._budget.limit_s)

@@ -54,6 +54,19 @@ class Thirds(nn.Module):
         return self.third(late) + early
 
 
+def through(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layers(x)
+
+
+class Apart(Thirds):
+    """The same stacks, called where nothing is captured: nothing says of the first that others follow, one of them itself."""
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = through(self.first, x)
+        return through(self.third, through(self.second, early)) + early
+
+
 def wav2vec2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.Wav2Vec2Config(
@@ -90,6 +103,7 @@ def step_of(run: Callable[..., Any], batch: tuple[torch.Tensor, ...]) -> Callabl
 def measured_bytes(model: nn.Module, batch: tuple[torch.Tensor, ...], step: Callable[[], None]) -> int:
     """Parameters, buffers and batch, each storage once, and the most that the allocator hands out on top during a step."""
     model.zero_grad()
+    torch.manual_seed(1)
     level = peak = 0
     for event in cpu_allocations(lambda _: step()):
         level += event.size_bytes or 0
@@ -115,29 +129,31 @@ def in_steps(model: nn.Module, batch: tuple[torch.Tensor, ...], budget: int | st
     return [measured_bytes(model, batch, step) for _ in range(2)]
 
 
-@pytest.mark.parametrize(("make", "graphs"), [(Masked, 1), (Thirds, 3), (wav2vec2, 2)])
+@pytest.mark.parametrize(
+    ("make", "graphs"), [(Masked, 1), (Thirds, 3), (Apart, 2), pytest.param(wav2vec2, 2, marks=pytest.mark.slow)]
+)
 def test_measured_peak_is_within_the_budget(make: Callable[[], nn.Module], graphs: int) -> None:
     torch.manual_seed(0)
     model = make()
     batch = batch_of(model)
     whole = max(in_steps(copy.deepcopy(model), batch, "100%"))
     assert len(only_budget()._known) == graphs  # as Dynamo captures it: none, and nothing here would be planned
-    least = None
-    for share in (0.95, 0.8, 0.65, 0.5, 0.35, 0.2):
+    met = []
+    for share in (0.85, 0.6):
         torch._dynamo.reset()
         twin, budget = copy.deepcopy(model), int(share * whole)
         try:
             peaks = in_steps(twin, batch, budget)
         except (InfeasibleError, torch._dynamo.exc.BackendCompilerFailed):
-            break
+            continue  # this machine's kernels need more
         assert max(peaks) <= budget + _SCALARS
-        least = twin
-    assert least is not None
+        met.append(twin)
+    assert met
+    torch.manual_seed(1)
     step_of(model, batch)()
-    least.zero_grad()
-    step_of(compiled(least, budget * 100), batch)()
-    for planned, eager in zip(least.parameters(), model.parameters(), strict=True):
-        assert planned.grad is eager.grad is None or torch.equal(planned.grad, eager.grad)  # type: ignore[arg-type]
+    for planned, eager in zip(met[-1].parameters(), model.parameters(), strict=True):
+        assert (planned.grad is None) == (eager.grad is None)
+        assert planned.grad is None or eager.grad is None or torch.equal(planned.grad, eager.grad)
 
 
 def test_all_graphs_are_planned_together_after_the_first_step() -> None:

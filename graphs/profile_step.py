@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from graphs.ir import Graph, Op
+from graphs.profile_unchanged import kept
 from graphs.program import Writer, define, load, variable
 from graphs.schedule import Compute, schedule_of
 from graphs.trace_lower import Capture, allocated_bytes
 from graphs.trace_signature import Batch, leaves
-from graphs.unchanged import kept
 
 
 class RealStep:

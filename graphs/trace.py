@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from graphs.errors import TraceError
 from graphs.ir import Kind
+from graphs.profile_unchanged import restored
 from graphs.trace_attention import attention_as_on_cuda
 from graphs.trace_dropout import dropout_as_eager
 from graphs.trace_effects import Effect, check_effects, recording_effects
@@ -32,7 +33,6 @@ from graphs.trace_guards import Guards, build_guards, guarded_names, readable
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
 from graphs.trace_signature import Batch, Signature, arguments, call_on_fakes, leaves, take_apart, target_names
-from graphs.unchanged import restored
 
 LossFn = Callable[..., object]
 

@@ -10,10 +10,10 @@ from graphs.plan import Plan
 from graphs.profile import profile
 from graphs.profile_roofline import model_times
 from graphs.profile_step import with_real_sizes, written_by
+from graphs.profile_unchanged import unchanged
 from graphs.trace import LossFn, TrainingStep, capture
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch, as_leaves
-from graphs.unchanged import unchanged
 from planner import measure
 from planner.executor import Executor
 from planner.plan_check import check_sizes

@@ -17,11 +17,11 @@ from graphs.errors import EagerWarning
 from graphs.ir import Op
 from graphs.plan import Plan
 from graphs.profile_step import RealStep
+from graphs.profile_unchanged import WritesUndone, unchanged
 from graphs.program import variable
 from graphs.trace import TrainingStep
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch
-from graphs.unchanged import WritesUndone, unchanged
 from graphs.units import format_bytes, format_seconds
 from planner.api import measured_peak
 from planner.measure import Isolated, Outcome, Step, outcome, turn_times

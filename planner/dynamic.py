@@ -14,11 +14,11 @@ from graphs.fitted import Fit, Sizes, same_ops, sample_sizes
 from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.profile_step import written_by
+from graphs.profile_unchanged import unchanged
 from graphs.simulate import simulate
 from graphs.trace import TrainingStep
 from graphs.trace_lower import Capture
 from graphs.trace_signature import Batch, as_leaves
-from graphs.unchanged import unchanged
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import measure
 from planner.last_used import LastUsed

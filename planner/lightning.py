@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphs.errors import PlannerError, TraceError
-from graphs.unchanged import unchanged
+from graphs.profile_unchanged import unchanged
 from planner.batch_plans import BatchPlans, check_options
 from planner.train import PlannedStep
 from planner.wrappers import InReplicated, unwrap

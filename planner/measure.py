@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphs.profile_memory import cpu_allocations
+from graphs.profile_unchanged import WritesUndone, same, unchanged
 from graphs.trace_signature import Batch, arguments, as_leaves, call, leaves
-from graphs.unchanged import WritesUndone, same, unchanged
 from planner.machine import machine
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
@@ -116,7 +116,7 @@ def outcome(
 
     Args:
         seed: of the random state that it is run from; None: the one that is there.
-        written: as in ``graphs.unchanged.unchanged``.
+        written: as in ``graphs.profile_unchanged.unchanged``.
         undone: finds that, where it is not known.
     """
     with unchanged(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():

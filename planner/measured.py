@@ -8,9 +8,9 @@ from enum import StrEnum
 import torch
 
 from graphs.errors import PlannerError
+from graphs.profile_unchanged import unchanged
 from graphs.trace import TrainingStep
 from graphs.trace_lower import StaticTensors
-from graphs.unchanged import unchanged
 from graphs.zoo import Workload
 from planner import measure
 from planner.measure import Outcome, Step

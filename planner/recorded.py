@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
 from graphs.profile_step import real_static, written_by
+from graphs.profile_unchanged import unchanged
 from graphs.trace import TrainingStep
 from graphs.trace_lower import Capture, allocated_bytes
 from graphs.trace_random import drawn_once
 from graphs.trace_signature import Batch
-from graphs.unchanged import unchanged
 from planner.executor import Executor
 
 T = TypeVar("T")

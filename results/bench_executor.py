@@ -12,9 +12,9 @@ from statistics import median
 
 import torch
 
+from graphs.profile_unchanged import unchanged
 from graphs.trace import TrainingStep, capture
 from graphs.trace_signature import Batch, call
-from graphs.unchanged import unchanged
 from graphs.units import format_seconds
 from graphs.zoo import Workload, build
 from planner.executor import Executor

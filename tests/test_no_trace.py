@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import planner
 from graphs.errors import PlannerError, TraceError
-from graphs.unchanged import WritesUndone, unchanged
+from graphs.profile_unchanged import WritesUndone, unchanged
 from planner import train
 from planner.measure import outcome
 

@@ -13,7 +13,7 @@ from torch.nn.modules import module as modules
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.python_state import PythonState
+from graphs.profile_python_state import PythonState
 from graphs.trace_signature import Batch, leaves
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

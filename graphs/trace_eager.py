@@ -81,7 +81,7 @@ def _dynamo_as_eager() -> Iterator[None]:
 
     handlers[torch.addcdiv] = handle
     try:
-        with dynamo_config.patch(enable_dynamo_decompositions=False):
+        with dynamo_config.patch(enable_dynamo_decompositions=False, fake_tensor_cache_enabled=False):
             yield
     finally:
         handlers[torch.addcdiv] = decompose

@@ -28,8 +28,10 @@ from graphs.ir import Kind
 from graphs.profile_unchanged import restored
 from graphs.trace_attention import attention_as_on_cuda
 from graphs.trace_dropout import dropout_as_eager
+from graphs.trace_eager import ops_as_eager, refuse_kernels_of_the_cpu, separate_biases
 from graphs.trace_effects import Effect, check_effects, recording_effects
 from graphs.trace_guards import Guards, build_guards, guarded_names, readable
+from graphs.trace_layouts import layouts_as_eager
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
 from graphs.trace_signature import Batch, Signature, arguments, call_on_fakes, leaves, take_apart, target_names
@@ -101,10 +103,15 @@ def capture(
         raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
     step = TrainingStep(model, loss_fn)
     with restored(step, batch), ExitStack() as stack:
+        stack.enter_context(ops_as_eager())
         if as_on_cuda:
             stack.enter_context(attention_as_on_cuda())
         joint, guards = _joint_graph(stack, step, batch)
     graph = joint.graph_module.graph
+    if as_on_cuda:
+        refuse_kernels_of_the_cpu(graph)
+    separate_biases(graph)
+    layouts_as_eager(graph)
     fix_outputs(graph)
     if not as_on_cuda:
         dropout_as_eager(graph)

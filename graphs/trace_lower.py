@@ -1,8 +1,9 @@
 """From a joint graph to ops and storages, and to the program that executes them."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import fx, nn
@@ -18,7 +19,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.program import TANGENT, Call, Program, Source, variable
+from graphs.trace_eager import called
 from graphs.trace_guards import Guards
+from graphs.trace_layouts import laid_out, read_strides
 from graphs.trace_outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
 from graphs.trace_redraw import LOCK, drawing_from
 from graphs.trace_signature import Batch, Signature, leaves
@@ -347,10 +350,12 @@ class _Lowering:
     def _render_call(self, node: fx.Node) -> str:
         # An ignored input may be gone by the time the op is executed; only the static ones cannot.
         gone = {arg for arg in ignored_inputs(node) if arg.op != "placeholder"}
-        args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg) for arg in node.args]
-        args += [f"{key}={self._render(value)}" for key, value in node.kwargs.items()]
-        target = _AS_LAID_OUT.get(node.target, node.target)
-        return f"{self._name(target, str(target).replace('.', '_'))}({', '.join(args)})"
+        strides = read_strides(node)
+        args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg, strides) for arg in node.args]
+        args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
+        assert isinstance(node.target, torch._ops.OpOverload)
+        target = _AS_LAID_OUT.get(node.target, called(node.target))
+        return f"{self._name(target, str(node.target).replace('.', '_'))}({', '.join(args)})"
 
     def _render_redraw(self, node: fx.Node) -> str | None:
         """The call of `node` with a generator to draw from."""
@@ -362,12 +367,14 @@ class _Lowering:
         name = getattr(target, "__name__", str(target)).replace(".", "_")
         return f"{self._name(target, f'{name}_from')}({', '.join((*args, 'generator=own_generator'))})"
 
-    def _render(self, arg: object) -> str:
+    def _render(self, arg: object, strides: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> str:
         match arg:
+            case fx.Node() if arg in strides:
+                return f"{self._name(laid_out, 'laid_out')}({self.expressions[arg]}, {tuple(strides[arg])})"
             case fx.Node():
                 return self.expressions[arg]
             case list() | tuple():
-                return f"[{', '.join(map(self._render, arg))}]"
+                return f"[{', '.join(self._render(item, strides) for item in arg)}]"
             case None | bool() | int() | str():
                 return repr(arg)
             case float() if arg == arg and abs(arg) != float("inf"):

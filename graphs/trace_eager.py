@@ -1,0 +1,139 @@
+"""Capture each op as eager PyTorch runs it, where capture by itself would take it apart.
+
+Beside the kernels of its operators PyTorch has Python functions that compute some of them from others, and calls them
+wherever a graph is captured for a compiler, which fuses again what they take apart. Executed op by op they cost time
+and memory, and round otherwise; those of recurrent networks leave out the dropout between layers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DispatchKey
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.variables import TorchInGraphFunctionVariable
+from torch._ops import OpOverload, OpOverloadPacket
+
+from graphs.errors import TraceError
+from graphs.trace_layouts import writes_noted
+from graphs.trace_products import products_as_eager
+
+aten = torch.ops.aten
+
+_AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+# What is captured by its Python function all the same.
+_DECOMPOSED = {
+    # The fused kernel, which draws and rounds as eager PyTorch's three ops do and keeps a quarter of the bytes.
+    aten.dropout.default,
+    # Their schemas do not say that they write the running statistics.
+    aten.native_batch_norm.default,
+    aten.cudnn_batch_norm.default,
+    # Eager PyTorch looks at the values first, to check them, which no static graph can. The results are the same.
+    aten.one_hot.default,
+    aten.istft.default,
+}
+
+
+@contextmanager
+def ops_as_eager() -> Iterator[None]:
+    """Inside, capture finds the kernels of PyTorch's operators and not the Python functions that decompose them."""
+    with ExitStack() as stack:
+        for op in _overloads():
+            decompositions = {key: op.py_kernels[key] for key in _AUTOGRAD_KEYS if key in op.py_kernels}
+            if decompositions and op not in _DECOMPOSED:
+                stack.callback(_restore, op, decompositions)
+                _remove(op, decompositions)
+        stack.enter_context(products_as_eager())
+        stack.enter_context(_dynamo_as_eager())
+        stack.enter_context(writes_noted())
+        yield
+
+
+def _overloads() -> Iterator[OpOverload]:
+    """The operators that Python knows by now; what nobody has named has no Python function."""
+    for packet in vars(aten).values():
+        if isinstance(packet, OpOverloadPacket):
+            yield from (op for op in vars(packet).values() if isinstance(op, OpOverload))
+
+
+def _remove(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> None:
+    for key in kernels:
+        del op.py_kernels[key]
+    op._dispatch_cache.clear()
+
+
+def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> None:
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()
+
+
+@contextmanager
+def _dynamo_as_eager() -> Iterator[None]:
+    """Inside, Dynamo takes ``addcdiv`` and ``addcmul_`` apart only if it must: where their factor is a tensor."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    decompose = handlers[torch.addcdiv]
+
+    def handle(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if kwargs["value"].is_python_constant() else decompose(self, tx, *args, **kwargs)
+
+    handlers[torch.addcdiv] = handle
+    try:
+        with dynamo_config.patch(enable_dynamo_decompositions=False, fake_tensor_cache_enabled=False):
+            yield
+    finally:
+        handlers[torch.addcdiv] = decompose
+
+
+def mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """``aten.mkldnn_rnn_layer``, which keeps what its backward pass needs only where gradients are recorded."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        results: tuple[torch.Tensor, ...] = aten.mkldnn_rnn_layer.default(*args)
+        return results
+
+
+def mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """``aten.mkldnn_rnn_layer_backward``, with a gradient of its own for each of the two biases, which get one tensor there."""
+    results = list(aten.mkldnn_rnn_layer_backward.default(*args))
+    results[_SECOND_BIAS] = results[_SECOND_BIAS].clone()
+    return tuple(results)
+
+
+_SECOND_BIAS = 4
+_CALLED = {
+    aten.mkldnn_rnn_layer.default: mkldnn_rnn_layer,
+    aten.mkldnn_rnn_layer_backward.default: mkldnn_rnn_layer_backward,
+}
+
+
+def separate_biases(graph: fx.Graph) -> None:
+    """Let the fake values of ``mkldnn_rnn_layer_backward`` have a gradient for each bias, whether they shared one or not."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
+        values = list(node.meta["val"])
+        with values[_SECOND_BIAS].fake_mode:
+            values[_SECOND_BIAS] = torch.empty_like(values[_SECOND_BIAS])
+        node.meta["val"] = tuple(values)
+        for user in node.users:
+            if user.args[1] == _SECOND_BIAS:
+                user.meta["val"] = values[_SECOND_BIAS]
+
+
+def called(op: OpOverload) -> Callable[..., Any]:
+    """What to call for `op` where nothing is recorded, to compute what it computes where gradients are."""
+    return _CALLED.get(op, op)
+
+
+def refuse_kernels_of_the_cpu(graph: fx.Graph) -> None:
+    """Make sure that what is captured on the CPU for CUDA is not of kernels that the CPU alone has.
+
+    Raises:
+        TraceError: it is.
+    """
+    for op in _CALLED:
+        if any(node.target is op for node in graph.nodes):
+            raise TraceError(
+                "nn.LSTM runs in cuDNN on CUDA, whose memory is not known without it: plan it on a CPU, or write the cell out "
+                "(nn.LSTMCell)"
+            )

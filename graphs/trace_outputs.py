@@ -48,7 +48,6 @@ def fix_outputs(graph: fx.Graph) -> None:
     _check_layouts(graph)
     _check_writes(graph)
     _check_loss(graph)
-    _drop_tangents_of_mutations(graph)
     _drop_needless_copies(graph)
     _write_back_mutations(graph, first_backward(graph))
     _own_gradients(graph)
@@ -214,26 +213,6 @@ def _keep_old_value(graph: fx.Graph, target: fx.Node, late: list[fx.Node]) -> No
     copy = call_before(list(graph.find_nodes(op="placeholder"))[-1].next, aten.clone.default, target)
     for user in late:
         user.replace_input_with(target, copy)
-
-
-def _drop_tangents_of_mutations(graph: fx.Graph) -> None:
-    """Let the gradient of a parameter that the step overwrites (``nn.Embedding`` with ``max_norm``) be that of the loss alone.
-
-    AOTAutograd adds what would come from a use after the step, of which there is none.
-    """
-    inputs = {node.meta["desc"]: node for node in graph.find_nodes(op="placeholder")}
-    for desc, tangent in inputs.items():
-        if not isinstance(desc, TangentAOTInput) or not isinstance(desc.output, InputMutationAOTOutput):
-            continue
-        for user in list(tangent.users):
-            others = [arg for arg in user.args if arg is not tangent]
-            if user.target is aten.add.Tensor and len(others) == 1 and not user.kwargs and isinstance(others[0], fx.Node):
-                user.replace_all_uses_with(others[0])
-                graph.erase_node(user)
-            elif user.op != "output":
-                user.replace_input_with(tangent, call_before(user, aten.zeros_like.default, inputs[desc.output.mutated_input]))
-        if not tangent.users:
-            graph.erase_node(tangent)
 
 
 def _readers(node: fx.Node) -> Iterable[fx.Node]:

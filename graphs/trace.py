@@ -183,7 +183,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> _Tra
         # Without the shape environment every size is a plain number.
         with branches.followed() if branches else nullcontext():
             joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
-    return joint, _guards(output, effects, step, batch), branches
+        return joint, _guards(output, effects, step, batch), branches
 
 
 def _settings(stack: ExitStack) -> None:

@@ -125,7 +125,7 @@ def _check_loss(graph: fx.Graph) -> None:
 
 def _check_layouts(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if any(value.layout is not torch.strided for value in _tensors(node.meta.get("val"))):
+        if any(value.layout is not torch.strided for value in tensors_in(node.meta.get("val"))):
             gradients = [desc.grad_of for value, desc in outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]
             what = f"the gradient of {_name(gradients[0])}" if gradients else f"the result of {node.target}"
             raise TraceError(

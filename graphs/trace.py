@@ -103,10 +103,13 @@ def capture(
     if torch.is_inference_mode_enabled():
         raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
     step = TrainingStep(model, loss_fn)
-    with restored(step, batch), ExitStack() as stack:
-        if as_on_cuda:
-            stack.enter_context(attention_as_on_cuda())
-        joint, guards, branches = _joint_graph(step, batch)
+    try:
+        joint, guards, branches = _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    except TraceError as error:
+        if "maybe_install_capturing_hooks" not in str(error):
+            raise
+        install_hooks(step)  # they stay, as after the model's first step
+        joint, guards, branches = _joint_graph(step, batch, as_on_cuda=as_on_cuda)
     graph = joint.graph_module.graph
     conditions = branches.guards(graph, step, batch) if branches else None
     fix_outputs(graph)
@@ -138,7 +141,15 @@ def capture(
 _Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
 
 
-def _joint_graph(step: TrainingStep, batch: Batch) -> _Traced:
+def _joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> _Traced:
+    """What ``_with_branches`` returns; the step and the batch are afterwards as they were."""
+    with restored(step, batch), ExitStack() as stack:
+        if as_on_cuda:
+            stack.enter_context(attention_as_on_cuda())
+        return _with_branches(step, batch)
+
+
+def _with_branches(step: TrainingStep, batch: Batch) -> _Traced:
     """The joint graph of `step`, its guards, and the branches on data that were taken, if any.
 
     Every node carries fake values, inputs and outputs descriptors. To know values takes longer than to do without, which
@@ -151,7 +162,6 @@ def _joint_graph(step: TrainingStep, batch: Batch) -> _Traced:
         if known := _own_message(error):
             raise TraceError(known) from error
     branches = Branches(batch)
-    install_hooks(step)
     try:
         traced = _traced(step, batch, branches)
     except Exception as error:  # whatever stops the capture, the user gets one line

@@ -7,7 +7,7 @@ model of any size is captured without allocating it.
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import torch
@@ -23,10 +23,12 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from graphs.errors import TraceError
+from graphs.errors import PlannerError, TraceError
 from graphs.ir import Kind
 from graphs.profile_unchanged import restored
 from graphs.trace_attention import attention_as_on_cuda
+from graphs.trace_branches import Branches, asks_for_values
+from graphs.trace_drawn import no_python_draws
 from graphs.trace_dropout import dropout_as_eager
 from graphs.trace_eager import ops_as_eager, refuse_kernels_of_the_cpu, separate_biases
 from graphs.trace_effects import Effect, check_effects, recording_effects
@@ -35,6 +37,7 @@ from graphs.trace_layouts import layouts_as_eager
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
 from graphs.trace_signature import Batch, Signature, arguments, call_on_fakes, leaves, take_apart, target_names
+from graphs.trace_steps import gradients_asked_for, install_hooks, no_cudnn_flags
 
 LossFn = Callable[..., object]
 
@@ -102,12 +105,15 @@ def capture(
     if torch.is_inference_mode_enabled():
         raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
     step = TrainingStep(model, loss_fn)
-    with restored(step, batch), ExitStack() as stack:
-        stack.enter_context(ops_as_eager())
-        if as_on_cuda:
-            stack.enter_context(attention_as_on_cuda())
-        joint, guards = _joint_graph(stack, step, batch)
+    try:
+        joint, guards, branches = _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    except TraceError as error:
+        if "maybe_install_capturing_hooks" not in str(error):
+            raise
+        install_hooks(step)  # they stay, as after the model's first step
+        joint, guards, branches = _joint_graph(step, batch, as_on_cuda=as_on_cuda)
     graph = joint.graph_module.graph
+    conditions = branches.guards(graph, step, batch) if branches else None
     if as_on_cuda:
         refuse_kernels_of_the_cpu(graph)
     separate_biases(graph)
@@ -135,12 +141,70 @@ def capture(
     }
     signature = Signature.of(batch, joint.out_spec)
     lowered = lower(graph, statics, signature, generator=_generator(device), provenance=provenance)
-    return replace(lowered, guards=guards)
+    return replace(lowered, guards=guards, conditions=conditions)
 
 
-def _joint_graph(stack: ExitStack, step: TrainingStep, batch: Batch) -> tuple[JointWithDescriptors, Guards | None]:
-    """The joint graph of `step`; every node carries fake values, inputs and outputs descriptors. With its guards."""
+_Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
+
+
+def _joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> _Traced:
+    """What ``_with_branches`` returns; the step and the batch are afterwards as they were."""
+    with restored(step, batch), ExitStack() as stack:
+        stack.enter_context(ops_as_eager())
+        if as_on_cuda:
+            stack.enter_context(attention_as_on_cuda())
+        return _with_branches(step, batch)
+
+
+def _with_branches(step: TrainingStep, batch: Batch) -> _Traced:
+    """The joint graph of `step`, its guards, and the branches on data that were taken, if any.
+
+    Every node carries fake values, inputs and outputs descriptors. To know values takes longer than to do without, which
+    most models can.
+    """
+    try:
+        if traced := _traced(step, batch, None):
+            return traced
+    except Exception as error:  # the second attempt says why
+        if known := _own_message(error):
+            raise TraceError(known) from error
+    branches = Branches(batch)
+    try:
+        traced = _traced(step, batch, branches)
+    except Exception as error:  # whatever stops the capture, the user gets one line
+        raise TraceError(_why(error, step, batch, branches)) from error
+    assert traced is not None
+    return traced
+
+
+def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> _Traced | None:
+    """The joint graph of `step` with its guards; None where `branches` are needed for it, and not given."""
     args, kwargs = arguments(batch)
+    with ExitStack() as stack:
+        _settings(stack)
+        with ExitStack() as dynamo:
+            dynamo.enter_context(no_python_draws())
+            dynamo.enter_context(gradients_asked_for())
+            dynamo.enter_context(no_cudnn_flags(_device(step, batch)))
+            if branches:
+                dynamo.enter_context(branches.taken())
+            effects = dynamo.enter_context(recording_effects())
+            with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+                output = fullgraph_capture(step, args, kwargs)
+        module = create_fx_graph_from_captured_output(output, step, args, kwargs)
+        if branches:
+            branches.settle(module)
+        elif asks_for_values(module.graph):
+            return None
+        stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
+        # Without the shape environment every size is a plain number.
+        with branches.followed() if branches else nullcontext():
+            joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
+        return joint, _guards(output, effects, step, batch), branches
+
+
+def _settings(stack: ExitStack) -> None:
+    """How steps are traced."""
     stack.enter_context(torch.enable_grad())
     stack.enter_context(
         torch._dynamo.config.patch(
@@ -155,16 +219,6 @@ def _joint_graph(stack: ExitStack, step: TrainingStep, batch: Batch) -> tuple[Jo
     )
     # A training loop calls backward() outside autocast.
     stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-    try:
-        with recording_effects() as effects, _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
-            output = fullgraph_capture(step, args, kwargs)
-        module = create_fx_graph_from_captured_output(output, step, args, kwargs)
-        stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        # Without the shape environment every size is a plain number.
-        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
-    except Exception as error:  # whatever stops the capture, the user gets one line
-        raise TraceError(_why(error, step, batch)) from error
-    return joint, _guards(output, effects, step, batch)
 
 
 def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, batch: Batch) -> Guards | None:
@@ -198,8 +252,10 @@ def _logging_methods() -> set[object]:
     return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
 
 
-def _why(error: Exception, step: TrainingStep, batch: Batch) -> str:
+def _why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches) -> str:
     """What stopped the capture, in one line."""
+    if known := _own_message(error) or branches.refusal:
+        return known
     try:
         call_on_fakes(step, batch)
     except TraceError as own:
@@ -210,6 +266,14 @@ def _why(error: Exception, step: TrainingStep, batch: Batch) -> str:
     where = f" ({frames[-1]})" if frames else ""
     kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
     return f"the step cannot be captured as one graph: {kind}{_first_line(error)}{where}"
+
+
+def _own_message(error: BaseException) -> str | None:
+    """What the planner says of an error that it raised inside the capture; None of others."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PlannerError):
+        cause = cause.__cause__ or cause.__context__
+    return None if cause is None else str(cause)
 
 
 def _first_line(error: BaseException) -> str:

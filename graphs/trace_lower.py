@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.program import TANGENT, Call, Program, Source, variable
+from graphs.trace_conditions import DataGuards
 from graphs.trace_eager import called
 from graphs.trace_guards import Guards
 from graphs.trace_layouts import laid_out, read_strides
@@ -43,6 +44,7 @@ class Capture:
         nodes: for each op the node it was captured as, with its fake values; None for ops that
             save the generator's state.
         guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
+        conditions: what must hold of the data for this to be the step; None if nothing need.
     """
 
     graph: Graph
@@ -50,6 +52,7 @@ class Capture:
     signature: Signature
     nodes: tuple[fx.Node | None, ...]
     guards: Guards | None = None
+    conditions: DataGuards | None = None
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:

@@ -125,7 +125,7 @@ def _check_loss(graph: fx.Graph) -> None:
 
 def _check_layouts(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if any(value.layout is not torch.strided for value in _tensors(node.meta.get("val"))):
+        if any(value.layout is not torch.strided for value in tensors_in(node.meta.get("val"))):
             gradients = [desc.grad_of for value, desc in outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]
             what = f"the gradient of {_name(gradients[0])}" if gradients else f"the result of {node.target}"
             raise TraceError(
@@ -176,13 +176,14 @@ def _drop_needless_copies(graph: fx.Graph) -> None:
         value, result = fake(copied), fake(node)
         same = value.untyped_storage().nbytes() == result.untyped_storage().nbytes() and value.stride() == result.stride()
         # A view of the copy, or one that is returned, is what others know by its storage.
-        shared = any(storage(result) in map(storage, _tensors(user.meta.get("val"))) for user in node.users)
+        shared = any(storage(result) in map(storage, tensors_in(user.meta.get("val"))) for user in node.users)
         if same and not shared and graph.output_node() not in node.users and storage(value) not in static:
             node.replace_all_uses_with(copied)
             graph.erase_node(node)
 
 
-def _tensors(value: object) -> list[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors in the value of a node."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

@@ -38,6 +38,7 @@ class Executor:
         self.code = compile_schedule(capture.graph, capture.program, schedule)
         self._step = TrainingStep(model, loss_fn)
         self._guards = capture.guards
+        self._conditions = capture.conditions
         self._device_type = next(self._step.parameters()).device.type
         self._autocast = _autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
@@ -71,6 +72,8 @@ class Executor:
         self._check(leaves)
         if self._guards is not None:
             self._guards.check(self._step, args, kwargs)
+        if self._conditions:
+            self._conditions.check(self._step, leaves)
         return leaves
 
     def _check(self, leaves: Sequence[object]) -> None:

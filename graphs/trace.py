@@ -6,8 +6,8 @@ model of any size is captured without allocating it.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -31,12 +31,12 @@ from graphs.trace_branches import Branches, asks_for_values
 from graphs.trace_drawn import no_python_draws
 from graphs.trace_dropout import dropout_as_eager
 from graphs.trace_eager import ops_as_eager, refuse_kernels_of_the_cpu, separate_biases
-from graphs.trace_effects import Effect, check_effects, recording_effects
+from graphs.trace_effects import Effect, UnsettledError, check_effects, recording_effects, settle
 from graphs.trace_guards import Guards, build_guards, guarded_names, readable
 from graphs.trace_layouts import layouts_as_eager
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
-from graphs.trace_signature import Batch, Signature, arguments, call_on_fakes, leaves, take_apart, target_names
+from graphs.trace_signature import Batch, Signature, arguments, call, call_on_fakes, leaves, take_apart, target_names
 from graphs.trace_steps import gradients_asked_for, install_hooks, no_cudnn_flags
 
 LossFn = Callable[..., object]
@@ -105,13 +105,7 @@ def capture(
     if torch.is_inference_mode_enabled():
         raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
     step = TrainingStep(model, loss_fn)
-    try:
-        joint, guards, branches = _joint_graph(step, batch, as_on_cuda=as_on_cuda)
-    except TraceError as error:
-        if "maybe_install_capturing_hooks" not in str(error):
-            raise
-        install_hooks(step)  # they stay, as after the model's first step
-        joint, guards, branches = _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    joint, guards, branches = _settled_graph(step, batch, as_on_cuda=as_on_cuda)
     graph = joint.graph_module.graph
     conditions = branches.guards(graph, step, batch) if branches else None
     if as_on_cuda:
@@ -147,6 +141,30 @@ def capture(
 _Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
 
 
+def _settled_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> _Traced:
+    """What ``_joint_graph`` returns, of a step whose Python values are as after its first call."""
+    try:
+        return _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    except UnsettledError as unsettled:
+        args, kwargs = arguments(batch)
+
+        @contextmanager
+        def called() -> Iterator[None]:
+            with restored(step, batch), torch.no_grad():
+                call(step, batch)
+                yield
+
+        settle(unsettled.effects, called, {"self": step, "args": args, "kwargs": kwargs}, TrainingStep.forward.__globals__)
+    except TraceError as error:
+        if "maybe_install_capturing_hooks" not in str(error):
+            raise
+        install_hooks(step)  # they stay, as after the model's first step
+    try:
+        return _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    except UnsettledError as unsettled:
+        raise TraceError(f"{unsettled} changes in the second step too: run the model before it is planned") from unsettled
+
+
 def _joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> _Traced:
     """What ``_with_branches`` returns; the step and the batch are afterwards as they were."""
     with restored(step, batch), ExitStack() as stack:
@@ -165,12 +183,16 @@ def _with_branches(step: TrainingStep, batch: Batch) -> _Traced:
     try:
         if traced := _traced(step, batch, None):
             return traced
+    except UnsettledError:
+        raise
     except Exception as error:  # the second attempt says why
         if known := _own_message(error):
             raise TraceError(known) from error
     branches = Branches(batch)
     try:
         traced = _traced(step, batch, branches)
+    except UnsettledError:
+        raise
     except Exception as error:  # whatever stops the capture, the user gets one line
         raise TraceError(_why(error, step, batch, branches)) from error
     assert traced is not None
@@ -262,6 +284,11 @@ def _why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches)
         return str(own)
     except Exception:  # noqa: BLE001  # the error of the capture says more
         pass
+    if "expected to have an entirely functional graph" in str(error):
+        return (
+            "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: "
+            "make it a buffer (register_buffer)"
+        )
     frames = [line.strip() for line in str(error).splitlines() if line.lstrip().startswith("File ")]
     where = f" ({frames[-1]})" if frames else ""
     kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "

@@ -1,17 +1,16 @@
 """Python values that a step changes while it runs: counters, caches, what a module remembers of its last call.
 
 A planned step runs kernels, no Python: it changes none of them. A value that the step reads and changes at every call would
-be frozen in the plan, so it is refused by name. One that it only sets is named in a warning. What is set once and stays (a
-mask that is built when it is first needed) is neither.
+be frozen in the plan, so it is refused by name. One that it only sets is named in a warning. What the first step sets and
+later ones read (a mask that is built when it is first needed) is set before the capture, by running the model once.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import FrameSummary
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -30,12 +29,14 @@ class Effect:
     Attributes:
         owner: name of the object, as Dynamo writes it.
         attribute: of the object; None where the object itself is changed, such as a list.
-        frame: the line that does so, if it is known.
+        where: the line that does so, in brackets, for messages; empty where it is not known.
+        replaced: a buffer or parameter, for which another tensor is put.
     """
 
     owner: str
     attribute: str | None
-    frame: FrameSummary | None
+    where: str
+    replaced: bool = False
 
     @property
     def name(self) -> str:
@@ -53,6 +54,18 @@ class Effect:
                 f"{self.owner}['{self.attribute}']",
             }
         return any(guard == name or guard.startswith((f"{name}.", f"{name}[")) for name in names for guard in guarded)
+
+
+class UnsettledError(Exception):
+    """The step reads values that its first call sets: it is captured as it is from the second on.
+
+    Attributes:
+        effects: what is set.
+    """
+
+    def __init__(self, effects: list[Effect]) -> None:
+        super().__init__(", ".join(effect.name for effect in effects))
+        self.effects = effects
 
 
 @contextmanager
@@ -80,18 +93,52 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
 
     Raises:
         TraceError: names the value, and the line that changes it.
+        UnsettledError: values change in the first call only.
     """
-    unsteady = [effect for effect in effects if _is_unsteady(effect, effects, run, local, scope)]
-    for effect in unsteady:
+    for effect in effects:
+        if effect.replaced:
+            raise TraceError(
+                f"{readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a planned "
+                "step does not do: change it in place (copy_, add_, lerp_)"
+            )
+    changes = {effect: _how_it_changes(effect, effects, run, local, scope) for effect in effects}
+    for effect, change in changes.items():
+        if change != "always":
+            continue
         name = readable(effect.name, local, scope)
-        where = f" ({effect.frame.filename}:{effect.frame.lineno})" if effect.frame else ""
         if effect.is_read(guarded):
             raise TraceError(
-                f"{name} changes at every step{where}, and the step reads it: in a plan it would stay as it is now. Make it a "
-                "tensor that is changed in place (a buffer, with add_), pass it with the batch as a tensor, or change it outside "
-                "of what is planned"
+                f"{name} changes at every step{effect.where}, and the step reads it: in a plan it would stay as it is now. Make "
+                "it a tensor that is changed in place (a buffer, with add_), pass it with the batch as a tensor, or change it "
+                "outside of what is planned"
             )
-        warnings.warn(f"{name} is set by the step{where}: a planned step does not set it, return it instead", stacklevel=2)
+        warnings.warn(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead", stacklevel=2)
+    if unsettled := [effect for effect, change in changes.items() if change == "once" and effect.is_read(guarded)]:
+        raise UnsettledError(unsettled)
+
+
+def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]], local: Scope, scope: Scope) -> None:
+    """Set values as the first call of the step sets them, and say so.
+
+    Args:
+        run: a context behind one call of the step on real tensors, at whose end all is as it was.
+        effects, local, scope: as for ``check_effects``.
+
+    Raises:
+        TraceError: they cannot be set.
+    """
+    with run():
+        values = [_found(effect, local, scope) for effect in effects]
+    for effect, value in zip(effects, values, strict=True):
+        name = readable(effect.name, local, scope)
+        if effect.attribute is None or value is _ABSENT:
+            raise TraceError(f"{name} changes in the first step{effect.where}: run the model once before it is planned")
+        setattr(_owner(effect, local, scope), effect.attribute, value)
+        warnings.warn(
+            f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and is "
+            "planned as it is from then on",
+            stacklevel=2,
+        )
 
 
 def _effects(effects: SideEffects) -> list[Effect]:
@@ -104,13 +151,33 @@ def _effects(effects: SideEffects) -> list[Effect]:
             continue  # made by the step itself
         frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
         own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]  # attributes are set in nn.Module
-        frame = next(reversed(own or frames), None)
+        where = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or frames)), "")
         attributes = effects.store_attr_mutations.get(variable)
-        if attributes:
-            found += [Effect(owner, name, frame) for name, value in attributes.items() if not _is_itself(value, owner, name)]
+        if owner.endswith(("._buffers", "._parameters")):
+            module = owner.rpartition(".")[0]
+            found += [Effect(module, name, where, replaced=True) for name in _replaced(variable)]
+        elif attributes:
+            found += [Effect(owner, name, where) for name, value in attributes.items() if not _is_itself(value, owner, name)]
         else:
-            found.append(Effect(owner, None, frame))
+            found.append(Effect(owner, None, where))
     return [effect for effect in found if effect.owner.startswith(("L[", "G["))]
+
+
+def _replaced(tensors: Any) -> Iterator[str]:
+    """Names in a module's table of tensors that stand for others than before; what is written in place is the same."""
+    before, now = (
+        {getattr(key, "vt", key).as_python_constant(): value for key, value in items.items()}
+        for items in (tensors.original_items, tensors.items)
+    )
+    for name, value in now.items():
+        if value is not before.get(name) and _storage(value) != _storage(before.get(name)):
+            yield name
+
+
+def _storage(variable: Any) -> int | None:
+    value = variable.realize() if hasattr(variable, "realize") else variable
+    proxy = value.as_proxy() if value is not None and value.is_tensor() else None
+    return None if proxy is None else proxy.node.meta["example_value"].untyped_storage()._cdata
 
 
 def _is_itself(value: Any, owner: str, name: str) -> bool:
@@ -121,17 +188,21 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
     return str(source.name) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
 
 
-def _is_unsteady(effect: Effect, effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> bool:
-    """Whether the value is another after each of two steps, on fake tensors; all values are afterwards as they were."""
+def _how_it_changes(
+    effect: Effect, effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope
+) -> Literal["never", "once", "always"]:
+    """In which of two steps the value becomes another, on fake tensors; all values are afterwards as they were."""
     before = _snapshots(effects, local, scope)
     try:
-        seen = []
+        seen = [_found(effect, local, scope)]
         for _ in range(2):
             run()
             seen.append(_found(effect, local, scope))
-        return not _same(seen[0], seen[1])
+        if not _same(seen[1], seen[2]):
+            return "always"
+        return "never" if _same(seen[0], seen[1]) else "once"
     except Exception:  # noqa: BLE001  # what cannot run on fake tensors: a number that the step sets is one that changes
-        return isinstance(_found(effect, local, scope), int | float)
+        return "always" if isinstance(_found(effect, local, scope), int | float) else "once"
     finally:
         for restore in before:
             restore()

@@ -156,7 +156,9 @@ class Isolated:
             return self._run()
 
     def _run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
-        returned = self._step(*self._args, **self._kwargs)
+        # Containers of its own: a step may take out of them what it reads.
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (self._args, self._kwargs))
+        returned = self._step(*args, **kwargs)
         loss = loss_of(returned)
         if self._ends is None:
             self._ends = _ends(loss)
@@ -172,8 +174,9 @@ class Isolated:
             gradients = list(torch.autograd.grad(loss, reached, allow_unused=True))
         named = {id(tensor): name for name, tensor in self._known.items()}
         found: dict[str, torch.Tensor | None] = dict.fromkeys(self._known)
-        for i, (tensor, gradient) in enumerate(zip(reached, gradients, strict=True)):
-            found[named.get(id(tensor), f"tensor {i} outside the model")] = gradient
+        for tensor, gradient in zip(reached, gradients, strict=True):
+            if id(tensor) in named:  # others were made by the step itself, and nobody else knows them
+                found[named[id(tensor)]] = gradient
         return returned, found
 
 

@@ -233,8 +233,19 @@ def test_what_is_only_set_is_named_in_a_warning(batch: tuple[torch.Tensor, ...])
     assert not hasattr(model, "last")
 
 
-@pytest.mark.parametrize("kind", ["mask", "flag", "buffer"])
-def test_what_is_set_once_or_counted_in_a_tensor_works(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
+def test_what_the_first_step_sets_is_set_before(batch: tuple[torch.Tensor, ...]) -> None:
+    model, other = Stateful("mask"), Stateful("mask")
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match=r"model.mask is set by the first step \(.*test_guards.py:\d+\), and read by later ones"):
+        step = planner.compile(model, F.mse_loss, batch, budget="100%")
+    model(batch[0])
+    assert torch.equal(model.mask, torch.ones(4))
+    for _ in range(3):
+        assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("kind", ["flag", "buffer"])
+def test_what_is_set_and_not_read_or_counted_in_a_tensor_works(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
     model, other = Stateful(kind), Stateful(kind)
     other.load_state_dict(model.state_dict())
     with warnings.catch_warnings():

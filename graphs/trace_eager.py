@@ -8,6 +8,7 @@ and memory, and round otherwise; those of recurrent networks leave out the dropo
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
 
 from graphs.errors import TraceError
 from graphs.trace_layouts import writes_noted
@@ -49,6 +51,7 @@ def ops_as_eager() -> Iterator[None]:
         stack.enter_context(products_as_eager())
         stack.enter_context(_dynamo_as_eager())
         stack.enter_context(writes_noted())
+        stack.enter_context(_recurrent_layers_made_anew())
         yield
 
 
@@ -81,10 +84,27 @@ def _dynamo_as_eager() -> Iterator[None]:
 
     handlers[torch.addcdiv] = handle
     try:
-        with dynamo_config.patch(enable_dynamo_decompositions=False, fake_tensor_cache_enabled=False):
+        with dynamo_config.patch(enable_dynamo_decompositions=False):
             yield
     finally:
         handlers[torch.addcdiv] = decompose
+
+
+@contextmanager
+def _recurrent_layers_made_anew() -> Iterator[None]:
+    """Inside, no fake value of a recurrent layer comes from the cache, which forgets that both bias gradients are one tensor.
+
+    The same network would be another graph the second time.
+    """
+    validate = FakeTensorMode._validate_cache_key
+
+    def refuse(self: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> None:
+        if func in _CALLED:
+            raise _BypassDispatchCache(f"{func} returns one tensor twice")
+        validate(self, func, args, kwargs)
+
+    with patch.object(FakeTensorMode, "_validate_cache_key", refuse):
+        yield
 
 
 def mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:

@@ -163,15 +163,16 @@ class Isolated:
         if self._ends is None:
             self._ends = _ends(loss)
         reached, nested = self._ends
-        if nested:
-            for tensor in reached:
-                tensor.grad = None
-            loss.backward()
-            gradients = [tensor.grad for tensor in reached]
-            for tensor in reached:
-                tensor.grad = None
-        else:
-            gradients = list(torch.autograd.grad(loss, reached, allow_unused=True))
+        with torch.autocast(loss.device.type, enabled=False):  # training loops call backward() outside
+            if nested:
+                for tensor in reached:
+                    tensor.grad = None
+                loss.backward()
+                gradients = [tensor.grad for tensor in reached]
+                for tensor in reached:
+                    tensor.grad = None
+            else:
+                gradients = list(torch.autograd.grad(loss, reached, allow_unused=True))
         named = {id(tensor): name for name, tensor in self._known.items()}
         found: dict[str, torch.Tensor | None] = dict.fromkeys(self._known)
         for tensor, gradient in zip(reached, gradients, strict=True):
@@ -185,7 +186,9 @@ def run_both(step: "Step | Isolated", batch: Batch) -> object:
     if isinstance(step, Isolated):
         return step.run()
     returned = call(step, batch)
-    loss_of(returned).backward()
+    loss = loss_of(returned)
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()
     return returned
 
 

@@ -1,8 +1,14 @@
 """What Dynamo cannot trace as it stands, for ``torch.compile(model, backend="planner")``."""
 
+from types import FunctionType
+
 import torch
 from torch._dynamo.decorators import substitute_in_graph
 from torch.nn.modules import transformer
+
+_written = transformer._detect_is_causal_mask
+# Another object: what is substituted below would be this one too.
+_as_written = FunctionType(_written.__code__, _written.__globals__, _written.__name__, _written.__defaults__)
 
 
 @substitute_in_graph(transformer._detect_is_causal_mask)
@@ -11,6 +17,8 @@ def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, siz
 
     PyTorch's own also looks at the numbers in the mask, where the caller says nothing. A graph cannot: it breaks there,
     in code that Dynamo does not begin a graph in, and all of an ``nn.Transformer`` runs as if nothing was compiled. With
-    the mask attention computes the same.
+    the mask attention computes the same. Where a step is captured, with guards on data, it looks.
     """
+    if torch.compiler.is_exporting():
+        return bool(_as_written(mask, is_causal, size))
     return bool(is_causal)

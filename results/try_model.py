@@ -22,6 +22,7 @@ from graphs.zoo import Workload
 from planner import api, stock_methods
 from planner.measure import Outcome, Step, loss_of, measure_memory, turn_times
 from planner.solving import order_for, summarize
+from planner.torch_blocks import block_levels
 from results.bench import one_thread
 from results.storages import LiveStorages
 from results.training_loop import batches
@@ -195,7 +196,7 @@ class Trial:
     def _checkpointed(self) -> None:
         """Blocks of the level that takes the least memory, and a plan for as much; nothing where none saves any."""
         found: list[tuple[int, Runner]] = []
-        for level in range(1, stock_methods.block_levels(self._fresh().model) + 1):
+        for level in range(1, block_levels(self._fresh().model) + 1):
             workload = self._fresh()
             runner = Runner(workload, stock_methods.checkpoint_blocks(level).prepare(workload.model, workload.loss_fn))
             try:

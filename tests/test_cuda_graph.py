@@ -194,7 +194,7 @@ def test_gradients_of_inputs_and_other_results_are_copies_too() -> None:
     wanted = model(x).argmax(1)
     loss.backward()
     (gradient,) = torch.autograd.grad(F.mse_loss(model(x), target), x)
-    step(-x.detach(), target)
+    step((-x).detach().requires_grad_(), target)
     assert torch.equal(classes, wanted)
     assert torch.equal(x.grad, gradient)
 

@@ -55,7 +55,8 @@ class Branching(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[x.sum(1) > 0].sum()
+        hidden = self.inner(x)
+        return hidden[hidden.sum(1) > 0].sum()
 
 
 def test_every_way_to_train_is_a_row() -> None:

@@ -26,8 +26,8 @@ from graphs.units import format_bytes, format_seconds
 from planner.api import measured_peak
 from planner.measure import Isolated, Outcome, Step, outcome, turn_times
 
-_TURNS, _MOST_TURNS = 3, 9
-_ENOUGH_S = 0.1  # of turns, where steps are short
+_MOST_TURNS = 9
+_TURNS_S = 0.5  # for turns of both, in all; one at least
 # What is captured may take that much more than eager PyTorch, and that much at least, before somebody is told.
 _MUCH = 1.5
 _LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
@@ -104,9 +104,10 @@ def _times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> d
     """Seconds of each of `steps`, taken in turns: as for ops, the least on the CPU, where others may interrupt."""
     parameters = list(step.parameters())
     begin = time.perf_counter()
-    found = turn_times(steps, batch, parameters=parameters, repeats=_TURNS)
-    if time.perf_counter() - begin < _ENOUGH_S:
-        found = turn_times(steps, batch, parameters=parameters, repeats=_MOST_TURNS)
+    found = turn_times(steps, batch, parameters=parameters, repeats=1)
+    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was to warm up
+    if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
+        found = turn_times(steps, batch, parameters=parameters, repeats=turns)
     typical = median if parameters[0].device.type == "cuda" else min
     return {name: typical(turns) for name, turns in found.items()}
 

@@ -192,8 +192,8 @@ _PATHS = (
     (r"L\['kwargs'\]\['([^']+)'\]", r"input '\1'"),
     (r"\.__dict__\['(\w+)'\]", r".\1"),
     (r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1"),
-    (r"G\['__import_([^']+)'\]", lambda found: found[1].replace("_dot_", ".").replace("__main__.", "")),
-    (r"G\['([^']+)'\]", r"\1"),
+    (r"(?<![\w.])G\['__import_([^']+)'\]", lambda found: found[1].replace("_dot_", ".").replace("__main__.", "")),
+    (r"(?<![\w.])G\['([^']+)'\]", r"\1"),
     (r"__main__\.", ""),
 )
 
@@ -234,7 +234,10 @@ _PATTERNS = (
         r"tensor '(?P<source>.+)' requires_grad mismatch\. expected requires_grad=(?P<planned>\d).*",
         "{name}.requires_grad was {planned_flag} when the step was planned, and is not now",
     ),
-    (r"tensor '(?P<source>.+)' (?P<planned>.+? mismatch.*)", "{name} is not as it was when the step was planned: {planned}"),
+    (
+        r"tensor '(?P<source>.+)' (?P<planned>.+? mismatch.*?)(?:\. Guard failed.*)?",
+        "{name} is not as it was when the step was planned: {planned}",
+    ),
     (
         r"expected type of '(?P<source>.+)' to be a tensor type.*",
         "{name} was a tensor when the step was planned, and is {now} now",

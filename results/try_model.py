@@ -5,6 +5,7 @@ Writes its rows as JSON, after each way to train it, so that those of a process 
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -261,6 +262,7 @@ def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
 
 def _failed(row: Row, error: Exception) -> Row:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = line.replace(f"{Path(__file__).parent.parent}{os.sep}", "")  # the same wherever the repository lies
     if isinstance(error, PlannerError):
         return replace(row, status=REFUSED, message=line)
     return replace(

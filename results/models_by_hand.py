@@ -156,20 +156,25 @@ def parametrized() -> Workload:
     return classified(nn.Sequential(*layers, nn.Linear(96, 10)), torch.randn(512, 96))
 
 
+class Squash(torch.autograd.Function):
+    """With a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """X / (1 + |x|)."""
+        y = x / (1 + x.abs())
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """From the output alone."""
+        (y,) = ctx.saved_tensors
+        return gradient * (1 - y.abs()).square()
+
+
 def custom_function() -> Workload:
     """An activation with a backward pass of its own."""
-
-    class Squash(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            y = x / (1 + x.abs())
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            (y,) = ctx.saved_tensors
-            return gradient * (1 - y.abs()).square()
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         for layer in m.layers:

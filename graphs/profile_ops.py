@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from graphs.devices import Device, op_time_s, workspace_bytes
 from graphs.ir import Graph
 from graphs.profile_memory import Mark, segment_peaks
+from graphs.trace_eager import called
+from graphs.trace_layouts import laid_out, read_strides
 from graphs.trace_lower import Capture, allocated_bytes
 from graphs.trace_outputs import items
 
@@ -103,8 +106,11 @@ class _Work:
 
         tensors: dict[fx.Node, _Like] = {}
         args, kwargs = fx.map_arg((node.args, node.kwargs), number)
-        assert callable(node.target)
-        return cls(node.target, args, kwargs, tuple(tensors.values()), paths)
+        target, strides = called(node.target), read_strides(node)
+        if strides:
+            leaves = tree_leaves((node.args, node.kwargs))
+            target = _Reading(target, tuple(strides.get(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves))
+        return cls(target, args, kwargs, tuple(tensors.values()), paths)
 
     @property
     def key(self) -> str:
@@ -117,6 +123,20 @@ class _Work:
         made = [tensor.make(generator) for tensor in self.tensors]
         args, kwargs = tree_map(lambda v: made[v.position] if isinstance(v, _Number) else v, (self.args, self.kwargs))
         return args, kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """An op on copies of some of its tensors, which it is to read with other strides."""
+
+    target: Callable[..., Any]
+    strides: tuple[Sequence[int] | None, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        copies = [v if s is None else laid_out(v, s) for v, s in zip(leaves, self.strides, strict=True)]
+        args, kwargs = tree_unflatten(copies, spec)
+        return self.target(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +220,7 @@ def _apart(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with (
         _disable_current_modes(),
+        no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         torch.random.fork_rng(devices),

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.variables import TorchInGraphFunctionVariable
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
 
@@ -76,18 +77,30 @@ def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> 
 @contextmanager
 def _dynamo_as_eager() -> Iterator[None]:
     """Inside, Dynamo takes ``addcdiv`` and ``addcmul_`` apart only if it must: where their factor is a tensor."""
+    with ExitStack() as stack:
+        stack.enter_context(dynamo_config.patch(enable_dynamo_decompositions=False))
+        dynamo_as_eager_where(lambda _: True, stack)
+        yield
+
+
+def dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
+    """Until `stack` is closed, let Dynamo take no op apart by itself in the frames that are `wanted`, unless it must.
+
+    It must where a factor (``value`` of ``addcdiv`` and ``addcmul_``) is a tensor, which the op itself would read.
+    """
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    decompose = handlers[torch.addcdiv]
+    stack.callback(handlers.__setitem__, torch.addcdiv, handlers[torch.addcdiv])
+    handlers[torch.addcdiv] = _whole_where(wanted, handlers[torch.addcdiv])
+    for name in ("method_addcmul_", "method_addcdiv_"):
+        stack.enter_context(patch.object(TensorVariable, name, _whole_where(wanted, getattr(TensorVariable, name))))
 
-    def handle(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if kwargs["value"].is_python_constant() else decompose(self, tx, *args, **kwargs)
 
-    handlers[torch.addcdiv] = handle
-    try:
-        with dynamo_config.patch(enable_dynamo_decompositions=False):
-            yield
-    finally:
-        handlers[torch.addcdiv] = decompose
+def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose: Callable[..., Any]) -> Callable[..., Any]:
+    def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
+        must = "value" in kwargs and not kwargs["value"].is_python_constant()
+        return decompose(self, tx, *args, **kwargs) if must or not wanted(tx) else None
+
+    return handle
 
 
 @contextmanager
@@ -128,6 +141,11 @@ _CALLED = {
 }
 
 
+# Where a kernel lays its result out in another way than its fake one says (mse_loss_backward of a transposed input), eager
+# PyTorch's backward pass copies what cannot be viewed; so does this, and elsewhere it makes the same view.
+_AS_LAID_OUT: dict[OpOverload, OpOverload] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+
+
 def separate_biases(graph: fx.Graph) -> None:
     """Let the fake values of ``mkldnn_rnn_layer_backward`` have a gradient for each bias, whether they shared one or not."""
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
@@ -140,9 +158,9 @@ def separate_biases(graph: fx.Graph) -> None:
                 user.meta["val"] = values[_SECOND_BIAS]
 
 
-def called(op: OpOverload) -> Callable[..., Any]:
-    """What to call for `op` where nothing is recorded, to compute what it computes where gradients are."""
-    return _CALLED.get(op, op)
+def called(op: Any) -> Callable[..., Any]:
+    """What to call for `op` where nothing is recorded, to compute what eager PyTorch computes."""
+    return _CALLED.get(op) or _AS_LAID_OUT.get(op, op)
 
 
 def refuse_kernels_of_the_cpu(graph: fx.Graph) -> None:

@@ -27,12 +27,6 @@ from graphs.trace_outputs import fake, first_backward, ignored_inputs, is_random
 from graphs.trace_redraw import LOCK, drawing_from
 from graphs.trace_signature import Batch, Signature, leaves
 
-# Where a kernel lays its result out in another way than its fake one says (mse_loss_backward of a transposed input), eager
-# PyTorch's backward pass copies what cannot be viewed; so does this, and elsewhere it makes the same view.
-_AS_LAID_OUT: dict[object, object] = dict.fromkeys(
-    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Capture:
@@ -357,7 +351,7 @@ class _Lowering:
         args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg, strides) for arg in node.args]
         args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
         assert isinstance(node.target, torch._ops.OpOverload)
-        target = _AS_LAID_OUT.get(node.target, called(node.target))
+        target = called(node.target)
         return f"{self._name(target, str(node.target).replace('.', '_'))}({', '.join(args)})"
 
     def _render_redraw(self, node: fx.Node) -> str | None:

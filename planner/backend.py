@@ -7,6 +7,7 @@ again when, is ours (``planner.partition``). Guards, graph breaks and recompilat
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.eval_frame import innermost_backend
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
 from graphs.devices import DEVICES, Device, get_device
 from graphs.errors import PlannerError
+from graphs.trace_eager import dynamo_as_eager_where, ops_as_eager
 from planner import polyfills as polyfills  # Dynamo knows them from here on
 from planner.partition import capture_joint, split
 from planner.planned_graph import PlannedGraph
@@ -60,6 +62,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     """`module` with eager PyTorch's kernels, in the order of schedules that may change from step to step."""
     planned: list[PlannedGraph] = []
     more = getattr(module, "compile_subgraph_reason", None)
+    scope = InstructionTranslator.current_tx().f_locals.values()
+    model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
 
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
@@ -68,7 +72,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         captured = capture_joint(joint, device, measure="roofline" not in budget.options)
         graph = PlannedGraph(joint, captured, num_fwd_outputs)
         held = [*inputs, *module.parameters(), *module.buffers()]
-        budget.add(graph, held, more=more is not None and more.graph_break)
+        budget.add(graph, held, model, more=more is not None and more.graph_break)
         planned.append(graph)
         return graph.interface()
 
@@ -78,7 +82,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     def backward(_: fx.GraphModule, __: object) -> Callable[..., Any]:
         return planned[0].backward
 
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)(module, inputs)
+    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
+    with ops_as_eager():
+        compiled: Callable[..., Any] = compiler(module, inputs)
     return compiled
 
 
@@ -105,13 +111,30 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 def _budget(options: Mapping[str, Any]) -> SharedBudget:
     """The budget of the call of ``torch.compile`` whose graph is being compiled."""
     made = SharedBudget(options, lambda *given, **settings: solve(*given, **settings))
-    compiler = InstructionTranslator.current_tx().output.compiler_fn
-    assert compiler is not None
-    made_by = innermost_backend(compiler)  # torch.compile makes one for each call; an options dict may serve several
+    made_by = _made_by(InstructionTranslator.current_tx())
     if id(made_by) not in _BUDGETS:
         _BUDGETS[id(made_by)] = made
         weakref.finalize(made_by, _BUDGETS.pop, id(made_by), None)
     return _BUDGETS[id(made_by)]
+
+
+def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
+    """What the call of ``torch.compile`` made that a frame is compiled for; an options dict may serve several."""
+    compiler = translator.output.compiler_fn
+    assert compiler is not None
+    return innermost_backend(compiler)
+
+
+def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
+    """Whether a frame is compiled for this backend, with eager PyTorch's kernels."""
+    if translator.output.compiler_fn is None:
+        return False
+    made_by = _made_by(translator)
+    options = getattr(made_by, "kwargs", {}).get("options", {})
+    return getattr(made_by, "compiler_fn", None) is planner and options.get("compile") != "inductor"
+
+
+dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
 
 
 def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:

@@ -8,6 +8,7 @@ no name but the base's holds a storage.
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from graphs.ir import Graph, Kind, Phase
 from graphs.profile_ops import profile_ops
 from graphs.profile_roofline import model_times
 from graphs.schedule import Compute, Schedule, Step
+from graphs.trace_eager import called, separate_biases
+from graphs.trace_layouts import laid_out, layouts_as_eager, read_strides
 from graphs.trace_lower import Capture, StaticTensors, lower
 from graphs.trace_outputs import ignored_inputs, items, outputs
 from graphs.trace_random import drawn_once
@@ -59,6 +62,8 @@ def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool) -> C
     if dynamic:
         raise TraceError("the graph has sizes that are not fixed: use torch.compile(..., dynamic=False), a plan for each shape")
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
+    separate_biases(module.graph)
+    layouts_as_eager(module.graph)
     statics = _Placeholders(placeholders, where)
     generator = torch.default_generator
     lowered = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
@@ -94,7 +99,13 @@ def _once(graph: Graph, mutated: set[int]) -> Graph:
 
 
 def split(
-    module: fx.GraphModule, captured: Capture, schedule: Schedule, *, forward_outputs: int, slots: Sequence[int] | None = None
+    module: fx.GraphModule,
+    captured: Capture,
+    schedule: Schedule,
+    *,
+    forward_outputs: int,
+    slots: Sequence[int] | None = None,
+    as_eager: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward module of `schedule`, as AOTAutograd calls them.
 
@@ -106,11 +117,12 @@ def split(
         forward_outputs: how many of its outputs are not gradients.
         slots: a tensor for each place among what is saved, where None stands for what is not; by default the places
             are those of what is.
+        as_eager: to be executed op by op, with the kernels and layouts of eager PyTorch, and not compiled.
     """
     cut = boundary(captured.graph, schedule)
     origins, returned = _origins(module, captured), outputs(module.graph)
     read = _read_later(captured, origins, schedule.steps[cut:], [value for value, _ in returned[forward_outputs:]])
-    forward = _Emitter(module, captured, origins, after_forward=False)
+    forward = _Emitter(module, captured, origins, after_forward=False, as_eager=as_eager)
     for node in _inputs(module, tangents=False):
         forward.input(node)
     forward.run(schedule.steps[:cut])
@@ -118,7 +130,7 @@ def split(
     places = tuple(saved) if slots is None else tuple(slots)
     first = forward.finish_forward(returned[:forward_outputs], [saved.get(t) for t in places])
 
-    backward = _Emitter(module, captured, origins, after_forward=True)
+    backward = _Emitter(module, captured, origins, after_forward=True, as_eager=as_eager)
     for t in places:
         backward.saved(t, saved.get(t))
     for node in _inputs(module, tangents=True):
@@ -223,8 +235,17 @@ class _Emitter:
         env: for each tensor in memory the node of the new graph that holds it.
     """
 
-    def __init__(self, module: fx.GraphModule, captured: Capture, origins: Mapping[fx.Node, int], *, after_forward: bool) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        captured: Capture,
+        origins: Mapping[fx.Node, int],
+        *,
+        after_forward: bool,
+        as_eager: bool = False,
+    ) -> None:
         self.after_forward = after_forward
+        self.as_eager = as_eager
         self.module = module
         self.captured = captured
         self.origins = origins
@@ -255,13 +276,18 @@ class _Emitter:
 
     def _compute(self, op: int, node: fx.Node) -> None:
         target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
-        args, kwargs = fx.map_arg((given, node.kwargs), self.value)
-        made = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node) if self.as_eager else {}))
+        made = self.graph.call_function(called(target) if self.as_eager else target, args, kwargs)  # type: ignore[arg-type]
         made.meta = dict(node.meta)
         for tensor, path in self.captured.program.calls[op].outputs:
             gone = target is aten._native_batch_norm_legit.no_stats and path in _NEW_STATISTICS
             if tensor not in self.env and not gone:
                 self.env[tensor] = self._item(made, path)
+
+    def _read(self, strides: Mapping[fx.Node, Sequence[int]], arg: fx.Node) -> fx.Node:
+        """What an op reads of `arg`, in the layout that it is to have."""
+        value: fx.Node = self.value(arg)
+        return self.graph.call_function(laid_out, (value, tuple(strides[arg]))) if arg in strides else value
 
     def _item(self, value: fx.Node, path: str) -> fx.Node:
         """The item of `value` that stands at `path`, as in ``[1]`` or ``[0][2]``."""
@@ -280,7 +306,9 @@ class _Emitter:
             if tensor not in self.env and given.op == "get_attr":
                 self.env[tensor] = self.graph.node_copy(given)
             return self.env[tensor]
-        return self.graph.node_copy(given, self.value)
+        copied = self.graph.node_copy(given, self.value)
+        copied.target = called(copied.target) if self.as_eager else copied.target
+        return copied
 
     def finish_forward(self, returned: Sequence[tuple[object, object]], saved: Sequence[fx.Node | None]) -> fx.GraphModule:
         """The module that returns the values of `returned`, each with its descriptor, and what is `saved`."""

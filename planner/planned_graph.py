@@ -48,7 +48,9 @@ class PlannedGraph:
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        forward, backward = partition.split(self.module, self.captured, schedule, forward_outputs=self.outputs, slots=self._slots)
+        forward, backward = partition.split(
+            self.module, self.captured, schedule, forward_outputs=self.outputs, slots=self._slots, as_eager=True
+        )
         self._passes.append((boxed_nop(forward, []), boxed_nop(backward, [])))
         self._schedule = schedule
 

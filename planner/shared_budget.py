@@ -1,12 +1,12 @@
 """One budget for all the graphs of a compiled model.
 
 Graphs are compiled when they are reached: the first is planned before the others are known. One with others to come
-therefore keeps little at first. After the first step all are known, with what each leaves in memory for the others, and
-are planned again together.
+therefore keeps little at first, and leaves room for gradients of all parameters that it can see. After the first step
+all are known, with what each leaves in memory for the others, and are planned again together.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from graphs.units import format_bytes
 from planner import solving
 from planner.planned_graph import PlannedGraph
 from planner.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
-from planner.step_memory import Seen, beside
+from planner.step_memory import Seen, beside, unread
 from solvers.policies.store_all import store_all
 from solvers.windows.evict_least import least_evicting_schedule
 
@@ -61,11 +61,12 @@ class SharedBudget:
         self._learning = True
         self._known: dict[PlannedGraph, Seen] = {}
 
-    def add(self, graph: PlannedGraph, inputs: Sequence[object], *, more: bool) -> None:
+    def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
         """Plan a graph that was just reached.
 
         Args:
             inputs: what it will be called with.
+            model: parameters and buffers that it and others may read.
             more: another graph follows in the same step.
 
         Raises:
@@ -73,13 +74,25 @@ class SharedBudget:
         """
         self._learning = True
         self._runs = [run for run in self._runs if run.alive]
-        runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
-        others = beside(runs, len(runs) - 1, [run.graph.kept_bytes for run in self._runs])
-        whole = self.whole([*(run.graph for run in self._runs), graph], runs)
-        room = max(1, whole - others)
-        if self._runs:
-            self._warn(room, whole, others)
         graph.watch = lambda args: self._begin(graph, args)
+        runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
+        kept = [run.graph.kept_bytes for run in self._runs]
+        others = beside(runs, len(runs) - 1, kept)
+        whole = self.whole([*(run.graph for run in self._runs), graph], runs)
+        if self._runs:
+            self._warn(max(1, whole - others), whole, others)
+        room = max(1, whole - others)
+        behind = unread(model, runs) if more else None
+        if behind is None:
+            self._first_plan(graph, room, more=more)
+            return
+        try:
+            self._first_plan(graph, max(1, whole - beside([*runs, behind], len(runs) - 1, kept)), more=more)
+        except InfeasibleError:
+            self._first_plan(graph, room, more=more)  # the model may have parameters that it never reads
+
+    def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
+        """Plan `graph` within `room` bytes, before those are known that follow."""
         captured = graph.captured.graph
         if more:
             if self._in_percent:
@@ -151,7 +164,9 @@ class SharedBudget:
         else:
             self._planned.add(step)
             if len(runs) > 1 or runs[0].graph.lean is not None:
-                _Together(self, runs).plan()
+                together = _Together(self, runs)
+                together.warn_of_first_step()
+                together.plan()
 
     def left_for(self, frame: object, graph: Graph) -> int:
         """Bytes for a graph whose plan stays as it is, beside what those of other frames keep."""
@@ -208,6 +223,18 @@ class _Together:
             schedule = self._budget.leaving(graph, room, self._rest(graph, room, kept), known[graph])
             kept = {**kept, graph: kept_bytes(graph.captured.graph, schedule)}
             graph.schedule = schedule
+
+    def warn_of_first_step(self) -> None:
+        """Say so where the step that is over took more than the budget."""
+        kept = [graph.kept_bytes for graph in self._order]
+        peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
+        most = max(peak + beside(self._seen, i, kept) for i, peak in enumerate(peaks))
+        if most > self._whole:
+            warnings.warn(
+                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}: it did not know "
+                "which graphs follow each other; from now on they are planned together",
+                stacklevel=3,
+            )
 
     def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
         """What each graph may keep, of what it keeps at most, and schedules that do with it."""

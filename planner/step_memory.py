@@ -51,6 +51,13 @@ class Seen:
         self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
 
 
+def unread(model: Iterable[torch.Tensor], runs: Sequence[Seen]) -> Seen | None:
+    """A pass that reads those tensors of `model` that none of `runs` does; None where there are none."""
+    read = _union(run.inputs for run in runs)
+    found = [t for t in model if t.untyped_storage()._cdata not in read]
+    return Seen.of(found) if found else None
+
+
 def storages(tensors: Iterable[torch.Tensor]) -> Storages:
     """The storages of `tensors`, with what the allocator has handed out for each."""
     found: Storages = {}

@@ -15,7 +15,7 @@ from graphs.profile_memory import cpu_allocations
 from planner import backend
 from planner.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.shared_budget import SharedBudget
-from planner.step_memory import Seen, beside
+from planner.step_memory import Seen, beside, unread
 from solvers.policies.store_all import store_all
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore")]
@@ -160,6 +160,38 @@ def test_measured_peak_is_within_the_budget(make: Callable[[], nn.Module], graph
     for planned, eager in zip(met[-1].parameters(), model.parameters(), strict=True):
         assert (planned.grad is None) == (eager.grad is None)
         assert planned.grad is None or eager.grad is None or torch.equal(planned.grad, eager.grad)
+
+
+def first_step_said(model: nn.Module, batch: tuple[torch.Tensor, ...], budget: int) -> list[str]:
+    """What was said of the first step's peak, when the second began."""
+    step = step_of(compiled(model, budget), batch)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step()
+        step()
+    return [str(w.message) for w in said if "first step" in str(w.message)]
+
+
+def test_the_first_step_leaves_room_for_what_it_sees_and_says_where_that_is_too_little() -> None:
+    torch.manual_seed(0)
+    model = Thirds()
+    batch = batch_of(model)
+    budget = int(0.75 * max(in_steps(copy.deepcopy(model), batch, "100%")))
+    torch._dynamo.reset()
+    assert first_step_said(copy.deepcopy(model), batch, budget) == []
+    torch._dynamo.reset()
+    apart = Apart()  # here nothing says that more follows
+    (said,) = first_step_said(apart, batch, budget)
+    assert "more than its budget" in said
+
+
+def test_parameters_are_seen_before_their_graph_is_reached() -> None:
+    early, late = nn.Linear(3, 5), nn.Linear(7, 11)
+    runs = [Seen.of([torch.randn(2, 3), *early.parameters()])]
+    behind = unread([*early.parameters(), *late.parameters()], runs)
+    assert behind is not None
+    assert beside([*runs, behind], 0, [0]) == 2 * 4 * (7 * 11 + 11)  # they, and their gradients
+    assert unread(early.parameters(), runs) is None
 
 
 def test_all_graphs_are_planned_together_after_the_first_step() -> None:

@@ -30,13 +30,14 @@ from graphs.trace_attention import attention_as_on_cuda
 from graphs.trace_branches import Branches, asks_for_values
 from graphs.trace_drawn import no_python_draws
 from graphs.trace_dropout import dropout_as_eager
-from graphs.trace_eager import ops_as_eager, refuse_kernels_of_the_cpu, separate_biases
+from graphs.trace_eager import not_compiling, ops_as_eager, refuse_kernels_of_the_cpu, separate_biases
 from graphs.trace_effects import Effect, UnsettledError, check_effects, recording_effects, settle
+from graphs.trace_fakes import call_on_fakes
 from graphs.trace_guards import Guards, build_guards, guarded_names, readable
 from graphs.trace_layouts import layouts_as_eager
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
 from graphs.trace_outputs import fix_outputs
-from graphs.trace_signature import Batch, Signature, arguments, call, call_on_fakes, leaves, take_apart, target_names
+from graphs.trace_signature import Batch, Signature, arguments, call, leaves, take_apart, target_names
 from graphs.trace_steps import gradients_asked_for, install_hooks, no_cudnn_flags
 
 LossFn = Callable[..., object]
@@ -177,17 +178,18 @@ def _joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> _Trac
 def _with_branches(step: TrainingStep, batch: Batch) -> _Traced:
     """The joint graph of `step`, its guards, and the branches on data that were taken, if any.
 
-    Every node carries fake values, inputs and outputs descriptors. To know values takes longer than to do without, which
-    most models can.
+    Every node carries fake values, inputs and outputs descriptors. Where a model asks whether it is compiled, and the way
+    that it takes in eager PyTorch can be captured without looking at data, that is the way; each part of it that asked last
+    before an attempt failed takes the other way in the next. To know values takes longer than to do without, which most
+    models can.
     """
-    try:
-        if traced := _traced(step, batch, None):
-            return traced
-    except UnsettledError:
-        raise
-    except Exception as error:  # the second attempt says why
-        if known := _own_message(error):
-            raise TraceError(known) from error
+    found = _attempts(step, batch)
+    if isinstance(found, tuple):
+        return found
+    if isinstance(found, UnsettledError):
+        raise found
+    if found and (known := _own_message(found)):
+        raise TraceError(known) from found
     branches = Branches(batch)
     try:
         traced = _traced(step, batch, branches)
@@ -197,6 +199,27 @@ def _with_branches(step: TrainingStep, batch: Batch) -> _Traced:
         raise TraceError(_why(error, step, batch, branches)) from error
     assert traced is not None
     return traced
+
+
+def _attempts(step: TrainingStep, batch: Batch) -> _Traced | Exception | None:
+    """What comes of attempts in which the model hears that it is not compiled, as far as it can."""
+    told = set[str]()
+    while True:
+        with not_compiling(told) as asked:
+            found = _attempt(step, batch)
+        if isinstance(found, tuple) or not asked:
+            return found
+        if found is None or isinstance(found, UnsettledError) or _own_message(found):
+            return _attempt(step, batch)
+        told.add(asked[-1])
+
+
+def _attempt(step: TrainingStep, batch: Batch) -> _Traced | Exception | None:
+    """What ``_traced`` returns without knowing any data, or raises; another attempt may do better."""
+    try:
+        return _traced(step, batch, None)
+    except Exception as error:  # noqa: BLE001
+        return error
 
 
 def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> _Traced | None:

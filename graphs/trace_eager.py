@@ -5,7 +5,7 @@ wherever a graph is captured for a compiler, which fuses again what they take ap
 and memory, and round otherwise; those of recurrent networks leave out the dropout between layers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +15,7 @@ from torch import fx
 from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable, VariableTracker
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
 
@@ -24,6 +24,10 @@ from graphs.trace_layouts import writes_noted
 from graphs.trace_products import products_as_eager
 
 aten = torch.ops.aten
+
+# torch._utils.is_compiling and torch._dynamo.is_compiling call the first.
+_QUESTIONS = (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
+_KNOWING = {"torch", "planner"}  # packages that always hear the truth
 
 _AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -101,6 +105,53 @@ def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose:
         return decompose(self, tx, *args, **kwargs) if must or not wanted(tx) else None
 
     return handle
+
+
+@contextmanager
+def not_compiling(told: Collection[str] = ()) -> Iterator[list[str]]:
+    """Inside, models that ask whether they are compiled hear no, and take the way that they take in eager PyTorch.
+
+    Libraries ask to leave out what no compiler could follow (whether a mask masks anything), and then compute with numbers
+    that round otherwise, or with masks that eager PyTorch does without. PyTorch itself hears the truth.
+
+    Args:
+        told: modules that hear it too.
+
+    Returns:
+        Names of the other modules that have asked so far.
+    """
+    asked: list[str] = []
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+
+    def answering(true: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
+            module = _asking(tx)
+            if module in told or _package(module) in _KNOWING:
+                return true(self, tx, *args, **kwargs)
+            asked.append(module)
+            return VariableTracker.build(tx, False)
+
+        return handle
+
+    with patch.dict(handlers, {question: answering(handlers[question]) for question in _QUESTIONS}):
+        yield asked
+
+
+def _asking(tx: InstructionTranslatorBase) -> str:
+    """The module that asks; where that is a function of its library for others to ask by, theirs."""
+    module = _module(tx)
+    caller: Any = tx
+    while caller is not None and _module(caller) == module:
+        caller = getattr(caller, "parent", None)
+    return module if caller is None or _package(_module(caller)) in _KNOWING else _module(caller)
+
+
+def _module(tx: InstructionTranslatorBase) -> str:
+    return str(tx.f_globals.get("__name__"))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from torch._dynamo.side_effects import SideEffects
 from graphs.errors import TraceError
 from graphs.trace_guards import Scope, readable
 
+_Change = Literal["never", "once", "always"]
+
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -101,7 +103,7 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
                 f"{readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a planned "
                 "step does not do: change it in place (copy_, add_, lerp_)"
             )
-    changes = {effect: _how_it_changes(effect, effects, run, local, scope) for effect in effects}
+    changes = _changes(effects, run, local, scope) if effects else {}
     for effect, change in changes.items():
         if change != "always":
             continue
@@ -188,24 +190,26 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
     return str(source.name) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
 
 
-def _how_it_changes(
-    effect: Effect, effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope
-) -> Literal["never", "once", "always"]:
-    """In which of two steps the value becomes another, on fake tensors; all values are afterwards as they were."""
+def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:
+    """In which of two steps each value becomes another, on fake tensors; all values are afterwards as they were."""
     before = _snapshots(effects, local, scope)
     try:
-        seen = [_found(effect, local, scope)]
+        seen = [[_found(effect, local, scope) for effect in effects]]
         for _ in range(2):
             run()
-            seen.append(_found(effect, local, scope))
-        if not _same(seen[1], seen[2]):
-            return "always"
-        return "never" if _same(seen[0], seen[1]) else "once"
+            seen.append([_found(effect, local, scope) for effect in effects])
+        return {effect: _change(*values) for effect, values in zip(effects, zip(*seen, strict=True), strict=True)}
     except Exception:  # noqa: BLE001  # what cannot run on fake tensors: a number that the step sets is one that changes
-        return "always" if isinstance(_found(effect, local, scope), int | float) else "once"
+        return {e: "always" if isinstance(_found(e, local, scope), int | float) else "once" for e in effects}
     finally:
         for restore in before:
             restore()
+
+
+def _change(first: object, second: object, third: object) -> _Change:
+    if not _same(second, third):
+        return "always"
+    return "never" if _same(first, second) else "once"
 
 
 _ABSENT = object()

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphs.errors import MismatchError, TraceError
@@ -51,19 +50,6 @@ def as_leaves(batch: Batch) -> Batch:
     kwargs: dict[str, object]
     args, kwargs = pytree.tree_map(own, arguments(batch))
     return kwargs or args
-
-
-def call_on_fakes(step: nn.Module, batch: Batch) -> Any:
-    """What `step` returns for fake tensors like its own and those of `batch`: nothing is computed, and no real tensor written."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-
-        def fake(value: Any) -> Any:
-            return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
-
-        tensors = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
-        args, kwargs = pytree.tree_map(fake, arguments(batch))
-        with torch.random.fork_rng(devices=[]):
-            return torch.func.functional_call(step, tensors, args, kwargs)
 
 
 def target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:

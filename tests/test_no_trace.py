@@ -1,5 +1,6 @@
 """Planning leaves no trace: parameters, gradients, buffers, optimizer and random states, and what Python objects hold."""
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -356,3 +357,31 @@ def test_generators_and_objects_of_the_users_are_put_back() -> None:
         expected = loss_fn(torch.ones(3))
     assert (stats.count, groups) == (0, {1, 2})
     assert torch.equal(loss_fn(torch.ones(3)), expected)
+
+
+@functools.lru_cache
+def ramp(size: int) -> torch.Tensor:
+    return torch.arange(float(size))
+
+
+@functools.cache
+def named(size: int) -> dict[str, torch.Tensor]:
+    return {"ones": torch.ones(size)}
+
+
+class Cached(nn.Linear):
+    """Takes tensors from caches, and remembers something that asks for runs on fake tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = 1
+        return super().forward(x) + ramp(3) * named(3)["ones"]
+
+
+def test_no_cache_keeps_a_fake_tensor() -> None:
+    torch.manual_seed(0)
+    model = Cached(16, 3)
+    x, y = BATCH
+    planner.compile(model, F.cross_entropy, BATCH, budget="1MB", compare_eager=False, time_limit_s=1.0)
+    assert type(ramp(3)) is torch.Tensor and type(named(3)["ones"]) is torch.Tensor
+    F.cross_entropy(model(x), y).backward()
+    assert type(model.weight.grad) is torch.Tensor

@@ -1,5 +1,6 @@
 """What is captured is what eager PyTorch runs: the same ops, and loss and gradients equal to the last bit."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -281,3 +282,39 @@ def test_layouts_keep_values(strides: tuple[int, int]) -> None:
     copied = laid_out(value, strides)
     assert torch.equal(copied, value)
     assert copied.stride() == strides
+
+
+@pytest.mark.parametrize("name", ["is_compiling", "is_dynamo_compiling"])
+def test_a_model_that_asks_whether_it_is_compiled_computes_as_in_eager(name: str) -> None:
+    question = getattr(torch.compiler, name)
+    model = Function(lambda x: (x.sin() * 3 / 7 if question() else x.sin() * (3 / 7)).exp().sum(), 99)
+    captured_as_eager(model, None, ())
+
+
+def in_part(x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        x = x * float(os.environ.get("NOT_SET", "1"))  # some way or other this can be captured
+        LOG.append(x.sum().item())
+    return x + 1
+
+
+LOG: list[float] = []
+
+
+def test_what_no_graph_can_hold_is_captured_as_for_a_compiler() -> None:
+    captured = capture(Function(lambda x: in_part(x).exp().sum(), 7), None, ())
+    assert "aten.exp.default" in {str(node.target) for node in captured.nodes if node is not None}
+
+
+def test_data_that_only_eager_looks_at_is_no_condition() -> None:
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and bool(mask.all()):
+            return x.exp().sum()
+        return (x * mask).exp().sum()
+
+    model, mask = Function(masked, 7), torch.ones(7, dtype=torch.bool)
+    captured = capture(model, None, (mask,))
+    assert captured.conditions is None  # another mask can follow
+    mask[3] = False
+    eager, step = TrainingStep(model, None), Executor(captured, store_all(captured.graph), model, None)
+    assert outcome(eager, model, (mask,), seed=3).differences(outcome(step, model, (mask,), seed=3)) == ()

@@ -1,0 +1,45 @@
+"""A step on fake tensors, outside of a capture: what its Python code does, without what it computes."""
+
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from graphs.trace_signature import Batch, arguments
+
+
+def call_on_fakes(step: nn.Module, batch: Batch) -> Any:
+    """What `step` returns for fake tensors like its own and those of `batch`: nothing is computed, and no real tensor written."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _forgotten(mode):
+
+        def fake(value: Any) -> Any:
+            return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
+
+        tensors = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+        args, kwargs = pytree.tree_map(fake, arguments(batch))
+        with torch.random.fork_rng(devices=[]):
+            return torch.func.functional_call(step, tensors, args, kwargs)
+
+
+@contextmanager
+def _forgotten(mode: FakeTensorMode) -> Iterator[None]:
+    """Afterwards no ``functools.lru_cache`` returns a tensor of `mode`, which eager PyTorch would compute with later.
+
+    What the step keeps elsewhere Dynamo has seen, and graphs.trace_effects puts back.
+    """
+    try:
+        yield
+    finally:
+        for found in gc.get_objects():
+            if type(found) is functools._lru_cache_wrapper and _holds(gc.get_referents(found), mode):
+                found.cache_clear()
+
+
+def _holds(cached: list[Any], mode: FakeTensorMode) -> bool:
+    return any(isinstance(leaf, FakeTensor) and leaf.fake_mode is mode for leaf in pytree.tree_leaves(cached))

@@ -93,10 +93,16 @@ class WithLoss(torch.nn.Module):
 
 
 def speech_classifier() -> Workload:
-    """Wav2Vec2: convolutions over samples; spans of time are masked at random, by NumPy."""
+    """Wav2Vec2: convolutions over samples; no span of time is masked and no layer dropped, for that is drawn by NumPy."""
     convolutions = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 16}
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    groups = {"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False, "num_labels": 10, "classifier_proj_size": 32}
+    groups = {
+        "num_conv_pos_embedding_groups": 2,
+        "apply_spec_augment": False,
+        "layerdrop": 0.0,
+        "num_labels": 10,
+        "classifier_proj_size": 32,
+    }
     model = made("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", **convolutions, **small, **groups)
     return Workload(model, None, {"input_values": torch.randn(4, 2000), "labels": torch.randint(10, (4,))})
 

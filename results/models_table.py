@@ -76,13 +76,20 @@ def not_planned(rows: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n" if lines else "Nothing.\n"
 
 
+def _all(values: pd.Series) -> str:
+    """All that rows say, where they were made at several times."""
+    return " and ".join(map(str, values.dropna().unique()))
+
+
 def table(path: Path) -> str:
     """All of it, as Markdown."""
     rows = read_rows(path)
     lines = [_line(group.set_index("way")) for _, group in rows.groupby(_NAME, sort=False)]
-    one = rows.iloc[0]
-    packages = ", ".join(f"{name} {one[name]}" for name in _PACKAGES)
-    about = f"Seed {one['seed']}; {one['machine']}; torch {one['torch']}, {packages}; commit {one['commit']}.\n"
+    packages = ", ".join(f"{name} {_all(rows[name])}" for name in _PACKAGES)
+    about = (
+        f"Seed {_all(rows['seed'])}; {_all(rows['machine'])}; torch {_all(rows['torch'])}, {packages}; commit "
+        f"{_all(rows['commit'])}.\n"
+    )
     note = (
         f"Times are multiples of eager PyTorch's in the same turn, at budgets so far from the least to the peak. The budget of "
         f"`{HEADER[-2]}` is the measured peak of checkpointing blocks.\n"

@@ -30,9 +30,9 @@ from graphs.trace_attention import attention_as_on_cuda
 from graphs.trace_branches import Branches, asks_for_values
 from graphs.trace_drawn import no_python_draws
 from graphs.trace_dropout import dropout_as_eager
-from graphs.trace_eager import not_compiling, ops_as_eager, refuse_kernels_of_the_cpu, separate_biases
+from graphs.trace_eager import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager, refuse_kernels_of_the_cpu, separate_biases
 from graphs.trace_effects import Effect, UnsettledError, check_effects, recording_effects, settle
-from graphs.trace_fakes import call_on_fakes
+from graphs.trace_fakes import on_fakes
 from graphs.trace_guards import Guards, build_guards, guarded_names, readable
 from graphs.trace_layouts import layouts_as_eager
 from graphs.trace_lower import Capture, StaticTensors, allocated_bytes, lower
@@ -203,7 +203,7 @@ def _with_branches(step: TrainingStep, batch: Batch) -> _Traced:
 
 def _attempts(step: TrainingStep, batch: Batch) -> _Traced | Exception | None:
     """What comes of attempts in which the model hears that it is not compiled, as far as it can."""
-    told = set[str]()
+    told = set(ASKING_FOR_COMPILERS)
     while True:
         with not_compiling(told) as asked:
             found = _attempt(step, batch)
@@ -271,7 +271,8 @@ def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, ba
     args, kwargs = arguments(batch)
     local = {"self": step, "args": args, "kwargs": kwargs}
     scope = output.graph_capture_output.f_globals
-    check_effects(effects, guarded_names(output), lambda: call_on_fakes(step, batch), local, scope)
+    with on_fakes(step, batch) as run:
+        check_effects(effects, guarded_names(output), run, local, scope)
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
         return None
     try:
@@ -302,7 +303,8 @@ def _why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches)
     if known := _own_message(error) or branches.refusal:
         return known
     try:
-        call_on_fakes(step, batch)
+        with on_fakes(step, batch) as run:
+            run()
     except TraceError as own:
         return str(own)
     except Exception:  # noqa: BLE001  # the error of the capture says more

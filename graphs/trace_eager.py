@@ -29,6 +29,15 @@ aten = torch.ops.aten
 _QUESTIONS = (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
 _KNOWING = {"torch", "planner"}  # packages that always hear the truth
 
+# Who asks what in order to leave out what no graph can hold: a context variable that is set, a look at a mask's values. Any
+# other library is found out by an attempt that fails.
+ASKING_FOR_COMPILERS = frozenset(
+    {
+        "transformers.utils.output_capturing: is_compiling",
+        "transformers.masking_utils: is_compiling",
+    }
+)
+
 _AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 # What is captured by its Python function all the same.
@@ -115,10 +124,10 @@ def not_compiling(told: Collection[str] = ()) -> Iterator[list[str]]:
     that round otherwise, or with masks that eager PyTorch does without. PyTorch itself hears the truth.
 
     Args:
-        told: modules that hear it too.
+        told: who hears it too, and on which question, as in ``ASKING_FOR_COMPILERS``.
 
     Returns:
-        Names of the other modules that have asked so far.
+        Who else has asked so far, and what.
     """
     asked: list[str] = []
     handlers = TorchInGraphFunctionVariable._get_handlers()
@@ -126,9 +135,10 @@ def not_compiling(told: Collection[str] = ()) -> Iterator[list[str]]:
     def answering(true: Callable[..., Any]) -> Callable[..., Any]:
         def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
             module = _asking(tx)
-            if module in told or _package(module) in _KNOWING:
+            question = f"{module}: {self.value.__name__}"
+            if question in told or _package(module) in _KNOWING:
                 return true(self, tx, *args, **kwargs)
-            asked.append(module)
+            asked.append(question)
             return VariableTracker.build(tx, False)
 
         return handle

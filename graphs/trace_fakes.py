@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,31 +14,34 @@ from torch.utils import _pytree as pytree
 from graphs.trace_signature import Batch, arguments
 
 
-def call_on_fakes(step: nn.Module, batch: Batch) -> Any:
-    """What `step` returns for fake tensors like its own and those of `batch`: nothing is computed, and no real tensor written."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _forgotten(mode):
+@contextmanager
+def on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
+    """What calls `step` on fake tensors like its own and those of `batch`: nothing is computed, and no real tensor written.
 
-        def fake(value: Any) -> Any:
-            return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
+    Afterwards no ``functools.lru_cache`` returns a fake tensor, which eager PyTorch would compute with later. What the step
+    keeps elsewhere Dynamo has seen, and graphs.trace_effects puts back.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    called = False
 
-        tensors = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
-        args, kwargs = pytree.tree_map(fake, arguments(batch))
-        with torch.random.fork_rng(devices=[]):
+    def run() -> Any:
+        nonlocal called
+        called = True
+        with mode, torch.random.fork_rng(devices=[]):
+            tensors = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+            args, kwargs = pytree.tree_map(fake, arguments(batch))
             return torch.func.functional_call(step, tensors, args, kwargs)
 
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
 
-@contextmanager
-def _forgotten(mode: FakeTensorMode) -> Iterator[None]:
-    """Afterwards no ``functools.lru_cache`` returns a tensor of `mode`, which eager PyTorch would compute with later.
-
-    What the step keeps elsewhere Dynamo has seen, and graphs.trace_effects puts back.
-    """
     try:
-        yield
+        yield run
     finally:
-        for found in gc.get_objects():
-            if type(found) is functools._lru_cache_wrapper and _holds(gc.get_referents(found), mode):
-                found.cache_clear()
+        if called:
+            for found in gc.get_objects():
+                if type(found) is functools._lru_cache_wrapper and _holds(gc.get_referents(found), mode):
+                    found.cache_clear()
 
 
 def _holds(cached: list[Any], mode: FakeTensorMode) -> bool:

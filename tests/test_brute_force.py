@@ -18,7 +18,7 @@ from solvers.windows.chains import build_relaxation
 from solvers.windows.detail import Detail
 from solvers.windows.problem import OBJECTIVE_SCALE, problem_of
 
-EXACT = settings(max_examples=5000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+EXACT = settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 TOLERANCE = 1e-3
 SLACK = 1e-6  # what HiGHS's arithmetic may be off by
 
@@ -96,7 +96,7 @@ def test_equals_brute_force(seed: int, ops: int, tightness: float) -> None:
     check(graph, budget, fastest(graph, budget))
 
 
-@settings(EXACT, max_examples=300)
+@settings(EXACT, max_examples=120)
 @given(seed=st.integers(0, 10**6), ops=st.integers(4, 7))
 def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
@@ -122,7 +122,7 @@ def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
     assert fastest(graph, bracket.found_bytes - 1) is None
 
 
-@settings(EXACT, max_examples=1000)
+@settings(EXACT, max_examples=500)
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 7), share=st.floats(0, 1))
 def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float) -> None:
     """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""

@@ -18,7 +18,7 @@ from planner.lightning import PlannedTraining  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QUICK = {"passes": 1, "tolerance": 0.05, "time_limit_s": 20.0}
+QUICK = {"passes": 1, "tolerance": 0.05, "time_limit_s": 20.0, "compare_eager": False}
 
 
 class Module(pl.LightningModule):

@@ -17,7 +17,7 @@ from planner.huggingface import PlannedTrainer, PlannedTrainerMixin  # noqa: E40
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QUICK = {"passes": 1, "tolerance": 0.05, "time_limit_s": 20.0}
+QUICK = {"passes": 1, "tolerance": 0.05, "time_limit_s": 20.0, "compare_eager": False}
 
 
 def model() -> torch.nn.Module:

@@ -78,11 +78,12 @@ def test_why_a_cell_is_empty_is_in_its_row(file: Path) -> None:
         assert {row.reason for row in attention} == {Reason.INAPPLICABLE}
 
 
-def test_every_method_was_tried_at_the_budgets_of_the_summary_and_given_time() -> None:
+def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
     for path in [path for path in FILES if path.parent.parent.name == "h200"]:
         rows = read_rows(path)
-        there = {(row.method, row.budget) for row in rows}
-        assert {(method, budget) for method in set(SOLVERS) - FOR_SMALL_GRAPHS for budget in BUDGETS} <= there
+        there, budgets = {(row.method, row.budget) for row in rows}, {row.budget for row in rows}
+        assert budgets >= set(BUDGETS)
+        assert {(method, budget) for method in set(SOLVERS) - FOR_SMALL_GRAPHS for budget in budgets} <= there
         assert not [row.key for row in rows if row.reason == Reason.TIME and row.method not in FOR_SMALL_GRAPHS]
 
 

@@ -27,30 +27,30 @@ demo: $(STAMP) ## plan and run a small GPT at several budgets
 	$(BIN)/python examples/demo.py
 
 bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve (ARGS='--suites zoo --fresh')
-	$(BIN)/python -m results.bench_solve $(ARGS)
+	$(BIN)/python -m benchmarks.solve $(ARGS)
 
 bench-inductor: $(STAMP) ## Inductor's kernels under our schedule and under PyTorch's memory budget, into results/inductor
-	$(BIN)/python -m results.bench_inductor $(ARGS)
+	$(BIN)/python -m benchmarks.inductor $(ARGS)
 
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
-	$(BIN)/python -m results.bench_executor $(ARGS)
+	$(BIN)/python -m benchmarks.executor $(ARGS)
 
 bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
-	$(BIN)/python -m results.bench_training $(ARGS)
+	$(BIN)/python -m benchmarks.training $(ARGS)
 
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
-	$(MODELS)/bin/python -m results.try_models $(ARGS)
-	$(BIN)/python -m pytest -m slow tests/test_random_models.py
+	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/planner/training/test_random_models.py
 
 results: bench-solve ## all under results/ but Inductor's table, in about an hour (ARGS=--fresh to do all anew)
-	$(BIN)/python -m results.compare_models $(ARGS)
-	$(BIN)/python -m results.bench_executor
-	$(BIN)/python -m results.bench_training --device cpu
+	$(BIN)/python -m benchmarks.compare $(ARGS)
+	$(BIN)/python -m benchmarks.executor
+	$(BIN)/python -m benchmarks.training --device cpu
 	$(BIN)/python examples/demo.py
 
 results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models and train two of them at half of the memory
-	$(BIN)/python -m results.compare_models --suites cuda $(ARGS)
-	$(BIN)/python -m results.bench_training --device cuda
+	$(BIN)/python -m benchmarks.compare --suites cuda $(ARGS)
+	$(BIN)/python -m benchmarks.training --device cuda
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -12,10 +12,10 @@ import torch
 import planner
 from graphs.units import format_bytes
 from graphs.zoo import build
-from planner.describe import table
-from planner.plots import plot_memory
+from planner.report.describe import table
+from planner.report.plots import plot_memory
+from planner.report.tables import COLUMNS, kept, run_row
 from planner.solving import summarize
-from planner.tables import COLUMNS, kept, run_row
 from solvers.least import least_budget
 
 OPTIONS = {"layers": 4, "width": 192, "heads": 6, "vocab": 2000, "seq": 192, "batch": 4}

@@ -45,5 +45,9 @@ class MismatchError(PlannerError):
     """A plan used with another graph, or a step called with other shapes than it was planned for."""
 
 
+class SolverWarning(UserWarning):
+    """A solve ended early because of what must not happen; its plan is the best that was found until then."""
+
+
 class EagerWarning(UserWarning):
     """A planned step computes other numbers than eager PyTorch, or what it was captured as is much dearer."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from planner.api import RunReport, run, trace
-    from planner.dynamic import DynamicStep
     from planner.solving import solve
-    from planner.train import PlannedStep, compile  # noqa: A004
+    from planner.training.compile import compile  # noqa: A004
+    from planner.training.dynamic import DynamicStep
+    from planner.training.step import PlannedStep
 
 __all__ = ["DynamicStep", "PlannedStep", "RunReport", "compile", "run", "solve", "trace"]
 
@@ -35,9 +36,9 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     modules = {
-        "DynamicStep": "planner.dynamic",
+        "DynamicStep": "planner.training.dynamic",
         "solve": "planner.solving",
-        "compile": "planner.train",
-        "PlannedStep": "planner.train",
+        "compile": "planner.training.compile",
+        "PlannedStep": "planner.training.step",
     }
     return getattr(import_module(modules.get(name, "planner.api")), name)

@@ -1,22 +1,23 @@
-"""What Python programs do with the planner, besides training by it (``planner.train``): trace a step, run a plan."""
+"""What Python programs do with the planner, besides training by it (``planner.training``): trace a step, run a plan."""
 
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from graphs.devices import get_device
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch, as_leaves
+from graphs.capture.step import LossFn, TrainingStep
+from graphs.capture.trace import capture
+from graphs.capture.unchanged import unchanged
+from graphs.cost.devices import get_device
+from graphs.cost.profile import profile
+from graphs.cost.replay import with_real_sizes, written_by
+from graphs.cost.roofline import model_times
 from graphs.ir import Graph
 from graphs.plan import Plan
-from graphs.profile import profile
-from graphs.profile_roofline import model_times
-from graphs.profile_step import with_real_sizes, written_by
-from graphs.profile_unchanged import unchanged
-from graphs.trace import LossFn, TrainingStep, capture
-from graphs.trace_lower import Capture
-from graphs.trace_signature import Batch, as_leaves
-from planner import measure
-from planner.executor import Executor
 from planner.plan_check import check_sizes
+from planner.runtime import measure
+from planner.runtime.executor import Executor
 from solvers.policies.store_all import store_all
 
 

@@ -9,9 +9,9 @@ from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from graphs.errors import PlannerError
-from planner.batch_plans import BatchPlans, check_options
-from planner.train import PlannedStep
-from planner.wrappers import Sharded, unwrap
+from planner.distributed.wrappers import Sharded, unwrap
+from planner.training.per_batch import BatchPlans, check_options
+from planner.training.step import PlannedStep
 
 
 class PlannedTrainerMixin:

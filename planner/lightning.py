@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError, TraceError
-from graphs.profile_unchanged import unchanged
-from planner.batch_plans import BatchPlans, check_options
-from planner.train import PlannedStep
-from planner.wrappers import InReplicated, unwrap
+from planner.distributed.wrappers import InReplicated, unwrap
+from planner.training.per_batch import BatchPlans, check_options
+from planner.training.step import PlannedStep
 
 try:
     from lightning import pytorch as pl

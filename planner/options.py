@@ -6,7 +6,7 @@ import re
 
 from graphs.errors import BudgetError, ModelError
 from graphs.units import parse_budget
-from planner.workload import ModelSpec, parse_spec
+from planner.models.workload import ModelSpec, parse_spec
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from graphs.errors import MismatchError, PlannerError
+from graphs.io.formats import read_graph
 from graphs.ir import Graph
-from graphs.jsonio import read_graph
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds

@@ -2,19 +2,20 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 
-from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError
+from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph, check_sums
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
 from solvers.bounds import least_budget_bound
+from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
-from solvers.reorder import Reordering, in_program_order, reordered
 from solvers.result import Progress, Result, Status
-from solvers.windows.evict_least import least_evicting_schedule
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
@@ -42,7 +43,7 @@ def solve(
         solver: a name in ``solvers.registry``.
         tolerance: on the gap, relative to the whole step.
         time_limit_s: seconds the whole solve may take.
-        reorder: look for an order of the ops that needs less memory before solving (``solvers.reorder``);
+        reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
         on_progress: called as the solve advances.
         should_stop: polled; once True, the best schedule so far is the answer.
@@ -160,6 +161,13 @@ def _plan_from(result: Result, summary: GraphSummary) -> Plan:
         raise LimitError(result.message)
     if result.schedule is None or result.peak_bytes is None or result.time_s is None:
         raise PlannerError(f"the solver {result.solver} failed: {result.message}")
+    if result.message:
+        warnings.warn(
+            f"the solver {result.solver} ended early, for {result.message}. The best schedule until then is the plan; please "
+            "report this with the graph",
+            SolverWarning,
+            stacklevel=3,
+        )
     return Plan(
         graph=summary,
         schedule=result.schedule,

@@ -8,10 +8,10 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
+from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.policies.store_all import store_all
-from solvers.windows.evict_least import least_evicting_schedule
-from solvers.windows.loop import run
-from solvers.windows.search import Search
+from solvers.windows.driver import run
+from solvers.windows.incumbent import Search
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6

@@ -63,7 +63,8 @@ class Result:
         versions: of the libraries that did the work.
         model_rows, model_columns: of the largest program that was solved, where one was.
         reason: for LIMIT, where the solver says it: why.
-        message: for INFEASIBLE, LIMIT and ERROR: what, the value, the limit and the way out.
+        message: for INFEASIBLE, LIMIT and ERROR: what, the value, the limit and the way out; for FEASIBLE: what has gone
+            wrong after the schedule was found, and ended the solve, if anything has.
         time_s, peak_bytes: of the schedule.
 
     Raises:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from graphs.errors import FormatError
 from graphs.importers import checkmate, moccasin, simrd
+from graphs.io.files import read_object
 from graphs.ir import Graph
-from graphs.jsonfile import read_object
 
 
 def import_graph(path: str | os.PathLike[str]) -> Graph:

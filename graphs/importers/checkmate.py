@@ -7,8 +7,8 @@ KiB; the budgets of the reference results leave out the fixed memory.
 from collections.abc import Mapping
 
 from graphs.errors import FormatError
+from graphs.io.fields import Fields
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.jsonfields import Fields
 
 KIB = 1024
 UNITS_PER_S = 100_000  # a unit of time is 0.01 ms

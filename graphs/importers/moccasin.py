@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphs.errors import FormatError
+from graphs.io.fields import Fields, shown
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.jsonfields import Fields, shown
 
 UNITS_PER_S = 1_000_000
 LINK_KEYS = (("source", "target"), ("0", "1"))

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from graphs.errors import FormatError
 from graphs.importers.storages import Record, Storage, view_target
+from graphs.io.fields import Fields, shown
 from graphs.ir import Graph, Phase
-from graphs.jsonfields import Fields, shown
 
 _GZIP = b"\x1f\x8b"
 _HEAD_BYTES = 4096

@@ -18,8 +18,8 @@ from pathlib import Path
 import pulp
 
 from graphs.errors import BudgetError, PlannerError
+from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
-from graphs.jsonfile import check_writable, write_text
 from graphs.plan import relative_gap
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate

@@ -2,7 +2,7 @@
 
 A coarse version of Checkmate's 0-1 program (Jain et al., MLSys 2020) is a relaxation: its optimum is a
 bound, and its solution expands to a real schedule. Where that schedule is over the budget the program
-is refined, and solved again. See ``model.py`` for the program and ``loop.py`` for the loop.
+is refined, and solved again. See ``formulation`` for the program and ``driver.py`` for the loop.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
 from solvers.result import Progress, Reason, Result, Status
-from solvers.windows.loop import run
-from solvers.windows.search import Search
+from solvers.windows.driver import run
+from solvers.windows.incumbent import Search
 
 
 def solve(
@@ -55,6 +55,8 @@ def solve(
 
 
 def _verdict(search: Search, graph: Graph, budget_bytes: int, least_bytes: int, time_limit_s: float) -> tuple[Status, str]:
+    if search.failure:
+        return (Status.FEASIBLE if search.best is not None else Status.ERROR), search.failure
     if search.infeasible:
         return Status.INFEASIBLE, (
             f"budget {format_bytes(budget_bytes)} is proved too small, though every op by itself fits within "

@@ -1,0 +1,110 @@
+"""All comparisons on one page, made from their CSVs alone: ``results/compare/summary.md``."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from planner.report.comparisons import LEGEND, Duel, cell_text, duels_of, simulated_table
+from planner.report.tables import as_markdown
+from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
+from planner.studies.comparison_rows import Row, read_rows, simulated
+
+BUDGETS = ("70%", "50%")
+METHODS = ("windows", "checkpoint_blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
+BEST = {f"{kind} (best)": members for kind, members in HEURISTICS.items()}
+RIVALS = ("checkpoint_blocks", "sac", "memory-budget aot_eager", "memory-budget inductor", *HEURISTICS)
+SIMULATED = {"h200": "modelled for an H200"}
+MEASURED = {"cpu": "on one thread of a CPU", "cuda": "on a GPU"}
+
+_SIMULATED = (
+    "Overhead over the step without recomputation at parts of its peak, {said}. Every method is at its best for each budget: "
+    "blocks at any level or depth, any save list (sac), any fraction (memory-budget), any heuristic (dtr and megengine, the best "
+    "one in parentheses). "
+    f"{LEGEND} No schedule can be below the bound."
+)
+_MEASURED = (
+    "Measured {said}: the time of the optimal schedule over that of the other method, for the peak that the other was measured "
+    "to take; below 1 the schedule is faster. The other is tuned for each budget: of its kind the fastest that was measured to "
+    "fit with right gradients, named in parentheses. PyTorch's methods as PyTorch runs them, schedules of DTR and MegEngine "
+    "replayed. OOM: what runs needs more; wrong: what fits has wrong gradients."
+)
+
+
+def summary_text(folder: Path) -> str:
+    """Overheads at two budgets of each model, and times at equal measured peaks, as Markdown."""
+    parts = ["# Every method on every model"]
+    for suite, said in SIMULATED.items():
+        if models := _models(folder / suite):
+            parts += [
+                _SIMULATED.format(said=said),
+                as_markdown(
+                    [
+                        ("model", "budget", *METHODS, *BEST, "bound"),
+                        *(_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS),
+                    ]
+                ),
+            ]
+    for suite, said in MEASURED.items():
+        if models := _models(folder / suite):
+            parts += [
+                _MEASURED.format(said=said),
+                as_markdown(
+                    [
+                        ("model", "budget", *RIVALS),
+                        *(_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS),
+                    ]
+                ),
+                _tally(models),
+            ]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _models(folder: Path) -> dict[str, list[Row]]:
+    return {file.parent.name: read_rows(file) for file in sorted(folder.glob("*/rows.csv"))}
+
+
+def _overheads(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
+    """The line of one budget: cells of the table that the comparison itself has, and the best heuristics."""
+    judged = simulated(rows)
+    header, *lines = simulated_table(judged)
+    line = next((dict(zip(header, line, strict=True)) for line in lines if f"({budget})" in line[0]), {})
+    cells = {method: line.get(method, NOT_TRIED).strip("*") for method in METHODS}
+    budget_bytes = next((row.budget_bytes or 0 for row in judged if row.budget == budget), 0)
+    for title, members in BEST.items():
+        kind = [row for row in judged if row.method in members]
+        best = best_schedule(kind, budget_bytes)
+        if best is None:
+            cells[title] = why_none(row for row in kind if row.budget == budget)
+        else:
+            cells[title] = f"{cell_text(best)} ({best.method})"
+    times = {title: float(text.partition("%")[0]) for title, text in cells.items() if "%" in text}
+    least = min(times.values(), default=None)
+    marked = (f"**{text}**" if least is not None and times.get(title) == least else text for title, text in cells.items())
+    return name, budget, *marked, line.get("bound", NOT_TRIED)
+
+
+def _ratios(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
+    """For each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
+    budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
+    duels = duels_of(rows)
+    return name, budget, *(_ratio(kind, rows, duels, budget_bytes) for kind in RIVALS)
+
+
+def _ratio(kind: str, rows: Sequence[Row], duels: Sequence[Duel], budget_bytes: int) -> str:
+    rivals = of_kind([duel.rival for duel in duels], kind)
+    best = best_measured(rivals, budget_bytes)
+    if best is None and kind in HEURISTICS:  # those that found no schedule have no duel
+        return why_none(row for row in simulated(rows) if kind_of(row) == kind and row.budget_bytes == budget_bytes)
+    if best is None:
+        return why_not_measured(rivals, budget_bytes) if rivals else NOT_TRIED
+    ratio = next(duel.ratio for duel in duels if duel.rival is best)
+    return "" if ratio is None else f"{ratio:.2f} ({best.method})"
+
+
+def _tally(models: Mapping[str, Sequence[Row]]) -> str:
+    """How often the optimal schedule was not slower than one whose gradients are right, by kind of method."""
+    lost: dict[str, list[bool]] = {}
+    for duel in (duel for rows in models.values() for duel in duels_of(rows)):
+        if duel.ratio is not None and duel.rival.exactness != "wrong":
+            lost.setdefault(kind_of(duel.rival), []).append(duel.lost)
+    said = (f"{kind} {len(losses) - sum(losses)} of {len(losses)}" for kind, losses in sorted(lost.items()))
+    return f"Of all that no other of its kind beats, the schedule was as fast or faster beside: {', '.join(said)}."

@@ -1,0 +1,184 @@
+"""What ``benchmarks.solve`` solves: suites of training graphs, each at some budgets."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from graphs.importers import import_graph
+from graphs.ir import Graph
+from graphs.synthetic import random_training_step
+from planner.solving import summarize
+from solvers.least import least_budget
+
+PUBLISHED = ("checkmate-24h", "moccasin")  # suites that are other people's graphs alone
+REFERENCE_LIMIT_S = 600.0
+_LEAST_LIMIT_S = 10.0
+
+ZOO = {
+    "gpt2-12": "zoo:gpt2,layers=12,batch=8,dtype=bfloat16",
+    "gpt2-24": "zoo:gpt2,layers=24,batch=8,dtype=bfloat16",
+    "gpt2-48": "zoo:gpt2,layers=48,batch=8,dtype=bfloat16",
+    "gpt2-96": "zoo:gpt2,layers=96,batch=8,dtype=bfloat16",
+    "llama-32": "zoo:llama,layers=32,batch=8,dtype=bfloat16",
+    "vit-l": "zoo:vit,layers=24,width=1024,heads=16,batch=64,dtype=bfloat16",
+    "resnet50": "zoo:resnet50,batch=64",
+    "resnet152": "zoo:resnet152,batch=64",
+    "unet": "zoo:unet,batch=4",
+    "mobilenet_v2": "zoo:mobilenet_v2,batch=64",
+    "densenet121": "zoo:densenet121,batch=64",
+}
+ZOO_SHARES = (0.75, 0.5, 0.25, 0.1, 0.03)
+GROWTH = {f"gpt2-{n}": f"zoo:gpt2,layers={n},batch=8,dtype=bfloat16" for n in (6, 12, 24, 48, 96)}
+
+# What the reference is asked: what it solves in a minute or two, three times each.
+REFERENCE_PUBLISHED = {"vgg16-176": (10,)}
+REFERENCE_SYNTHETIC: dict[str, Callable[[], Graph]] = {
+    "random-1-10": partial(random_training_step, 1, 10),
+    "random-2-15": partial(random_training_step, 2, 15),
+    "random-3-20": partial(random_training_step, 3, 20),
+}
+
+
+class Landmarks:
+    """The budgets of a graph between which others are chosen, in bytes; each found when first asked for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of the step without recomputation."""
+        return summarize(self._graph).store_all_peak_bytes
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The least that a schedule was found for in some seconds."""
+        return least_budget(self._graph, time_limit_s=_LEAST_LIMIT_S).found_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A budget by name, and what somebody else reached at it: seconds of the step, and seconds that took."""
+
+    label: str
+    bytes_at: Callable[[Landmarks], int]
+    reference_time_s: float | None = None
+    reference_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A graph of a suite, made by `make` (in another process: torch stays out of this one), and what is done with it.
+
+    Attributes:
+        suite, graph: names.
+        make: the graph; can be pickled.
+        budgets: to be solved.
+        solvers: each solves each budget, one after the other.
+        runs: of each, for the median of their times.
+        time_limit_s: of a solve.
+    """
+
+    suite: str
+    graph: str
+    make: Callable[[], Graph]
+    budgets: tuple[Budget, ...]
+    solvers: tuple[str, ...] = ("windows",)
+    runs: int = 1
+    time_limit_s: float = 60.0
+
+
+def checkmate_24h(published: Path) -> Iterator[Instance]:
+    """The instances published with Gurobi's results."""
+    for file in sorted((published / "checkmate-24h").glob("*.json")):
+        yield Instance("checkmate-24h", file.stem, partial(import_graph, file), _published_budgets(file), runs=3)
+
+
+def reference(published: Path) -> Iterator[Instance]:
+    """Small graphs for Checkmate's program as published, by the same HiGHS, and the windows solver in turns."""
+    for name, make in REFERENCE_SYNTHETIC.items():
+        yield _against_reference(name, make, (between(0.5), between(0.25)))
+    for name, sizes in REFERENCE_PUBLISHED.items():
+        file = published / "checkmate-24h" / f"{name}.json"
+        if file.exists():
+            asked = {f"{size} GiB" for size in sizes}
+            budgets = tuple(budget for budget in _published_budgets(file) if budget.label in asked)
+            yield _against_reference(name, partial(import_graph, file), budgets[::-1])
+
+
+def growth(published: Path) -> Iterator[Instance]:
+    """One model with more and more layers."""
+    for name, spec in GROWTH.items():
+        yield Instance("growth", name, partial(trace, spec), (between(0.5),), runs=3)
+
+
+def zoo(published: Path) -> Iterator[Instance]:
+    """Models traced for an H200."""
+    for name, spec in ZOO.items():
+        yield Instance("zoo", name, partial(trace, spec), tuple(map(between, ZOO_SHARES)))
+
+
+def moccasin(published: Path) -> Iterator[Instance]:
+    """Training graphs at shares of their peak and below, and random layered graphs."""
+    for file in sorted((published / "moccasin").glob("*.json")):
+        shares = (0.9, 0.8) if file.stem.startswith("random") else (0.9, 0.8, 0.7, 0.6, 0.5)
+        budgets = tuple(map(of_peak, shares))
+        if not file.stem.startswith("random"):
+            budgets += (Budget("half way to least", partial(_half_way, shares=shares)),)
+        yield Instance("moccasin", file.stem, partial(import_graph, file), budgets)
+
+
+def of_peak(share: float) -> Budget:
+    """`share` of the peak without recomputation."""
+    return Budget(f"{share:.0%} of peak", lambda at: int(share * at.peak_bytes))
+
+
+def between(share: float) -> Budget:
+    """`share` of the way from the least budget to the peak."""
+    return Budget(f"least + {share}", lambda at: int(at.least_bytes + share * (at.peak_bytes - at.least_bytes)))
+
+
+def trace(spec: str) -> Graph:
+    """A zoo model's graph for an H200; torch is imported only here."""
+    from planner import api
+    from planner.models import workload
+
+    built = workload.load(workload.parse_spec(spec), fake=True)
+    return api.trace(*built, roofline="h200", name=spec)
+
+
+def _half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:
+    """From the lowest of `shares` of the peak that any schedule is known for to the least budget."""
+    lowest = min(budget for share in (1.0, *shares) if (budget := int(share * at.peak_bytes)) >= at.least_bytes)
+    return (at.least_bytes + lowest) // 2
+
+
+def _against_reference(name: str, make: Callable[[], Graph], budgets: tuple[Budget, ...]) -> Instance:
+    return Instance("reference", name, make, budgets, ("windows", "checkmate"), runs=3, time_limit_s=REFERENCE_LIMIT_S)
+
+
+def _published_budgets(file: Path) -> tuple[Budget, ...]:
+    """Named by the size of the device; those that Gurobi's results are known for."""
+    known: Any = import_graph(file).provenance["reference"]
+    return tuple(
+        Budget(
+            f"{entry['budget_bytes'] / 2**30:g} GiB", partial(_fixed, entry["budget_bytes"]), entry["time_s"], entry["seconds"]
+        )
+        for entry in known
+    )
+
+
+def _fixed(size_bytes: int, at: Landmarks) -> int:
+    return size_bytes
+
+
+# Each takes the folder of other people's graphs.
+SUITES: dict[str, Callable[[Path], Iterator[Instance]]] = {
+    "checkmate-24h": checkmate_24h,
+    "reference": reference,
+    "growth": growth,
+    "zoo": zoo,
+    "moccasin": moccasin,
+}

@@ -1,0 +1,146 @@
+"""A training loop as people write it, one step at a time, so that two loops can take turns."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.capture.lower import StaticTensors, allocated_bytes
+from graphs.capture.signature import Batch, call
+from graphs.zoo import Workload
+from planner.runtime.measure import Step, loss_of, measure_memory, synchronize
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model is trained.
+
+    Attributes:
+        make: called with a device; model, loss function and a batch there.
+        optimizer: as ``planner.compile`` takes it, a name in OPTIMIZERS.
+        rate: of learning.
+        clip: the largest norm of all gradients together; None does not clip.
+        autocast: to bfloat16.
+    """
+
+    make: Callable[..., Workload]
+    optimizer: str
+    rate: float
+    clip: float | None = None
+    autocast: bool = False
+
+    def precision(self, device: torch.device) -> torch.autocast:
+        """What the forward pass runs under."""
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast)
+
+
+def batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
+    """Random batches, the same every time; their values are drawn from those in `like`."""
+    tensors, structure = pytree.tree_flatten(like)
+    generator = torch.Generator(tensors[0].device).manual_seed(seed)
+    for _ in range(count):
+        drawn = [torch.randint(t.numel(), t.shape, generator=generator, device=t.device) for t in tensors]
+        yield pytree.tree_unflatten([t.flatten()[places] for t, places in zip(tensors, drawn, strict=True)], structure)
+
+
+class Loop:
+    """The loop from its first step on: `model` begins at `start`, the random state at `seed`.
+
+    Args:
+        model: what is trained.
+        step: its loss for a batch, ready for ``backward()``.
+        recipe: how it is trained.
+        start: state dict of the model.
+        seed: of the random state, which is this loop's own: others that take turns with it do not see it.
+    """
+
+    def __init__(self, model: nn.Module, step: Step, recipe: Recipe, start: Mapping[str, torch.Tensor], *, seed: int) -> None:
+        model.load_state_dict(start)
+        self._model = model
+        self._step = step
+        self._recipe = recipe
+        self._device = next(model.parameters()).device
+        self._optimizer = OPTIMIZERS[recipe.optimizer](model.parameters(), lr=recipe.rate)
+        self._optimizer.zero_grad()
+        with self._forked():
+            torch.manual_seed(seed)
+            self._keep_random_state()
+
+    def measured(self, batch: Batch) -> tuple[float, int]:
+        """Take a step: its loss, and the peak of its forward and backward pass, with all that is in memory throughout."""
+        losses = []
+
+        def forward(*inputs: object) -> torch.Tensor:
+            loss = self._forward(inputs)
+            losses.append(loss.detach())
+            return loss
+
+        with self._own_random_state():
+            memory = measure_memory(forward, batch, static_bytes=self._static_bytes(batch), device=self._device)
+            self._update()
+        return losses[0].item(), memory.peak_bytes
+
+    def timed(self, batch: Batch) -> tuple[float, float, float]:
+        """Take a step: its loss, and the seconds of its forward and backward pass, and of all of it."""
+        with self._own_random_state():
+            synchronize(self._device)
+            began = time.perf_counter()
+            loss = self._forward(batch)
+            loss.backward()
+            synchronize(self._device)
+            passed = time.perf_counter()
+            self._update()
+            synchronize(self._device)
+            ended = time.perf_counter()
+        return loss.item(), passed - began, ended - began
+
+    def digest(self) -> str:
+        """Of all bits of parameters, buffers and random state."""
+        found = hashlib.sha256()
+        for value in (*self._model.state_dict().values(), *self._random_state):
+            found.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
+        return found.hexdigest()[:16]
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        with self._recipe.precision(self._device):
+            return loss_of(call(self._step, batch))
+
+    def _update(self) -> None:
+        if self._recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _static_bytes(self, batch: Batch) -> int:
+        """Of parameters, buffers, batch and optimizer state, as they are now."""
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        held = [v.nbytes for v in state if isinstance(v, torch.Tensor) and v.device == self._device]
+        there = [tensor.size_bytes for tensor in StaticTensors(self._model, batch, self._device).tensors]
+        return sum(there) + sum(allocated_bytes(size, self._device) for size in held)
+
+    @contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        with self._forked():
+            torch.set_rng_state(self._random_state[0])
+            if self._device.type == "cuda":
+                torch.cuda.set_rng_state(self._random_state[1], self._device)
+            yield
+            self._keep_random_state()
+
+    def _keep_random_state(self) -> None:
+        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        self._random_state = [torch.get_rng_state(), *on_gpu]
+
+    def _forked(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])

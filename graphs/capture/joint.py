@@ -1,0 +1,244 @@
+"""The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._export.utils import _compiling_state_context
+from torch._functorch._aot_autograd.schemas import JointWithDescriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphs.capture.attention import attention_as_on_cuda
+from graphs.capture.branches import Branches, asks_for_values
+from graphs.capture.drawn import no_python_draws
+from graphs.capture.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
+from graphs.capture.effects import Effect, UnsettledError, check_effects, recording_effects, settle
+from graphs.capture.fakes import on_fakes
+from graphs.capture.guards import Guards, build_guards, guarded_names, readable
+from graphs.capture.signature import Batch, arguments, call, leaves
+from graphs.capture.step import TrainingStep
+from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags
+from graphs.capture.unchanged import restored
+from graphs.errors import PlannerError, TraceError
+
+Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
+
+
+def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced:
+    """The joint graph of `step`, its guards, and the branches on data that it takes, if any.
+
+    Python values that the first call of the step sets are as after it.
+
+    Args:
+        as_on_cuda: choose the kernels that CUDA would.
+
+    Raises:
+        TraceError: the step cannot be captured as one graph.
+    """
+    try:
+        return _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    except UnsettledError as unsettled:
+        args, kwargs = arguments(batch)
+
+        @contextmanager
+        def called() -> Iterator[None]:
+            with restored(step, batch), torch.no_grad():
+                call(step, batch)
+                yield
+
+        settle(unsettled.effects, called, {"self": step, "args": args, "kwargs": kwargs}, TrainingStep.forward.__globals__)
+    except TraceError as error:
+        if "maybe_install_capturing_hooks" not in str(error):
+            raise
+        install_hooks(step)  # they stay, as after the model's first step
+    try:
+        return _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    except UnsettledError as unsettled:
+        raise TraceError(f"{unsettled} changes in the second step too: run the model before it is planned") from unsettled
+
+
+def _joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced:
+    """What ``_with_branches`` returns; the step and the batch are afterwards as they were."""
+    with restored(step, batch), ExitStack() as stack:
+        stack.enter_context(ops_as_eager())
+        if as_on_cuda:
+            stack.enter_context(attention_as_on_cuda())
+        return _with_branches(step, batch)
+
+
+def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
+    """The joint graph of `step`, its guards, and the branches on data that were taken, if any.
+
+    Every node carries fake values, inputs and outputs descriptors. Where a model asks whether it is compiled, and the way
+    that it takes in eager PyTorch can be captured without looking at data, that is the way; each part of it that asked last
+    before an attempt failed takes the other way in the next. To know values takes longer than to do without, which most
+    models can.
+    """
+    found = _attempts(step, batch)
+    if isinstance(found, tuple):
+        return found
+    if isinstance(found, UnsettledError):
+        raise found
+    if found and (known := _own_message(found)):
+        raise TraceError(known) from found
+    branches = Branches(batch)
+    try:
+        traced = _traced(step, batch, branches)
+    except UnsettledError:
+        raise
+    except Exception as error:  # whatever stops the capture, the user gets one line
+        raise TraceError(_why(error, step, batch, branches)) from error
+    assert traced is not None
+    return traced
+
+
+def _attempts(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
+    """What comes of attempts in which the model hears that it is not compiled, as far as it can."""
+    told = set(ASKING_FOR_COMPILERS)
+    while True:
+        with not_compiling(told) as asked:
+            found = _attempt(step, batch)
+        if isinstance(found, tuple) or not asked:
+            return found
+        if found is None or isinstance(found, UnsettledError) or _own_message(found):
+            return _attempt(step, batch)
+        told.add(asked[-1])
+
+
+def _attempt(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
+    """What ``_traced`` returns without knowing any data, or raises; another attempt may do better."""
+    try:
+        return _traced(step, batch, None)
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> Traced | None:
+    """The joint graph of `step` with its guards; None where `branches` are needed for it, and not given."""
+    args, kwargs = arguments(batch)
+    with ExitStack() as stack:
+        _settings(stack)
+        with ExitStack() as dynamo:
+            dynamo.enter_context(no_python_draws())
+            dynamo.enter_context(gradients_asked_for())
+            dynamo.enter_context(no_cudnn_flags(device_of(step, batch)))
+            if branches:
+                dynamo.enter_context(branches.taken())
+            effects = dynamo.enter_context(recording_effects())
+            with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+                output = fullgraph_capture(step, args, kwargs)
+        module = create_fx_graph_from_captured_output(output, step, args, kwargs)
+        if branches:
+            branches.settle(module)
+        elif asks_for_values(module.graph):
+            return None
+        stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
+        # Without the shape environment every size is a plain number.
+        with branches.followed() if branches else nullcontext():
+            joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
+        return joint, _guards(output, effects, step, batch), branches
+
+
+def _settings(stack: ExitStack) -> None:
+    """How steps are traced."""
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(
+        torch._dynamo.config.patch(
+            assume_static_by_default=True,
+            automatic_dynamic_shapes=False,
+            allow_rnn=True,
+            ignore_logger_methods=_logging_methods(),
+            # What a planned step does not do is looked at by graphs.capture.effects.
+            replay_side_effects=False,
+            skip_nnmodule_hook_guards=False,
+        )
+    )
+    # A training loop calls backward() outside autocast.
+    stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+
+
+def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, batch: Batch) -> Guards | None:
+    """The guards of what was captured; None where it is on fake tensors, and never executed."""
+    args, kwargs = arguments(batch)
+    local = {"self": step, "args": args, "kwargs": kwargs}
+    scope = output.graph_capture_output.f_globals
+    with on_fakes(step, batch) as run:
+        check_effects(effects, guarded_names(output), run, local, scope)
+    if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
+        return None
+    try:
+        guards = build_guards(output, get_traced_fn(step)[0].__code__, step, args, kwargs)
+    except AssertionError as error:
+        raise TraceError(
+            f"the step reads a value that is another each time: {_first_line(error)}; compute it outside of what is planned, and "
+            "pass it with the batch as a tensor"
+        ) from error
+    for outside in guards.outside:
+        if outside.tensor.requires_grad:
+            name = readable(outside.name, local, scope)
+            raise TraceError(
+                f"{name} requires a gradient, and is no parameter of the model: a plan would give it none; make it one of the "
+                "model, or make the loss function an nn.Module that holds it"
+            )
+    return guards
+
+
+def _logging_methods() -> set[object]:
+    """What writes to a log, methods that libraries have added included: no part of the graph."""
+    levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
+
+
+def _why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches) -> str:
+    """What stopped the capture, in one line."""
+    if known := _own_message(error) or branches.refusal:
+        return known
+    try:
+        with on_fakes(step, batch) as run:
+            run()
+    except TraceError as own:
+        return str(own)
+    except Exception:  # noqa: BLE001  # the error of the capture says more
+        pass
+    if "expected to have an entirely functional graph" in str(error):
+        return (
+            "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: "
+            "make it a buffer (register_buffer)"
+        )
+    frames = [line.strip() for line in str(error).splitlines() if line.lstrip().startswith("File ")]
+    where = f" ({frames[-1]})" if frames else ""
+    kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
+    return f"the step cannot be captured as one graph: {kind}{_first_line(error)}{where}"
+
+
+def _own_message(error: BaseException) -> str | None:
+    """What the planner says of an error that it raised inside the capture; None of others."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PlannerError):
+        cause = cause.__cause__ or cause.__context__
+    return None if cause is None else str(cause)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def device_of(model: nn.Module, batch: Batch) -> torch.device:
+    """The one device that `model` and `batch` are on.
+
+    Raises:
+        TraceError: there are several, or none.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *leaves(batch)]
+    devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}
+    if len(devices) != 1:
+        raise TraceError(f"model and batch must be on one device, found {', '.join(sorted(map(str, devices))) or 'no tensor'}")
+    return devices.pop()

@@ -1,0 +1,211 @@
+"""How to execute the ops of a graph: for each op, the Python source of its call.
+
+A graph says what a training step is; its program says how to run it. Tensors are variables
+``t<id>``; views are part of the expressions that read them, so that no variable but the base ever
+holds a storage. Targets, generators and other objects are names in the program's namespace.
+"""
+
+import linecache
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.errors import ScheduleError
+from graphs.ir import Graph, Kind
+from graphs.schedule import Compute, Free, Step
+
+TANGENT = "tangent"
+
+
+def variable(tensor: int) -> str:
+    """The name of a tensor's variable."""
+    return f"t{tensor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a static tensor comes from when the step runs.
+
+    Attributes:
+        tensor: its id in the graph.
+        kind: PARAMETER and BUFFER are fetched from the model, INPUT from the batch, CONSTANT from
+            the namespace.
+        name: qualified name in the model, leaf number in the batch, name in the namespace, or
+            TANGENT for the gradient of the loss.
+    """
+
+    tensor: int
+    kind: Kind
+    name: str
+
+    @property
+    def is_tangent(self) -> bool:
+        """Whether this is the gradient of the loss."""
+        return self.name == TANGENT
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op's call.
+
+    Attributes:
+        expression: Python source of the call, over variables and namespace names.
+        outputs: for each output tensor its id and where it stands in the value of the expression
+            ("" the value itself, "[1]" its second item).
+        random_state: id of the tensor that holds the generator's state as it was before the first
+            execution; None for an op that draws nothing.
+        redraw: the expression that draws from the generator ``Program.own_generator``; None where no kernel does.
+    """
+
+    expression: str
+    outputs: tuple[tuple[int, str], ...]
+    random_state: int | None = None
+    redraw: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The calls of a graph's ops and what goes in and out of the step.
+
+    Attributes:
+        calls: one per op.
+        sources: one per static tensor that an op or an output reads.
+        loss: expression of the loss.
+        extras: expressions of the other returned tensors, detached.
+        gradients: for each parameter or input that gets one: its static tensor id, the expression.
+        namespace: the objects that expressions name.
+        generator: namespace name of the random generator.
+        own_generator: namespace name of the one that ops draw from that are executed more than once (``graphs.capture.redraw``).
+        lock: namespace name of what is held while ops draw.
+    """
+
+    calls: tuple[Call, ...]
+    sources: tuple[Source, ...]
+    loss: str
+    extras: tuple[str, ...]
+    gradients: tuple[tuple[int, str], ...]
+    namespace: Mapping[str, object]
+    generator: str = "generator"
+    own_generator: str = "own_generator"
+    lock: str = "lock"
+
+    def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
+        """The static tensors in the order of `sources`, None for the gradient of the loss.
+
+        Args:
+            step: module whose parameters and buffers the sources name.
+            leaves: of the batch.
+        """
+        # By name each time, for parameters may be replaced; get_parameter would take longer than some steps.
+        owners: dict[str, Any] = {"": step}
+
+        def owner(path: str) -> Any:
+            if path not in owners:
+                parent, _, name = path.rpartition(".")
+                owners[path] = owner(parent)._modules[name]
+            return owners[path]
+
+        def fetch(source: Source) -> Any:
+            match source.kind:
+                case Kind.PARAMETER | Kind.BUFFER as kind:
+                    path, _, name = source.name.rpartition(".")
+                    module = owner(path)
+                    return (module._parameters if kind is Kind.PARAMETER else module._buffers)[name]
+                case Kind.CONSTANT:
+                    return self.namespace[source.name]
+            return None if source.is_tangent else leaves[int(source.name)]
+
+        return [fetch(source) for source in self.sources]
+
+    def unpack(self) -> str:
+        """The source line that binds the static tensors from a list called ``static``."""
+        return f"{', '.join(variable(source.tensor) for source in self.sources)}, = static"
+
+
+class Writer:
+    """Writes the steps of a schedule as source lines.
+
+    Attributes:
+        live: ids of the tensors in memory after the steps written so far, in order of appearance.
+    """
+
+    def __init__(self, graph: Graph, program: Program, *, repeated: Container[int] = ()) -> None:
+        """Write for `graph`; ops in `repeated` are executed more than once."""
+        self.graph = graph
+        self.program = program
+        self._repeated = repeated
+        self.live: dict[int, None] = {}
+        self._done: set[int] = set()
+
+    def write(self, steps: Iterable[Step]) -> list[str]:
+        """The lines that do `steps`, after those written before."""
+        lines: list[str] = []
+        for step in steps:
+            match step:
+                case Compute(op):
+                    wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
+                    lines += self._compute(op, frozenset(wanted))
+                    self._done.add(op)
+                    self.live.update(dict.fromkeys(wanted))
+                case Free(tensor):
+                    lines.append(f"del {variable(tensor)}")
+                    del self.live[tensor]
+                case _:
+                    raise ScheduleError(f"step {step!r} cannot be executed")
+        return lines
+
+    def _compute(self, op: int, wanted: frozenset[int]) -> list[str]:
+        call = self.program.calls[op]
+        if call.random_state is None:
+            return _bound(call, call.expression, wanted)
+        return [f"with {self.program.lock}:", *(f"    {line}" for line in self._draw(op, call, call.random_state, wanted))]
+
+    def _draw(self, op: int, call: Call, state: int, wanted: frozenset[int]) -> list[str]:
+        """The lines of an op that draws: each time what it drew first, whoever else draws meanwhile."""
+        generator, own = self.program.generator, self.program.own_generator
+        plain = _bound(call, call.expression, wanted)
+        # The state that was saved before is that of a moment ago, and others may have drawn since.
+        now = [f"{variable(state)}.copy_({generator}.get_state())"]
+        if op not in self._repeated:
+            return plain
+        if call.redraw is not None:
+            body = [f"{own}.set_state({variable(state)})", *_bound(call, call.redraw, wanted)]
+            return body if op in self._done else [*now, *body, f"{generator}.set_state({own}.get_state())"]
+        if op not in self._done:
+            return [*now, *plain]
+        # No kernel draws from another generator: this one is left as it was found.
+        return [
+            f"_now = {generator}.clone_state()",
+            "try:",
+            *(f"    {line}" for line in (f"{generator}.set_state({variable(state)})", *plain)),
+            "finally:",
+            f"    {generator}.set_state(_now.get_state())",
+            "    del _now",
+        ]
+
+
+def _bound(call: Call, expression: str, wanted: frozenset[int]) -> list[str]:
+    """The lines that bind the outputs in `wanted` to their variables."""
+    bound = [(t, path) for t, path in call.outputs if t in wanted]
+    if len(bound) == 1 and bound[0][1] == "":
+        return [f"{variable(bound[0][0])} = {expression}"]
+    if not bound:
+        return [expression]
+    return [f"_ = {expression}", *(f"{variable(t)} = _{path}" for t, path in bound), "del _"]
+
+
+def define(name: str, parameters: str, lines: Iterable[str]) -> str:
+    """Source of the function `name` with body `lines`."""
+    return f"def {name}({parameters}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def load(program: Program, source: str, filename: str, **names: object) -> dict[str, Any]:
+    """Execute `source` in a copy of the program's namespace, with `names` added.
+
+    Args:
+        filename: what tracebacks call the source; they show the line that failed.
+    """
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = {**program.namespace, **names}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace

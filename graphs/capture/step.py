@@ -1,0 +1,40 @@
+"""What is captured: one training step of a model, from a batch to its loss."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.capture.signature import take_apart, target_names
+
+LossFn = Callable[..., object]
+
+
+class TrainingStep(nn.Module):
+    """One step's loss, and whatever else the loss function returns, detached.
+
+    Called by position, the last item is the loss function's target: ``loss_fn(model(*inputs), target)``. Called by
+    name, the loss function gets what it names, the model the others: ``loss_fn(model(**inputs), **targets)``.
+    Without a loss function the model gets all, and returns the loss itself, a tuple that begins with it, a dict
+    with a "loss", or an object with an attribute ``loss``.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self._target_names = target_names(loss_fn)
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
+        """The loss, and what else is returned (``take_apart``)."""
+        if self.loss_fn is None:
+            returned = self.model(*args, **kwargs)
+        elif args:
+            returned = self.loss_fn(self.model(*args[:-1]), args[-1])
+        else:
+            targets = {name: value for name, value in kwargs.items() if name in self._target_names}
+            inputs = {name: value for name, value in kwargs.items() if name not in self._target_names}
+            returned = self.loss_fn(self.model(**inputs), **targets)
+        loss, rest = take_apart(returned)
+        return loss, pytree.tree_map(torch.Tensor.detach, rest)

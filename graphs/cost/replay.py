@@ -1,0 +1,113 @@
+"""A captured step on real tensors: executed op by op with everything kept, to look at each op."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from graphs.capture.lower import Capture, allocated_bytes
+from graphs.capture.program import Writer, define, load, variable
+from graphs.capture.signature import Batch, leaves
+from graphs.capture.unchanged import kept
+from graphs.ir import Graph, Op
+from graphs.schedule import Compute, schedule_of
+
+
+class RealStep:
+    """A captured step with its model's parameters and a real batch.
+
+    Attributes:
+        device: where it runs.
+    """
+
+    def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
+        self.capture = capture
+        self._written = written_by(capture, step, batch)
+        self._static = real_static(capture, step, batch)
+        self.device: torch.device = self._static[0].device
+
+    def compile(self, *, look: Callable[[Op], str], at_end: bool) -> Callable[[Callable[..., object]], None]:
+        """``run(hook)``: executes the step and the source line ``hook(<look(op)>)`` for each op.
+
+        Args:
+            look: source of the hook's arguments.
+            at_end: call the hook when the frees behind the op are done, instead of before them.
+        """
+        graph, program = self.capture.graph, self.capture.program
+        writer = Writer(graph, program)
+        lines = [program.unpack()]
+        hooks: list[str] = []
+        for step in schedule_of(graph, range(len(graph.ops))).steps:
+            if isinstance(step, Compute):
+                lines += hooks if at_end else ()
+                hooks = [f"hook({look(graph.ops[step.op])})"]
+            lines += writer.write([step])
+            if isinstance(step, Compute) and not at_end:
+                lines += hooks
+        source = define("run", "static, hook", [*lines, *(hooks if at_end else ())])
+        run = load(program, source, f"<profile of {graph.fingerprint}>")["run"]
+        return lambda hook: run(self._static, hook)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run inside: nothing is recorded or cast, and parameters, buffers and random state are afterwards as before."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with ExitStack() as stack:
+            for tensor in self._written:
+                stack.enter_context(kept(tensor))
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            yield
+
+
+def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """The static tensors of `capture`, as it is called with; the gradient of the loss is one.
+
+    Args:
+        step: the module that was captured (``graphs.capture.step.TrainingStep``), with real parameters.
+        batch: real tensors of the captured shapes.
+    """
+    static = capture.program.gather(step, leaves(batch))
+    device = next(tensor.device for tensor in static if tensor is not None)
+    for i, source in enumerate(capture.program.sources):
+        if source.is_tangent:
+            tangent = capture.graph.tensors[source.tensor]
+            static[i] = torch.ones(tangent.shape, dtype=getattr(torch, tangent.dtype), device=device)
+    return static
+
+
+def written_by(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """Buffers, inputs and parameters that the step overwrites; arguments as in ``real_static``."""
+    written = {t for op in capture.graph.ops for t in op.mutates}
+    static = zip(capture.program.sources, capture.program.gather(step, leaves(batch)), strict=True)
+    return [tensor for source, tensor in static if source.tensor in written]
+
+
+def with_real_sizes(capture: Capture, step: nn.Module, batch: Batch) -> Capture:
+    """`capture` with the sizes that the kernels really allocate for their outputs.
+
+    Most are what the fake tensors say; some kernels keep more than their result's shape needs
+    (``mse_loss`` on the CPU returns a scalar in a storage of the size of its input).
+
+    Args:
+        step: the module that was captured (``graphs.capture.step.TrainingStep``), with real parameters.
+        batch: real tensors of the captured shapes.
+    """
+    real = RealStep(capture, step, batch)
+    sizes: dict[int, int] = {}
+
+    def see(tensors: tuple[int, ...], values: tuple[torch.Tensor | None, ...]) -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            on_device = value is not None and value.device == real.device
+            sizes[tensor] = (
+                allocated_bytes(value.untyped_storage().nbytes(), real.device) if on_device and value is not None else 0
+            )
+
+    with real.running():
+        real.compile(look=lambda op: f"{op.outputs}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})", at_end=False)(see)
+    graph = capture.graph
+    tensors = tuple(t if t.producer is None else replace(t, size_bytes=sizes[t.id]) for t in graph.tensors)
+    return replace(capture, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))

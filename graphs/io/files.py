@@ -1,0 +1,279 @@
+"""JSON files read with every defect named, and written whole or not at all."""
+
+import json
+import os
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from graphs.errors import FormatError, OutputError
+from graphs.io.fields import shown
+
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
+_MOST_LINKS = 40  # that are followed, as on Linux
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
+    """The JSON object in the file `path`.
+
+    Raises:
+        FormatError: the file is not there, cannot be read, is not text, is not JSON, is cut short, or
+            holds something other than an object.
+    """
+    text = _read_text(path)
+    body = text.rstrip()
+    if not body:
+        raise FormatError(f"{path}: the file is empty")
+    try:
+        value = json.loads(body, object_pairs_hook=_without_repetition)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        if body.startswith("{") and (error.pos >= len(body) or not body.endswith("}")):
+            line, column = body.count("\n") + 1, len(body) - (body.rfind("\n") + 1)
+            raise FormatError(f"{path}: the file is cut short: it ends at line {line}, column {column}") from None
+        raise FormatError(f"{path}: not JSON at {where}: {error.msg}") from None
+    except RecursionError:
+        raise FormatError(f"{path}: nested too deeply to be read") from None
+    except ValueError as error:
+        raise FormatError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: holds {shown(value)}: must be an object, {{...}}")
+    return value
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Find out, before work is spent, whether `path` can be written.
+
+    Raises:
+        OutputError: the folder is not there or not writable, or `path` is a folder.
+    """
+    if not os.fspath(path):
+        raise OutputError("the name of the file to write is empty")
+    if (descriptor := open_descriptor(path)) is not None:
+        _check_descriptor(path, descriptor)
+        return
+    try:
+        target = _target(path)
+        if target.is_symlink():
+            raise OutputError(f"{path} cannot be written: its symbolic links lead round in a circle")
+        if target.is_dir():
+            raise OutputError(f"{path} is a folder: name a file")
+        if not target.parent.is_dir():
+            raise OutputError(f"{path} cannot be written: there is no folder {target.parent}")
+        needed = [target] if target.exists() else []
+        if _replaceable(target):
+            needed.append(target.parent)
+    except (OSError, ValueError) as error:  # a name that is too long, or no name; a loop of links
+        raise _not_written(path, error) from None
+    if not all(os.access(place, os.W_OK) for place in needed):
+        raise OutputError(f"{path} cannot be written: permission denied")
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Find out, before work is spent, whether files can be written in `folder`, which may have to be made.
+
+    Raises:
+        OutputError: it is no folder, cannot be made, or is not writable.
+    """
+    place = Path(folder).absolute()
+    try:
+        while not os.path.lexists(place):
+            place = place.parent
+        if not place.is_dir():
+            raise OutputError(f"{folder} is not a folder" if place == Path(folder).absolute() else f"{place} is not a folder")
+    except (OSError, ValueError) as error:
+        raise _not_written(folder, error) from None
+    if not os.access(place, os.W_OK):
+        raise OutputError(f"{folder} cannot be written: permission denied")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` to `path` as UTF-8, as ``write_bytes`` does.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all: what was there stays until all of it is on disk.
+
+    What is no file, such as /dev/stdout, /dev/null or a pipe, is written to as it is.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    check_writable(path)
+    if not is_replaced(path):
+        _write_through(path, content, open_descriptor(path))
+        return
+    target = _target(path)
+    # Named before it is made, so that an interruption at any moment finds it and removes it.
+    temporary = target.with_name(f".planner-{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o7777)
+        temporary.replace(target)
+    except OSError as error:
+        raise _not_written(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> int | None:
+    """The file descriptor of this process that `path` names, such as 1 for /dev/stdout; None for all else."""
+    place = Path(path)
+    for _ in range(_MOST_LINKS):
+        try:
+            place = Path(os.path.realpath(place.parent), place.name)
+            if match := _DESCRIPTOR.fullmatch(str(place)):
+                return int(match["number"]) if match["process"] in (None, str(os.getpid())) else None
+            place = place.parent / place.readlink()
+        except (OSError, ValueError):  # it is no link, or no path at all
+            return None
+    return None
+
+
+def is_replaced(path: str | os.PathLike[str]) -> bool:
+    """Whether a new file takes the place of `path` when it is written; not so for what is no file."""
+    return open_descriptor(path) is None and _replaceable(_target(path))
+
+
+def is_stdout(path: str | os.PathLike[str]) -> bool:
+    """Whether what is written to `path` goes where the standard output of this process goes."""
+    if open_descriptor(path) == 1:
+        return True
+    try:
+        found = Path(path).stat()
+        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(1))
+    except (OSError, ValueError):
+        return False
+
+
+def layout(data: Mapping[str, object]) -> str:
+    """JSON text of a graph or plan, for people and for diffs.
+
+    A tensor, an op, or an execution with what is freed after it, per line.
+
+    Raises:
+        FormatError: a number is not finite.
+    """
+    parts = []
+    for name, value in data.items():
+        if name == "steps" and isinstance(value, list):
+            parts.append(f"{_dump(name)}: [{_rows(_executions(value))}]")
+        elif name in ("tensors", "ops") and isinstance(value, list):
+            parts.append(f"{_dump(name)}: [{_rows(map(_dump, value))}]")
+        elif isinstance(value, dict):
+            parts.append(f"{_dump(name)}: {{{_rows(f'{_dump(key)}: {_dump(entry)}' for key, entry in value.items())}}}")
+        else:
+            parts.append(f"{_dump(name)}: {_dump(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field {shown(repeated)} appears twice in one object")
+    return fields
+
+
+def _read_text(path: str | os.PathLike[str]) -> str:
+    try:
+        if _is_device(path):
+            raise FormatError(f"{path}: is a device, not a file")
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise FormatError(f"{path}: there is no such file") from None
+    except IsADirectoryError:
+        raise FormatError(f"{path}: is a folder, not a file") from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not a text file: byte {error.start} is 0x{content[error.start]:02x}") from None
+    if "\0" in text:
+        raise FormatError(f"{path}: not a text file: byte {content.index(0)} is 0x00")
+    return text
+
+
+def _is_device(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a device that may never end, such as /dev/zero; what is typed in a terminal does."""
+    mode = Path(path).stat().st_mode
+    if stat.S_ISCHR(mode):
+        with Path(path).open("rb", buffering=0) as device:
+            return not device.isatty()
+    return stat.S_ISBLK(mode)
+
+
+def _replaceable(target: Path) -> bool:
+    """Whether a new file may take the place of `target`: not so for /dev/stdout or a pipe."""
+    return target.is_file() or not target.exists()
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """What is replaced: the file behind a symbolic link, not the link."""
+    return Path(os.path.realpath(path))
+
+
+def _check_descriptor(path: str | os.PathLike[str], descriptor: int) -> None:
+    try:
+        os.fstat(descriptor)
+    except (OSError, OverflowError) as error:
+        raise _not_written(path, error) from None
+
+
+def _write_through(path: str | os.PathLike[str], content: bytes, descriptor: int | None) -> None:
+    """Write to what is no file; to one that is open already where it stands, and behind what was printed there."""
+    try:
+        if descriptor is None:
+            # Not made where it has gone meanwhile.
+            opened = os.open(path, os.O_WRONLY)
+        else:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            opened = os.dup(descriptor)
+        with os.fdopen(opened, "wb") as file:
+            file.write(content)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: str | os.PathLike[str], error: Exception) -> OutputError:
+    return OutputError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}")
+
+
+def _executions(steps: list[object]) -> Iterable[str]:
+    line: list[str] = []
+    for step in steps:
+        if line and isinstance(step, list) and step[0] == "compute":
+            yield ", ".join(line)
+            line = []
+        line.append(_dump(step))
+    if line:
+        yield ", ".join(line)
+
+
+def _rows(rows: Iterable[str]) -> str:
+    text = ",\n  ".join(rows)
+    return f"\n  {text}\n" if text else ""
+
+
+def _dump(value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise FormatError(f"{value!r} holds a number that is not finite: it has no form in JSON") from None

@@ -1,0 +1,358 @@
+"""The JSON formats of graphs and plans, described in docs/formats.md."""
+
+import os
+from dataclasses import asdict
+from enum import StrEnum
+
+from graphs.eager import Difference, DifferingOp, EagerComparison
+from graphs.errors import FormatError, GraphError
+from graphs.io.fields import Fields, plain, shown
+from graphs.io.files import layout, read_object, write_text
+from graphs.ir import Graph, Kind, Op, Phase, Tensor, check_sums
+from graphs.plan import GraphSummary, Plan
+from graphs.schedule import Compute, Free, Schedule, Step
+
+GRAPH_FORMAT = "remat-planner graph"
+PLAN_FORMAT = "remat-planner plan"
+VERSION = 1
+
+_WRITER = {GRAPH_FORMAT: "planner trace", PLAN_FORMAT: "planner solve"}
+
+
+class PlanStatus(StrEnum):
+    """What a solve that ended in a schedule may say about it."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+
+
+def read_graph(path: str | os.PathLike[str]) -> Graph:
+    """The graph in the file `path`.
+
+    Raises:
+        FormatError: the file is not a graph of a version this planner reads.
+        GraphError: it is, but does not describe a training step.
+    """
+    return _summable(graph_from_dict(read_object(path), source=str(path)), str(path))
+
+
+def write_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Write `graph` to the file `path`, whole or not at all.
+
+    Raises:
+        FormatError: the provenance has no JSON form.
+        GraphError: it is one that ``read_graph`` refuses.
+        OutputError: the file cannot be written.
+    """
+    write_text(path, layout(graph_to_dict(_summable(graph, str(path)))))
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in the file `path`. Whether it runs on a graph is for ``simulate`` to say.
+
+    Raises:
+        FormatError: the file is not a plan of a version this planner reads.
+    """
+    return plan_from_dict(read_object(path), source=str(path))
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write `plan` to the file `path`, whole or not at all.
+
+    Raises:
+        FormatError: provenance, settings or versions have no JSON form, or a step has none.
+        OutputError: the file cannot be written.
+    """
+    write_text(path, layout(plan_to_dict(plan)))
+
+
+def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
+    """What the file `path` holds, for commands that take either.
+
+    Raises:
+        FormatError, GraphError: as ``read_graph`` and ``read_plan``.
+    """
+    data = read_object(path)
+    if data.get("format") == PLAN_FORMAT:
+        return plan_from_dict(data, source=str(path))
+    return _summable(graph_from_dict(data, source=str(path)), str(path))
+
+
+def graph_to_dict(graph: Graph) -> dict[str, object]:
+    """`graph` as it stands in a file. Fields at their default are left out, and so are producers."""
+    return {
+        "format": GRAPH_FORMAT,
+        "version": VERSION,
+        "provenance": plain(graph.provenance, "provenance"),
+        "tensors": [_tensor_to_dict(tensor) for tensor in graph.tensors],
+        "ops": [_op_to_dict(op) for op in graph.ops],
+        "kept": sorted(graph.kept),
+    }
+
+
+def graph_from_dict(data: object, *, source: str = "graph") -> Graph:
+    """The graph that `data` describes; `source` names it in messages.
+
+    Raises:
+        FormatError, GraphError: as ``read_graph``.
+    """
+    fields = _header(data, GRAPH_FORMAT, source)
+    provenance = fields.mapping("provenance")
+    tensor_rows, op_rows = fields.array("tensors"), fields.array("ops")
+    ops = tuple(_op_from(Fields(row, source=source, path=f"ops[{i}]"), i, len(tensor_rows)) for i, row in enumerate(op_rows))
+    makers = {t: op.id for op in reversed(ops) for t in op.outputs}
+    tensors = tuple(
+        _tensor_from(Fields(row, source=source, path=f"tensors[{i}]"), i, makers.get(i)) for i, row in enumerate(tensor_rows)
+    )
+    kept = fields.integers("kept", below=len(tensors))
+    if len(set(kept)) < len(kept):
+        fields.refuse("kept", "a list without repetition")
+    fields.finish()
+    try:
+        return Graph(ops=ops, tensors=tensors, kept=frozenset(kept), provenance=provenance)
+    except GraphError as error:
+        raise GraphError(f"{source}: {error}") from None
+
+
+def plan_to_dict(plan: Plan) -> dict[str, object]:
+    """`plan` as it stands in a file."""
+    summary = plan.graph
+    return {
+        "format": PLAN_FORMAT,
+        "version": VERSION,
+        "graph": {
+            "fingerprint": summary.fingerprint,
+            "ops": summary.ops,
+            "tensors": summary.tensors,
+            "static_bytes": summary.static_bytes,
+            "store_all_peak_bytes": summary.store_all_peak_bytes,
+            "time_s": summary.time_s,
+            "provenance": plain(summary.provenance, "graph.provenance"),
+        },
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "time_s": plan.time_s,
+        "bound_s": plan.bound_s,
+        "status": str(plan.status),
+        "solver": plan.solver,
+        "seconds": plan.seconds,
+        "settings": plain(plan.settings, "settings"),
+        "versions": plain(plan.versions, "versions"),
+        "measured_peak_bytes": plan.measured_peak_bytes,
+        **({} if plan.graph_file is None else {"graph_file": plan.graph_file}),
+        **({} if plan.eager is None else {"eager": plain(asdict(plan.eager), "eager")}),
+        "steps": [_step_to_list(step) for step in plan.schedule.steps],
+    }
+
+
+def plan_from_dict(data: object, *, source: str = "plan") -> Plan:
+    """The plan that `data` describes; `source` names it in messages.
+
+    Raises:
+        FormatError: as ``read_plan``.
+    """
+    fields = _header(data, PLAN_FORMAT, source)
+    summary = _summary_from(Fields(fields.take("graph"), source=source, path="graph"))
+    versions = fields.mapping("versions")
+    if not all(isinstance(version, str) for version in versions.values()):
+        fields.refuse("versions", "an object of strings")
+    plan = Plan(
+        graph=summary,
+        schedule=Schedule(tuple(_step_from(step, i, summary, source) for i, step in enumerate(fields.array("steps")))),
+        budget_bytes=fields.integer("budget_bytes"),
+        peak_bytes=fields.integer("peak_bytes"),
+        time_s=_seconds(fields, "time_s"),
+        bound_s=None if fields.take("bound_s") is None else _seconds(fields, "bound_s"),
+        status=fields.choice("status", PlanStatus).value,
+        solver=fields.string("solver"),
+        seconds=_seconds(fields, "seconds"),
+        settings=fields.mapping("settings"),
+        versions={name: str(version) for name, version in versions.items()},
+        measured_peak_bytes=None if fields.take("measured_peak_bytes") is None else fields.integer("measured_peak_bytes"),
+        graph_file=fields.string("graph_file") if "graph_file" in fields else None,
+        eager=_eager_from(Fields(fields.take("eager"), source=source, path="eager")) if "eager" in fields else None,
+    )
+    fields.finish()
+    if plan.peak_bytes > plan.budget_bytes:
+        fields.refuse("peak_bytes", f"within budget_bytes, {plan.budget_bytes}")
+    return plan
+
+
+def _header(data: object, expected: str, source: str) -> Fields:
+    """The fields of `data` once it is known to be what is expected, in a version this planner reads."""
+    fields = Fields(data, source=source, path="")
+    what = expected.removeprefix("remat-planner ")
+    if "format" not in fields:
+        raise FormatError(f'{source}: not a {what}: it has no field "format" (files of {_WRITER[expected]} have)')
+    found = fields.take("format")
+    if found != expected:
+        kind = (
+            f"a {found.removeprefix('remat-planner ')}"
+            if isinstance(found, str) and found in _WRITER
+            else f"format {shown(found)}"
+        )
+        raise FormatError(f"{source}: holds {kind}, but a {what} is expected, as written by {_WRITER[expected]}")
+    version = fields.take("version")
+    if isinstance(version, bool) or not isinstance(version, int):
+        fields.refuse("version", "a whole number")
+    if version != VERSION:
+        raise FormatError(f"{source}: is a {what} of version {shown(version)}, this planner reads {VERSION}")
+    return fields
+
+
+def _summable(graph: Graph, source: str) -> Graph:
+    """`graph`, if it can be worked with."""
+    try:
+        check_sums(graph)
+    except GraphError as error:
+        raise GraphError(f"{source}: {error}") from None
+    return graph
+
+
+def _tensor_to_dict(tensor: Tensor) -> dict[str, object]:
+    row: dict[str, object] = {"id": tensor.id, "name": tensor.name, "bytes": tensor.size_bytes, "kind": str(tensor.kind)}
+    if tensor.shape:
+        row["shape"] = list(tensor.shape)
+    if tensor.dtype:
+        row["dtype"] = tensor.dtype
+    return row
+
+
+def _tensor_from(fields: Fields, position: int, producer: int | None) -> Tensor:
+    tensor = Tensor(
+        id=_own_id(fields, position),
+        name=fields.string("name"),
+        size_bytes=_bytes(fields, "bytes"),
+        producer=producer,
+        kind=fields.choice("kind", Kind),
+        shape=fields.integers("shape") if "shape" in fields else (),
+        dtype=fields.string("dtype") if "dtype" in fields else "",
+    )
+    fields.finish()
+    return tensor
+
+
+def _op_to_dict(op: Op) -> dict[str, object]:
+    row: dict[str, object] = {
+        "id": op.id,
+        "name": op.name,
+        "target": op.target,
+        "phase": str(op.phase),
+        "inputs": list(op.inputs),
+        "outputs": list(op.outputs),
+        "time_s": op.time_s,
+    }
+    if op.workspace_bytes:
+        row["workspace_bytes"] = op.workspace_bytes
+    if not op.recomputable:
+        row["recomputable"] = False
+    if op.random:
+        row["random"] = True
+    if op.mutates:
+        row["mutates"] = list(op.mutates)
+    if op.module:
+        row["module"] = op.module
+    return row
+
+
+def _op_from(fields: Fields, position: int, tensors: int) -> Op:
+    op = Op(
+        id=_own_id(fields, position),
+        name=fields.string("name"),
+        target=fields.string("target"),
+        inputs=fields.integers("inputs", below=tensors),
+        outputs=fields.integers("outputs", below=tensors),
+        time_s=fields.number("time_s"),
+        workspace_bytes=_bytes(fields, "workspace_bytes") if "workspace_bytes" in fields else 0,
+        phase=fields.choice("phase", Phase),
+        recomputable=fields.boolean("recomputable") if "recomputable" in fields else True,
+        random=fields.boolean("random") if "random" in fields else False,
+        mutates=fields.integers("mutates", below=tensors) if "mutates" in fields else (),
+        module=fields.string("module") if "module" in fields else "",
+    )
+    fields.finish()
+    return op
+
+
+def _summary_from(fields: Fields) -> GraphSummary:
+    summary = GraphSummary(
+        fingerprint=fields.string("fingerprint"),
+        ops=fields.integer("ops"),
+        tensors=fields.integer("tensors"),
+        static_bytes=fields.integer("static_bytes"),
+        store_all_peak_bytes=fields.integer("store_all_peak_bytes"),
+        time_s=_seconds(fields, "time_s"),
+        provenance=fields.mapping("provenance"),
+    )
+    fields.finish()
+    return summary
+
+
+def _eager_from(fields: Fields) -> EagerComparison:
+    rows = [
+        Fields(row, source=fields.source, path=f"eager.differences[{i}]") for i, row in enumerate(fields.array("differences"))
+    ]
+    first = (
+        None if fields.take("first_op") is None else Fields(fields.take("first_op"), source=fields.source, path="eager.first_op")
+    )
+    comparison = EagerComparison(
+        differences=tuple(Difference(row.string("name"), _measure(row, "max_abs"), _measure(row, "relative")) for row in rows),
+        first_op=None if first is None else DifferingOp(*map(first.string, ("name", "target", "module"))),
+        reproducible=fields.boolean("reproducible"),
+        peak_bytes=fields.integer("peak_bytes"),
+        time_s=_seconds(fields, "time_s"),
+        planned_time_s=_seconds(fields, "planned_time_s"),
+        failure=fields.string("failure"),
+    )
+    for part in (*rows, *([] if first is None else [first]), fields):
+        part.finish()
+    return comparison
+
+
+def _measure(fields: Fields, name: str) -> float | None:
+    if fields.take(name) is None:
+        return None
+    if fields.number(name) < 0:
+        fields.refuse(name, "0 or more")
+    return fields.number(name)
+
+
+def _step_to_list(step: Step) -> list[object]:
+    match step:
+        case Compute(op):
+            return ["compute", int(op)]
+        case Free(tensor):
+            return ["free", int(tensor)]
+        case _:
+            raise FormatError(f"step {step!r} has no form in a plan of version {VERSION}")
+
+
+def _step_from(value: object, index: int, graph: GraphSummary, source: str) -> Step:
+    where = f"{source}: steps[{index}] is {shown(value)}"
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
+        raise FormatError(f'{where}: must be like ["compute", 12]')
+    kind, target = value
+    if kind not in ("compute", "free"):
+        raise FormatError(f"{where}: a step is one of compute, free")
+    what, count = ("ops", graph.ops) if kind == "compute" else ("tensors", graph.tensors)
+    if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target < count:
+        raise FormatError(f"{where}: must name one of the {count} {what} of the graph")
+    return Compute(target) if kind == "compute" else Free(target)
+
+
+def _own_id(fields: Fields, position: int) -> int:
+    if fields.integer("id", signed=True) != position:
+        fields.refuse("id", f"its position in the list, {position}")
+    return position
+
+
+def _bytes(fields: Fields, name: str) -> int:
+    """Bytes as a whole number; below zero is left to the graph to refuse, which knows the names."""
+    return fields.integer(name, signed=True)
+
+
+def _seconds(fields: Fields, name: str) -> float:
+    value = fields.number(name)
+    if value < 0:
+        fields.refuse(name, "seconds, 0 or more")
+    return value

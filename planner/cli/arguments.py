@@ -1,0 +1,170 @@
+"""What the commands share: how they parse and print, and their exit codes.
+
+What a command needs is imported when it runs: ``--help`` answers at once.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
+
+from graphs.cost.devices import DEVICES
+from planner import options
+from planner.models.tracing import Tracing
+from planner.visible import visible, visible_lines
+
+if TYPE_CHECKING:
+    from graphs.ir import Graph
+    from planner.cli.progress import ProgressLine
+    from planner.models.workload import ModelSpec
+
+# Exit codes.
+DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4
+OVER_BUDGET, DIFFERENT = 5, 6  # of a plan that was run
+INTERRUPTED = 130
+
+MODEL_HELP = (
+    "zoo:NAME or path/to/file.py:function, options after commas; the function returns (model, loss_fn, batch), "
+    "trained on loss_fn(model(*inputs), target) with the last of the batch as target; a batch that is a dict is given by name"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all errors of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and where help is, and exit."""
+        complain(f"{message} (see {self.prog} --help)")
+        raise SystemExit(USAGE)
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+class Command(Protocol):
+    """A module of this package that holds one command."""
+
+    def add(self, commands: Commands) -> None:
+        """Add the command to the command line."""
+        ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do what it says. Returns the exit code."""
+        ...
+
+
+def add_command(commands: Commands, name: str, summary: str, epilog: str) -> Parser:
+    """The parser of a command called `name`; `epilog` has its examples."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def add_quiet(parser: Parser) -> None:
+    """Let progress be turned off."""
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
+    """Whether the ops are put into a better order first; `said` is what the help says of the default."""
+    parser.add_argument(
+        "--reorder",
+        action=argparse.BooleanOptionalAction,
+        default=default,
+        help=f"first look for an order of the ops that needs less memory, at no cost in time (default: {said})",
+    )
+
+
+def add_how_to_trace(parser: Parser) -> None:
+    """Options of what a step is traced on, and with."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run and measure the ops (default: cpu)")
+    where.add_argument("--roofline", choices=tuple(DEVICES), help="model this device instead: nothing is run, nothing allocated")
+    parser.add_argument(
+        "--optimizer",
+        choices=("none", "sgd", "momentum", "adamw"),
+        default="none",
+        help="count its state as memory (default: none)",
+    )
+    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier batches are in memory too")
+    parser.add_argument("--passes", type=options.count, default=5, metavar="N", help="times each op is measured (default: 5)")
+    parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
+
+
+def tracing(arguments: argparse.Namespace) -> Tracing:
+    """What the options of ``add_how_to_trace`` say."""
+    return Tracing(
+        device=arguments.device,
+        roofline=arguments.roofline,
+        optimizer=arguments.optimizer,
+        accumulate=arguments.accumulate,
+        passes=arguments.passes,
+        seed=arguments.seed,
+    )
+
+
+def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "ProgressLine") -> "Graph":
+    """Build and trace `model`, as the options of ``add_how_to_trace`` say."""
+    progress.say(f"building and tracing {model}")
+    return tracing(arguments).graph(model)
+
+
+def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
+    """Say what graph was written where."""
+    from graphs.units import format_bytes, format_seconds
+    from planner.solving import summarize
+
+    summary = summarize(graph)
+    if arguments.json:
+        print_json(
+            {
+                "output": arguments.output,
+                "fingerprint": summary.fingerprint,
+                "ops": summary.ops,
+                "tensors": summary.tensors,
+                "static_bytes": summary.static_bytes,
+                "store_all_peak_bytes": summary.store_all_peak_bytes,
+                "time_s": summary.time_s,
+            },
+            beside=(arguments.output,),
+        )
+    else:
+        print_text(
+            f"{arguments.output}: {summary.ops:,} ops, {summary.tensors:,} tensors, step time {format_seconds(summary.time_s)}, "
+            f"peak without recomputation {format_bytes(summary.store_all_peak_bytes)}, "
+            f"of it {format_bytes(summary.static_bytes)} throughout",
+            beside=(arguments.output,),
+        )
+
+
+def print_json(data: dict[str, object], *, beside: Sequence[str | None] = ()) -> None:
+    """Print a result for machines; `beside` as in ``print_text``."""
+    print(json.dumps(data, indent=2), file=_report_to(beside))
+
+
+def print_text(text: str, *, beside: Sequence[str | None] = ()) -> None:
+    """Print a result for people: what names in it are not printable is escaped.
+
+    Args:
+        beside: the files that were written. Where one of them is the standard output, nothing else goes there.
+    """
+    print(visible_lines(text), file=_report_to(beside))
+
+
+def _report_to(beside: Sequence[str | None]) -> TextIO | None:
+    from graphs.io.files import is_stdout
+
+    return sys.stderr if any(path is not None and is_stdout(path) for path in beside) else sys.stdout
+
+
+def complain(error: object) -> None:
+    """Say what is wrong, in one line."""
+    message = visible(" ".join(str(error).split("\n")))
+    print(f"planner: error: {message}", file=sys.stderr, flush=True)

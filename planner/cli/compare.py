@@ -1,0 +1,190 @@
+"""``planner compare``: a model or a graph in, what every method makes of it out."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner import options
+from planner.cli.arguments import (
+    DONE,
+    INTERRUPTED,
+    LIMIT,
+    MODEL_HELP,
+    USAGE,
+    Commands,
+    add_command,
+    add_how_to_trace,
+    add_quiet,
+    complain,
+    print_json,
+    print_text,
+    trace_model,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphs.ir import Graph
+    from planner.cli.progress import ProgressLine
+    from planner.studies.comparison_rows import Row
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "compare",
+        "set the optimal schedule against other methods, budget by budget",
+        "Writes rows.csv, table.md, overhead.png and memory.png; rows that are in rows.csv are not computed again.\n"
+        "With --measure also measured.png, and graph.json, whose times a comparison that goes on later goes on with.\n"
+        "Ctrl-C ends it with the rows that are done, and the same command goes on with the others; a second one quits at once.\n"
+        "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 130 interrupted, 1 anything else\n\n"
+        "examples:\n"
+        "  planner compare model.json --budgets 90%,70%,50%,30% -o results/mine\n"
+        "  planner compare zoo:resnet50,batch=64 --roofline h200 --methods windows,dtr,chen-sqrt -o results/resnet50\n"
+        "  planner compare zoo:resnet18,batch=8,size=64 --measure --methods windows,dtr -o results/resnet18",
+    )
+    parser.add_argument("model", metavar="MODEL|GRAPH", help=f"a graph that planner trace wrote (.json), or {MODEL_HELP}")
+    budgets = ("90%", "70%", "50%", "30%")
+    parser.add_argument(
+        "--budgets", type=options.budget_list, default=budgets, metavar="LIST", help="default: 90%%,70%%,50%%,30%%"
+    )
+    parser.add_argument(
+        "--methods",
+        default="all",
+        metavar="all|LIST",
+        help="names as for planner solve --solver; with --measure PyTorch's own methods of these names too (default: all)",
+    )
+    parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="where rows, table and figures are written")
+    parser.add_argument(
+        "--measure", action="store_true", help="run the schedules of MODEL, and PyTorch's own methods, and measure all of them"
+    )
+    parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps timed with --measure (default: 5)")
+    parser.add_argument("--jobs", type=options.count, default=2, metavar="N", help="rows computed at a time (default: 2)")
+    parser.add_argument(
+        "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each row: 90, 90s, 10m (default: 1m)"
+    )
+    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_how_to_trace(parser)
+    add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compute the rows that are missing, then write table and figures. Returns the exit code."""
+    from graphs.io.files import check_folder
+    from planner.cli.interrupt import StopOnInterrupt
+    from planner.cli.progress import ProgressLine
+    from planner.report.comparisons import table_text, write_report
+    from planner.report.plots import new_figure
+    from planner.studies.compare import methods_named
+    from planner.studies.comparison_rows import COLUMNS, read_rows
+
+    if arguments.measure and arguments.model.endswith(".json"):
+        return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
+    if arguments.measure and arguments.roofline is not None:
+        return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
+    methods = methods_named(arguments.methods)
+    new_figure()  # without matplotlib there is no use in computing
+    folder = Path(arguments.output)
+    check_folder(folder)
+    with (
+        ProgressLine(quiet=arguments.quiet) as progress,
+        StopOnInterrupt(progress, ending="with the rows that are done, to go on with the others next time") as interrupt,
+    ):
+        make = _measure if arguments.measure else _simulate
+        rows = make(arguments, methods, progress, interrupt)
+    known = read_rows(folder / "rows.csv")
+    if known:
+        write_report(known, folder)
+    if arguments.json:
+        print_json({"holds": "comparison", "rows": [{column: getattr(row, column) for column in COLUMNS} for row in rows]})
+    elif known:
+        print_text(table_text(known))
+    if interrupt():
+        return INTERRUPTED
+    return DONE if any(row.time_s is not None for row in rows) else LIMIT
+
+
+def _simulate(
+    arguments: argparse.Namespace, methods: "Sequence[str]", progress: "ProgressLine", should_stop: "Callable[[], bool]"
+) -> "list[Row]":
+    from planner.studies.compare import compare
+
+    graph, name = _graph(arguments, progress)
+    progress.say(f"comparing {len(methods)} methods")
+    return compare(
+        graph,
+        arguments.budgets,
+        methods,
+        Path(arguments.output),
+        model=name,
+        jobs=arguments.jobs,
+        tolerance=arguments.tolerance,
+        time_limit_s=arguments.time_limit,
+        on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
+        should_stop=should_stop,
+    )
+
+
+def _measure(
+    arguments: argparse.Namespace, methods: "Sequence[str]", progress: "ProgressLine", should_stop: "Callable[[], bool]"
+) -> "list[Row]":
+    from planner.models.workload import parse_spec
+
+    spec = parse_spec(arguments.model)
+    progress.say(f"building {spec}")
+    from planner.models import workload
+    from planner.studies.baselines import of_policies, stock_methods
+    from planner.studies.compare_measured import Settings, compare_measured, profiled
+
+    folder = Path(arguments.output)
+    built = workload.load(spec, device=arguments.device, seed=arguments.seed)
+    progress.say(f"tracing {spec}")
+    captured = profiled(
+        built,
+        folder,
+        optimizer=arguments.optimizer,
+        accumulate=arguments.accumulate,
+        passes=arguments.passes,
+        name=str(spec),
+    )
+    settings = Settings(
+        model=str(spec),
+        jobs=arguments.jobs,
+        tolerance=arguments.tolerance,
+        time_limit_s=arguments.time_limit,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+    )
+    targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
+    stock = stock_methods(built.model, targets=targets)
+    if arguments.methods != "all":
+        stock = of_policies(stock, methods)
+    return compare_measured(
+        built,
+        captured,
+        arguments.budgets,
+        methods,
+        stock,
+        folder,
+        settings,
+        on_activity=progress.say,
+        should_stop=should_stop,
+    )
+
+
+def _usage(message: str) -> int:
+    complain(message)
+    return USAGE
+
+
+def _graph(arguments: argparse.Namespace, progress: "ProgressLine") -> "tuple[Graph, str]":
+    from graphs.io.formats import read_graph
+
+    if arguments.model.endswith(".json"):
+        graph = read_graph(arguments.model)
+        return graph, str(graph.provenance.get("model", Path(arguments.model).stem))
+    from planner.models.workload import parse_spec
+
+    spec = parse_spec(arguments.model)
+    return trace_model(spec, arguments, progress), str(spec)

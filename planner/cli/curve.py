@@ -1,0 +1,84 @@
+"""``planner curve``: a graph in, overhead against budget out."""
+
+import argparse
+from pathlib import Path
+
+from planner import options
+from planner.cli.arguments import DONE, INFEASIBLE, LIMIT, Commands, add_command, add_quiet, add_reorder, print_json, print_text
+from solvers.registry import SOLVERS
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "curve",
+        "solve a graph at several budgets: overhead against memory",
+        "A schedule for one budget serves all larger ones, a bound at one holds at all smaller ones.\n"
+        "Ctrl-C ends the solves with what has been found so far; a second one quits at once.\n"
+        "exit codes: 0 a schedule for some budget, 2 usage, 3 proved: none fits any in the order of the ops that was tried,\n"
+        "4 none found in time, 1 anything else\n\n"
+        "examples:\n"
+        "  planner curve model.json -o curve.csv --plot curve.png\n"
+        "  planner curve model.json --budgets 90%,8GB,7.5GiB --time-limit 2m",
+    )
+    parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
+    parser.add_argument(
+        "--budgets",
+        type=options.budgets,
+        default=10,
+        metavar="N|LIST",
+        help="how many, from the least feasible to the peak without recomputation, or a list (default: 10)",
+    )
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="CSV to write")
+    parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
+    parser.add_argument("--jobs", type=options.count, default=2, metavar="N", help="budgets solved at a time (default: 2)")
+    parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
+    parser.add_argument(
+        "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each budget: 90, 90s, 10m (default: 1m)"
+    )
+    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_reorder(parser, default=None, said="with --solver windows")
+    add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Solve at every budget, and write and draw what was found if asked to. Returns the exit code."""
+    from graphs.io.files import check_writable, write_text
+    from graphs.io.formats import read_graph
+    from planner.cli.interrupt import StopOnInterrupt
+    from planner.cli.progress import ProgressLine
+    from planner.report.curves import curve_data, curve_frame, curve_text
+    from planner.report.plots import check_plot, plot_curve
+    from planner.studies.curve import curve
+    from solvers.result import Status
+
+    graph = read_graph(arguments.graph)
+    if arguments.output is not None:
+        check_writable(arguments.output)
+    if arguments.plot is not None:
+        check_plot(Path(arguments.plot))
+    with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
+        progress.say("looking for the least feasible budget")
+        found = curve(
+            graph,
+            arguments.budgets,
+            jobs=arguments.jobs,
+            solver=arguments.solver,
+            tolerance=arguments.tolerance,
+            time_limit_s=arguments.time_limit,
+            reorder=arguments.reorder,
+            on_point=lambda done, count: progress.say(f"{done} of {count} budgets done"),
+            should_stop=interrupt,
+        )
+    if arguments.output is not None:
+        write_text(arguments.output, curve_frame(found).to_csv(index=False))
+    if arguments.plot is not None:
+        plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
+    if arguments.json:
+        print_json(curve_data(found), beside=(arguments.output, arguments.plot))
+    else:
+        print_text(curve_text(found), beside=(arguments.output, arguments.plot))
+    if any(point.schedule for point in found.points):
+        return DONE
+    return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

@@ -1,0 +1,43 @@
+"""``planner import``: a graph of another planner in, one of this out."""
+
+import argparse
+from pathlib import Path
+
+from graphs.errors import PlannerError
+from planner import options
+from planner.cli.arguments import DONE, Commands, add_command, add_quiet, print_written
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "import",
+        "turn a training graph of another planner into one of this",
+        "formats, recognised by content (docs/formats.md says how each is read):\n"
+        "  operator logs of DTR's simulator, plain or gzipped\n"
+        "  node-link graphs of networkx as published with Moccasin\n"
+        "  profiled Checkmate instances with reference results\n\n"
+        "example:\n  planner import resnet32.log.gz -o model.json",
+    )
+    parser.add_argument("file", metavar="FILE", help="the graph to read")
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", required=True, help="the graph to write")
+    add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, and write as a graph of this planner. Returns the exit code."""
+    from graphs.importers import import_graph
+    from graphs.io.files import check_writable
+    from graphs.io.formats import write_graph
+    from planner.cli.progress import ProgressLine
+
+    check_writable(arguments.output)
+    if Path(arguments.output).exists() and Path(arguments.file).exists() and Path(arguments.output).samefile(arguments.file):
+        raise PlannerError(f"{arguments.output} is the file to import itself: name another for the graph")
+    with ProgressLine(quiet=arguments.quiet) as progress:
+        progress.say(f"reading {arguments.file}")
+        graph = import_graph(arguments.file)
+        write_graph(graph, arguments.output)
+    print_written(graph, arguments)
+    return DONE

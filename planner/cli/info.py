@@ -1,0 +1,41 @@
+"""``planner info``: what a graph or a plan holds."""
+
+import argparse
+
+from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "info",
+        "show what a graph or a plan holds",
+        "Of a graph: memory by kind, the peak, the least budget and the op that sets it, the largest ops and tensors.\n\n"
+        "examples:\n  planner info model.json\n  planner info plan.json --json",
+    )
+    parser.add_argument("file", metavar="FILE", help="what planner trace or planner solve wrote")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the file holds. Returns the exit code."""
+    from graphs.io.formats import read_graph_or_plan
+    from graphs.plan import Plan
+    from planner.report.describe import graph_data, graph_facts, graph_text, plan_data, plan_info_text
+
+    content = read_graph_or_plan(arguments.file)
+    if isinstance(content, Plan):
+        from planner.plan_check import check_with_its_graph
+
+        check_with_its_graph(content, arguments.file)
+        if arguments.json:
+            print_json(plan_data(content))
+        else:
+            print_text(plan_info_text(content))
+    else:
+        facts = graph_facts(content)
+        if arguments.json:
+            print_json(graph_data(facts))
+        else:
+            print_text(graph_text(facts))
+    return DONE

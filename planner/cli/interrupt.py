@@ -1,0 +1,45 @@
+"""Ctrl-C as a request: the solve ends with the best it has."""
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Self
+
+from planner.cli.progress import ProgressLine
+
+INTERRUPTED = 130  # exit code of what a SIGINT ended
+
+
+class StopOnInterrupt:
+    """While entered, the first Ctrl-C makes this object answer True; the second ends the process at once.
+
+    Args:
+        progress: where to say that the solve is being ended.
+        ending: what it is ended with.
+    """
+
+    def __init__(self, progress: ProgressLine, *, ending: str = "with the best schedule found so far") -> None:
+        self._progress = progress
+        self._ending = ending
+        self._requested = False
+        self._said = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def __call__(self) -> bool:
+        """Whether to stop. Also says so, once: a signal handler must not write."""
+        if self._requested and not self._said:
+            self._said = True
+            self._progress.note(f"interrupted: ending {self._ending}; Ctrl-C again to quit at once")
+        return self._requested
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._requested:
+            self._progress.abandon()
+            os._exit(INTERRUPTED)
+        self._requested = True

@@ -1,0 +1,105 @@
+"""The command: arguments in, results on stdout, progress and errors on stderr.
+
+What a command needs is imported when it runs: ``--help`` answers at once, and only ``trace``, ``run``
+and ``max-batch`` load torch.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from graphs.errors import InfeasibleError, LimitError, PlannerError
+from planner.cli import compare, curve, import_graph, info, max_batch, run, show, solve, trace
+from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, Command, Parser, complain
+
+# In the order in which they are listed.
+_COMMANDS: dict[str, Command] = {
+    "trace": trace,
+    "solve": solve,
+    "curve": curve,
+    "max-batch": max_batch,
+    "compare": compare,
+    "run": run,
+    "show": show,
+    "info": info,
+    "import": import_graph,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; `argv` without the program's name. Returns the exit code."""
+    try:
+        code = _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has read enough.
+        code = FAILED
+        _close_stdout()
+    except InfeasibleError as error:
+        code = INFEASIBLE
+        complain(error)
+    except LimitError as error:
+        code = LIMIT
+        complain(error)
+    except PlannerError as error:
+        code = FAILED
+        complain(error)
+    except OSError as error:
+        code = FAILED
+        complain(f"{error.filename or 'the output'}: {error.strerror or error}")
+        _close_stdout()
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = build_parser()
+    try:
+        arguments = parser.parse_args(argv)
+        if arguments.version:
+            _show_version()
+            return DONE
+        if arguments.command is None:
+            parser.error(f"name a command: {', '.join(_COMMANDS)}")
+    except SystemExit as end:
+        # Where argparse has answered already: --help, a usage error.
+        return end.code if isinstance(end.code, int) else DONE
+    return _COMMANDS[arguments.command].run(arguments)
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    parser = Parser(
+        prog="planner",
+        description="Find the fastest training step that fits a memory budget, with a proof of how far from optimal it can be.",
+        epilog="example:\n"
+        "  planner trace zoo:gpt2,layers=4,batch=8,seq=128 -o model.json\n"
+        "  planner solve model.json --budget 60% -o plan.json\n"
+        "  planner run plan.json --model zoo:gpt2,layers=4,batch=8,seq=128",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for module in _COMMANDS.values():
+        module.add(commands)
+    return parser
+
+
+def _show_version() -> None:
+    from importlib.metadata import version
+
+    print(f"planner {version('remat-planner')}")
+
+
+def _close_stdout() -> None:
+    """Keep what is still buffered from being written, and complained about, on the way out."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)

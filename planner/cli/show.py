@@ -1,0 +1,73 @@
+"""``planner show``: a plan in, a page to look at out."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphs.errors import PlannerError
+from planner import options
+from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
+
+if TYPE_CHECKING:
+    from graphs.plan import Plan
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "show",
+        "write a page that shows what a plan does: memory over the step, what is computed again, what is held at the peak",
+        "The page is one file: no scripts, nothing loaded from elsewhere. The trace opens in ui.perfetto.dev or chrome://tracing.\n\n"
+        "examples:\n"
+        "  planner show plan.json -o report.html\n"
+        "  planner show plan.json --graph elsewhere/model.json --trace trace.json",
+    )
+    parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
+    parser.add_argument("--graph", metavar="GRAPH", help="what it was solved for (default: the file that the plan names)")
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="the page to write (.html)")
+    parser.add_argument("--trace", type=options.output, metavar="FILE", help="the Chrome trace to write (.json)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write what is asked for. Returns the exit code."""
+    from graphs.io.files import check_writable, write_text
+    from graphs.io.formats import read_graph, read_plan
+    from planner.report.chrome_trace import chrome_trace
+    from planner.report.page import page
+    from planner.report.timeline import Timeline
+
+    wanted = [(path, make) for path, make in ((arguments.output, page), (arguments.trace, chrome_trace)) if path is not None]
+    if not wanted:
+        raise PlannerError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
+    plan = read_plan(arguments.plan)
+    graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
+    for path, _ in wanted:
+        check_writable(path)
+        if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, graph_path)):
+            raise PlannerError(f"{path} is read for this: name another file to write")
+    graph = read_graph(graph_path)
+    timeline = Timeline(graph, plan)
+    for path, make in wanted:
+        write_text(path, make(timeline))
+    if arguments.json:
+        print_json({"output": arguments.output, "trace": arguments.trace}, beside=(arguments.output, arguments.trace))
+    else:
+        said = "\n".join((str(plan), *(f"written to {path}" for path, _ in wanted)))
+        print_text(said, beside=(arguments.output, arguments.trace))
+    return DONE
+
+
+def _graph_of(plan: "Plan", plan_path: str) -> Path:
+    """The file of the graph that `plan` was solved for."""
+    from planner.plan_check import graph_path
+
+    path = graph_path(plan, plan_path)
+    if path is None:
+        raise PlannerError(f"{plan_path} does not say where its graph is: name what it was solved for (--graph model.json)")
+    if not path.is_file():
+        raise PlannerError(
+            f"the graph of {plan_path} was in {path}, where there is no file now: say where it is (--graph model.json), "
+            "or trace and solve again"
+        )
+    return path

@@ -1,0 +1,115 @@
+"""``planner solve``: a graph and a budget in, a plan out."""
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphs.errors import PlannerError
+from planner import options
+from planner.cli.arguments import DONE, Commands, add_command, add_quiet, add_reorder, print_json, print_text
+from solvers.registry import SOLVERS
+
+if TYPE_CHECKING:
+    from graphs.ir import Graph
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    width = max(map(len, SOLVERS))
+    solvers = "\n".join(f"  {name:<{width}} {entry.description}" for name, entry in SOLVERS.items())
+    parser = add_command(
+        commands,
+        "solve",
+        "find the fastest schedule of a graph that fits a memory budget",
+        f"solvers:\n{solvers}\n\n"
+        "Ctrl-C ends the solve with the best schedule found so far; a second one quits at once.\n"
+        "exit codes: 0 a schedule, 2 usage, 3 proved: none fits in the orders of the ops that were tried, 4 none found in time,\n"
+        "1 anything else\n\n"
+        "examples:\n"
+        "  planner solve model.json --budget 8GB -o plan.json\n"
+        "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%",
+    )
+    parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
+    parser.add_argument(
+        "--budget",
+        type=options.budget,
+        required=True,
+        help="memory of the whole step, parameters and optimizer state included: 8GB (10^9), 7.5GiB (2^30), "
+        "or 60%% of the peak without recomputation",
+    )
+    parser.add_argument(
+        "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
+    )
+    parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
+    parser.add_argument(
+        "--time-limit", type=options.duration, default=3600.0, metavar="TIME", help="90, 90s, 10m or 1.5h (default: 1h)"
+    )
+    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    parser.add_argument(
+        "--write-model",
+        metavar="FILE",
+        help="with --solver checkmate: write its program as well, for other solvers (.lp or .mps)",
+    )
+    add_reorder(parser, default=None, said="with --solver windows")
+    add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Solve, and write the plan if asked to. Returns the exit code."""
+    from graphs.io.files import check_writable
+    from graphs.io.formats import read_graph, write_plan
+    from planner.cli.interrupt import StopOnInterrupt
+    from planner.cli.progress import ProgressLine
+    from planner.report.describe import plan_data, plan_text
+    from planner.solving import solve
+
+    graph = read_graph(arguments.graph)
+    if arguments.output is not None:
+        check_writable(arguments.output)
+        if Path(arguments.output).exists() and Path(arguments.output).samefile(arguments.graph):
+            raise PlannerError(f"{arguments.output} is the graph itself: name another file for the plan")
+    if arguments.write_model is not None:
+        _write_model(graph, arguments)
+    with ProgressLine(quiet=arguments.quiet, base_s=graph.time_s) as progress, StopOnInterrupt(progress) as interrupt:
+        plan = solve(
+            graph,
+            arguments.budget,
+            solver=arguments.solver,
+            tolerance=arguments.tolerance,
+            time_limit_s=arguments.time_limit,
+            reorder=arguments.reorder,
+            on_progress=progress,
+            should_stop=interrupt,
+        )
+    if arguments.output is not None:
+        write_plan(replace(plan, graph_file=_graph_file(arguments)), arguments.output)
+    if arguments.json:
+        print_json({"output": arguments.output, **plan_data(plan)}, beside=(arguments.output, arguments.write_model))
+    else:
+        written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
+        print_text(f"{plan_text(plan)}{written}", beside=(arguments.output, arguments.write_model))
+    return DONE
+
+
+def _graph_file(arguments: argparse.Namespace) -> str:
+    """The graph, as seen from the plan; in full where the plan goes down a pipe, to wherever."""
+    from graphs.io.files import is_replaced
+
+    graph = Path(arguments.graph).resolve()
+    if not is_replaced(arguments.output):
+        return graph.as_posix()
+    return Path(os.path.relpath(graph, Path(arguments.output).resolve().parent)).as_posix()
+
+
+def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
+    if arguments.solver != "checkmate":
+        raise PlannerError("--write-model writes the program of the solver checkmate: add --solver checkmate")
+    from graphs.units import parse_budget
+    from planner.solving import order_for, summarize
+    from solvers.checkmate import write_model
+
+    peak_bytes = summarize(graph).store_all_peak_bytes
+    ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
+    write_model(ordered, parse_budget(arguments.budget, peak_bytes=peak_bytes), arguments.write_model)

@@ -1,0 +1,48 @@
+"""``planner trace``: a model and a batch in, a graph out."""
+
+import argparse
+
+from graphs.zoo import ZOO
+from planner import options
+from planner.cli.arguments import (
+    DONE,
+    MODEL_HELP,
+    Commands,
+    add_command,
+    add_how_to_trace,
+    add_quiet,
+    print_written,
+    trace_model,
+)
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    models = "\n".join(f"  zoo:{name:<13} {entry.description}" for name, entry in ZOO.items())
+    parser = add_command(
+        commands,
+        "trace",
+        "turn a model and a batch into a training graph with the time and memory of every op",
+        f"models:\n{models}\n\nexamples:\n"
+        "  planner trace zoo:gpt2,layers=4,batch=8,seq=128 --optimizer adamw -o model.json\n"
+        "  planner trace examples/own_model.py:build,batch=64 -o model.json\n"
+        "  planner trace zoo:llama --roofline h200 -o model.json",
+    )
+    parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
+    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", required=True, help="the graph to write")
+    add_how_to_trace(parser)
+    add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trace, and write the graph. Returns the exit code."""
+    from graphs.io.files import check_writable
+    from graphs.io.formats import write_graph
+    from planner.cli.progress import ProgressLine
+
+    check_writable(arguments.output)
+    with ProgressLine(quiet=arguments.quiet) as progress:
+        graph = trace_model(arguments.model, arguments, progress)
+        write_graph(graph, arguments.output)
+    print_written(graph, arguments)
+    return DONE

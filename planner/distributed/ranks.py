@@ -1,0 +1,106 @@
+"""The processes that train a model together: what one of them finds is all's, and so is an error."""
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+from graphs.errors import PlannerError
+
+T = TypeVar("T")
+
+
+class SingleProcess:
+    """One process."""
+
+    def each(self, make: Callable[[], T]) -> T:
+        """What `make` makes."""
+        return make()
+
+    def first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
+        """What `make` makes; there is nobody to share it with."""
+        return make()
+
+    def same(self, value: object) -> bool:
+        """Whether all processes call this with equal values, which are told apart by their ``repr``."""
+        return True
+
+    def gather(self, value: T) -> list[T]:
+        """The values that the processes call this with, that of rank 0 first."""
+        return [value]
+
+
+class Ranks(SingleProcess):
+    """The processes of a group. All call the same methods, in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+
+    def each(self, make: Callable[[], T]) -> T:
+        """What `make` makes, on each rank for itself.
+
+        Raises:
+            PlannerError: it failed on another rank, which the message names.
+        """
+        return self._agreed(*_tried(make))
+
+    def first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
+        """What `make` makes on rank 0; the others make theirs by `adopt`, of what `share` takes from it.
+
+        Raises:
+            PlannerError: one of them failed on another rank, which the message names.
+        """
+        made, error = _tried(make) if self._rank == 0 else ((), None)
+        sent = [share(made[0]) if made else None, bool(made)]
+        dist.broadcast_object_list(sent, group=self._group, group_src=0)
+        shared, done = sent
+        if self._rank and done:
+            made, error = _tried(lambda: adopt(shared))
+        return self._agreed(made, error)
+
+    def same(self, value: object) -> bool:
+        """Whether all processes call this with equal values, which are told apart by their ``repr``.
+
+        Asked before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
+        """
+        digest = int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest())
+        extremes = torch.tensor([digest, -digest], device=_get_object_coll_device(self._group))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        return extremes.sum().item() == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The values that the processes call this with, that of rank 0 first."""
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def _agreed(self, made: tuple[()] | tuple[T], error: Exception | None) -> T:
+        """What was made, where all ranks made theirs."""
+        told = self.gather(None if error is None else _told(error))
+        if error is not None:
+            raise error
+        for rank, failed in enumerate(told):
+            if failed is not None:
+                kind, message = failed
+                raise kind(f"rank {rank}: {message}")
+        assert made
+        return made[0]
+
+
+def _tried(make: Callable[[], T]) -> tuple[tuple[()] | tuple[T], Exception | None]:
+    """What `make` makes, in a tuple, or why it does not."""
+    try:
+        return (make(),), None
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must not wait for it
+        return (), error
+
+
+def _told(error: Exception) -> tuple[type[PlannerError], str]:
+    """`error` as the other ranks raise it."""
+    if isinstance(error, PlannerError):
+        return type(error), str(error)
+    return PlannerError, f"{type(error).__name__}: {error}"

@@ -1,0 +1,251 @@
+"""How a model is trained that PyTorch wraps for several processes: what of it is captured, counted and called.
+
+Gradients are averaged, and parameters gathered, by the wrapper's own hooks; a planned step runs between them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch
+from graphs.capture.step import LossFn
+from graphs.errors import MismatchError, TraceError
+from graphs.ir import Graph, Kind
+from planner.api import capture_real
+from planner.distributed.ranks import Ranks, SingleProcess
+from planner.runtime.executor import Executor
+
+
+class Unwrapped:
+    """A model in no wrapper.
+
+    Attributes:
+        module: what is captured, and whose parameters are trained.
+        ranks: the processes that must have the same plan.
+    """
+
+    def __init__(self, module: nn.Module, ranks: SingleProcess) -> None:
+        self.module = module
+        self.ranks = ranks
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside, the parameters of the module are plain tensors, and no hook of a wrapper acts on it. All ranks enter it."""
+        return nullcontext()
+
+    def capture(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool) -> Capture:
+        """The step, with all memory that this process holds throughout. Called inside ``opened``."""
+        return capture_real(self.module, loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
+
+    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+        """`executor` as the training loop calls it."""
+        return executor
+
+
+class Replicated(Unwrapped):
+    """A model in ``DistributedDataParallel``."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        if model.mixed_precision is not None:
+            raise TraceError("DistributedDataParallel with mixed_precision= is not planned: use torch.autocast around the step")
+        super().__init__(model.module, Ranks(model.process_group))
+        self._model = model
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside, other parameters stand for those that the wrapper waits for."""
+        return _other_parameters(self.module)
+
+    def capture(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool) -> Capture:
+        """The step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
+        in_buckets = self._model.gradient_as_bucket_view
+        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate and not in_buckets)
+        buckets = Kind.ACCUMULATED_GRADIENT, "gradient_buckets", _trained_bytes(self.module)
+        return replace(captured, graph=captured.graph.holding(*buckets))
+
+    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+        """The wrapper's own forward pass, around the planned one instead of the module's."""
+        planned = _Proxy(self.module, executor)
+
+        def step(*args: object, **kwargs: object) -> Any:
+            self._model.module = planned
+            try:
+                return self._model(*args, **kwargs)
+            finally:
+                self._model.module = self.module
+
+        return step
+
+
+class InReplicated(Replicated):
+    """A step that is called inside the forward pass of ``DistributedDataParallel``, whatever that calls in the end."""
+
+    def __init__(self, step: nn.Module, model: DistributedDataParallel) -> None:
+        super().__init__(model)
+        self.module = step
+
+    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+        """`executor` itself: the wrapper's forward pass is around it."""
+        return executor
+
+
+class Sharded(Unwrapped):
+    """A model under ``fully_shard`` (FSDP2). All parameters are gathered before the step, and sharded again behind it."""
+
+    def __init__(self, model: FSDPModule) -> None:
+        assert isinstance(model, nn.Module)
+        self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()  # the outermost stays gathered behind a forward pass
+        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
+            raise TraceError(
+                "the model is not sharded by fully_shard over one mesh of one dimension, which is all that is planned"
+            )
+        if any(unit._get_fsdp_state()._mp_policy.param_dtype is not None for unit in self._units):
+            raise TraceError("fully_shard with a mixed precision policy is not planned: use torch.autocast around the step")
+        super().__init__(model, Ranks(mesh.get_group()))
+        self._shard_bytes, self._trained_shard_bytes = _local_bytes(model.parameters()), _trained_bytes(model)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, the parameters are gathered."""
+        self._gather()
+        try:
+            with _without_hooks(self._units):
+                yield
+        finally:
+            self._reshard()
+
+    def capture(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool) -> Capture:
+        """The step on whole parameters, beside this rank's shards: of optimizer state and earlier gradients there is no more."""
+        whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
+        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
+        captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
+        graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
+        return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, "gradients_to_send", unit_bytes))
+
+    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+        """The forward pass of the outermost module, with its hooks, around the planned one instead of its own."""
+
+        def forward(*args: object, **kwargs: object) -> Any:
+            self._gather()
+            return executor.run(executor.signature.flatten(*args, **kwargs))
+
+        def step(*args: object, **kwargs: object) -> Any:
+            # On gathered parameters, as it was captured; an error inside the wrapper would leave its hooks half way.
+            self._gather()
+            try:
+                with _without_hooks(self._units):
+                    executor.check(*args, **kwargs)
+            except MismatchError:
+                self._reshard()
+                raise
+            self.module.forward = forward
+            try:
+                return self.module(*args, **kwargs)
+            finally:
+                del self.module.forward
+
+        return step
+
+    def _gather(self) -> None:
+        for unit in self._units:
+            unit.unshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+
+def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
+    """How `model` is trained, if it does not say so itself.
+
+    Raises:
+        TraceError: it is wrapped in a way that is not planned; says what is.
+    """
+    if isinstance(model, Unwrapped):
+        return model
+    if isinstance(model, DistributedDataParallel):
+        return Replicated(model)
+    if isinstance(model, FSDPModule):
+        return Sharded(model)
+    if isinstance(model, nn.DataParallel):
+        raise TraceError("DataParallel is not planned: start a process for each device (torchrun), with DistributedDataParallel")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise TraceError("FullyShardedDataParallel (FSDP1) is not planned: use fully_shard (FSDP2), or DistributedDataParallel")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise TraceError("parts of the model are sharded, but not the model itself: call fully_shard(model) after its blocks")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise TraceError("the parameters of the model are DTensors: plan the model before, or shard it with fully_shard")
+    return Unwrapped(model, SingleProcess())
+
+
+class _Proxy(nn.Module):
+    """Stands for a module: has its parameters and buffers, which wrappers look for, but computes something else."""
+
+    def __init__(self, module: nn.Module, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        self._compute = compute
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        return self._compute(*args, **kwargs)
+
+
+@contextmanager
+def _other_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters are others on the same memory: what waits for gradients of the real ones sees none."""
+    places = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in places}
+    try:
+        for owner, name, parameter in places:
+            owner._parameters[name] = others[parameter]
+        yield
+    finally:
+        for owner, name, parameter in places:
+            owner._parameters[name] = parameter
+
+
+@contextmanager
+def _without_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Inside, calling a unit gathers nothing, so that it can be captured."""
+    tables = [hooks for unit in units for hooks in (unit._forward_hooks, unit._forward_pre_hooks)]  # type: ignore[attr-defined]
+    before = [dict(hooks) for hooks in tables]
+    try:
+        for hooks in tables:
+            for key in [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.fsdp")]:
+                del hooks[key]
+        yield
+    finally:
+        for hooks, all_hooks in zip(tables, before, strict=True):
+            hooks.clear()
+            hooks.update(all_hooks)
+
+
+def _shrunk(captured: Capture, share: float) -> Capture:
+    """`captured` with this share of the optimizer state and of earlier gradients."""
+    graph, kinds = captured.graph, (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
+    tensors = tuple(replace(t, size_bytes=round(t.size_bytes * share)) if t.kind in kinds else t for t in graph.tensors)
+    return replace(captured, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    return _local_bytes(p for p in module.parameters() if p.requires_grad)
+
+
+def _own_bytes(unit: FSDPModule) -> int:
+    """Bytes of the trained parameters that `unit` gathers itself."""
+    assert isinstance(unit, nn.Module)
+    inner = {p for module in list(unit.modules())[1:] if isinstance(module, FSDPModule) for p in module.parameters()}
+    return _local_bytes(p for p in unit.parameters() if p.requires_grad and p not in inner)
+
+
+def _local_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes that this process holds of `parameters`."""
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -1,0 +1,46 @@
+"""From what is to be trained, named in one line, to its graph. Imports torch when it traces."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner.models import workload
+from planner.models.workload import ModelSpec
+
+if TYPE_CHECKING:
+    from graphs.ir import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """How models are built and traced.
+
+    Attributes:
+        device, seed: as in ``workload.load``.
+        roofline, optimizer, accumulate, passes: as in ``api.trace``; with a roofline nothing is allocated.
+    """
+
+    device: str = "cpu"
+    roofline: str | None = None
+    optimizer: str = "none"
+    accumulate: bool = False
+    passes: int = 5
+    seed: int = 0
+
+    def graph(self, model: ModelSpec) -> "Graph":
+        """The graph of the training step of `model`.
+
+        Raises:
+            ModelError: the model cannot be built.
+            TraceError: the step cannot be captured.
+        """
+        built = workload.load(model, device=self.device, seed=self.seed, fake=self.roofline is not None)
+        from planner import api
+
+        return api.trace(
+            *built,
+            optimizer=self.optimizer,
+            accumulate=self.accumulate,
+            roofline=self.roofline,
+            passes=self.passes,
+            name=str(model),
+        )

@@ -1,0 +1,127 @@
+"""The figures of a comparison, made from its rows alone."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from graphs.units import format_bytes
+from planner.report.plots import new_figure, save_figure, set_title
+from planner.studies.best import kind_of
+from planner.studies.comparison_rows import Row, RunBy, bound_of, methods_of, simulated
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Memory in bytes, and time as a multiple.
+Point: TypeAlias = tuple[float, float]
+
+
+def plot_overhead(rows: Sequence[Row], path: Path) -> None:
+    """Step time against peak memory by simulation: a line or a point for each method, and the bound shaded.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    judged = simulated(rows)
+    figure = new_figure()
+    axes = figure.add_subplot()
+    scale = _memory_axis(axes.xaxis.set_label_text, judged)
+    budgets = sorted({row.budget_bytes or 0 for row in judged})
+    bounds = [(budget / scale, bound / judged[0].base_s) for budget in budgets if (bound := bound_of(judged, budget)) is not None]
+    if bounds:
+        xs, ys = zip(*bounds, strict=True)
+        axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
+    _draw(axes, judged, _simulated_point, scale, linewidth=1)
+    axes.set_ylabel("step time, as a multiple of keeping everything")
+    set_title(axes, rows[0].model)
+    _add_legend(axes)
+    save_figure(figure, path)
+
+
+def plot_measured(rows: Sequence[Row], path: Path) -> None:
+    """Measured step time against measured peak; a cross where loss or gradients are wrong.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    figure = new_figure()
+    axes = figure.add_subplot()
+    scale = _memory_axis(axes.xaxis.set_label_text, rows)
+    _draw(axes, rows, _measured_point, scale, linewidth=0)
+    wrong = [point for row in rows if row.exactness == "wrong" and (point := _measured_point(row)) is not None]
+    if wrong:
+        xs, ys = zip(*wrong, strict=True)
+        axes.plot([x / scale for x in xs], ys, "x", color="black", markersize=9, label="wrong gradients")
+    axes.axhline(1.0, color="C7", linewidth=1)
+    axes.set_ylabel("step time, as a multiple of eager PyTorch's")
+    set_title(axes, rows[0].model)
+    _add_legend(axes)
+    save_figure(figure, path)
+
+
+def plot_memory(rows: Sequence[Row], path: Path) -> None:
+    """Peak memory of each method at each budget, beside the budget; rings are measured peaks.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    judged = simulated(rows)
+    figure = new_figure()
+    axes = figure.add_subplot()
+    scale = _memory_axis(axes.yaxis.set_label_text, judged)
+    methods = methods_of(judged)
+    for i, budget in enumerate(sorted({row.budget_bytes or 0 for row in judged}, reverse=True)):
+        here = [row for row in judged if row.budget_bytes == budget]
+        axes.axhline(budget / scale, color=f"C{i % 10}", linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
+        peaks = [(methods.index(row.method), row.peak_bytes / scale) for row in here if row.peak_bytes]
+        measured = [(methods.index(row.method), row.measured_peak_bytes / scale) for row in here if row.measured_peak_bytes]
+        for points, size, fill in ((peaks, 5, "full"), (measured, 9, "none")):
+            if points:
+                xs, ys = zip(*points, strict=True)
+                axes.plot(xs, ys, "o", color=f"C{i % 10}", markersize=size, fillstyle=fill)
+    axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize="small")
+    set_title(axes, rows[0].model)
+    axes.set_ylim(bottom=0)
+    _add_legend(axes)
+    save_figure(figure, path)
+
+
+def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None], scale: float, *, linewidth: float) -> None:
+    """Each method in a color and a marker of its own; hollow what PyTorch runs."""
+    order = methods_of(rows)
+    series: dict[tuple[bool, str], set[Point]] = {}
+    for row in sorted(rows, key=lambda row: (row.run_by == RunBy.TORCH, order.index(row.method))):
+        if (found := point(row)) is not None:
+            series.setdefault((row.run_by == RunBy.TORCH, _label(row)), set()).add(found)
+    for i, ((by_torch, label), points) in enumerate(series.items()):
+        xs, ys = zip(*sorted(points), strict=True)
+        (line,) = axes.plot([x / scale for x in xs], ys, color=f"C{i % 10}", marker="os^vDPX*"[i % 8], markersize=5)
+        line.set(linewidth=linewidth, fillstyle="none" if by_torch else "full", label=label)
+
+
+def _label(row: Row) -> str:
+    """PyTorch's methods have options behind their names: one label for all of a kind."""
+    return f"PyTorch: {kind_of(row)}" if row.run_by == RunBy.TORCH else row.method
+
+
+def _simulated_point(row: Row) -> Point | None:
+    return (row.peak_bytes, row.time_s / row.base_s) if row.peak_bytes and row.time_s else None
+
+
+def _measured_point(row: Row) -> Point | None:
+    if row.measured_peak_bytes is None or row.measured_ratio is None:
+        return None
+    return row.measured_peak_bytes, row.measured_ratio
+
+
+def _memory_axis(set_label: Callable[[str], object], rows: Sequence[Row]) -> float:
+    """Name the unit of an axis of memory. Returns its bytes."""
+    largest = rows[0].base_peak_bytes
+    scale, unit = next((scale, unit) for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1.0, "B")) if largest >= scale)
+    set_label(f"peak memory in {unit}")
+    return scale
+
+
+def _add_legend(axes: "Axes") -> None:
+    if axes.get_legend_handles_labels()[0]:  # nothing is drawn where no method fits
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="x-small", frameon=False)

@@ -1,0 +1,205 @@
+"""What a comparison shows, made from its rows alone: tables here, figures in ``compare_plots``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+
+import pandas as pd
+
+from graphs.io.files import write_text
+from graphs.plan import relative_gap
+from graphs.units import format_bytes
+from planner.report.comparison_plots import plot_measured, plot_memory, plot_overhead
+from planner.report.tables import as_markdown
+from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
+from planner.visible import visible
+from solvers.result import Reason, Status
+
+LEGEND = (
+    "does not apply: the method is not for this model, at any budget; OOM: what the method does needs more; thrash: the step "
+    "took more time than the method allows; infeasible: proved, no schedule fits; time: nothing was found in the time given; "
+    "too large: of more ops than the method takes on; not tried: there is no such row."
+)
+_MESSAGE = 110  # characters of it in a table; rows.csv has all
+_MEASURED = (
+    "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
+    "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
+)
+_TUNED = (
+    "Of the levels and depths of blocks, the save lists of SAC and the fractions of the Memory Budget API, the fastest that was "
+    "measured to fit with right gradients, as a multiple of eager PyTorch's time. OOM: all that run need more; wrong: those that "
+    "fit have wrong gradients."
+)
+_DUELS = (
+    "PyTorch's own methods as PyTorch runs them, and of DTR's and MegEngine's heuristics the best by simulation. Each that no "
+    "other of its kind beats in time and peak is beside the optimal schedule for as much memory as it was measured to take, in "
+    "turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the last bit, rounded (to at least "
+    "half of the digits, or as rounding the parameters changes them), or wrong. The last column is the optimal schedule's time "
+    "over the other's: below 1 the schedule is faster."
+)
+
+
+def write_report(rows: Sequence[Row], folder: Path) -> None:
+    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` where something was measured.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    write_text(folder / "table.md", table_text(rows))
+    plot_overhead(rows, folder / "overhead.png")
+    plot_memory(rows, folder / "memory.png")
+    if any(row.measured_s is not None for row in rows):
+        plot_measured(rows, folder / "measured.png")
+
+
+def table_text(rows: Sequence[Row]) -> str:
+    """A page of tables: schedules by simulation and, where steps were run, as measured and at equal peaks."""
+    first = rows[0]
+    parts = [f"# {visible(first.model) or 'A comparison'}"]
+    if judged := simulated(rows):
+        base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
+        parts += [
+            f"Overhead over the step without recomputation, {base}; by simulation. {LEGEND}",
+            as_markdown(simulated_table(judged)),
+        ]
+    if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
+        parts += [f"## Measured\n\n{_MEASURED}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]
+    if any(row.run_by == RunBy.TORCH for row in rows):
+        parts += [f"## PyTorch's own, tuned for each budget\n\n{_TUNED}", as_markdown(tuned_table(rows))]
+    duels = duels_of(rows)
+    if any(duel.ours for duel in duels):
+        parts += [f"## At equal peak\n\n{_DUELS}", as_markdown(duel_table(duels)), duel_note(duels)]
+    commits, machines = (" and ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
+    limits = ", ".join(f"{limit:g} s" for limit in sorted({row.time_limit_s for row in rows}))
+    parts += [f"Commit {commits}; {machines}; limit {limits} a row, tolerance {first.tolerance:g}."]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def simulated_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Overhead by budget and method; the least in bold, the bound last."""
+    header, *lines = _by_budget(rows, cell_text, lambda row: row.overhead, 4)
+    budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
+    bounds = [_bound_text(rows, budget) for budget in budgets]
+    return [(*header, "bound"), *((*line, bound) for line, bound in zip(lines, bounds, strict=True))]
+
+
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """A method that takes what memory it takes, and the optimal schedule for as much; None if it did not run."""
+
+    name: str
+    rival: Row
+    ours: Row | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The optimal schedule's measured time over the other's."""
+        if self.ours is None or self.ours.measured_ratio is None or self.rival.measured_ratio is None:
+            return None
+        return self.ours.measured_ratio / self.rival.measured_ratio
+
+    @property
+    def lost(self) -> bool:
+        """Whether the other is faster, and right."""
+        return self.ratio is not None and self.ratio > 1 and self.rival.exactness != "wrong"
+
+
+def duels_of(rows: Sequence[Row]) -> list[Duel]:
+    """All that PyTorch runs, and schedules that met the optimum at their own peak."""
+    ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
+    names = {row.method if row.run_by == RunBy.TORCH else f"{row.method} at {row.budget}": row for row in rows}
+    return [Duel(name, row, ours.get(name)) for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours]
+
+
+def duel_table(duels: Sequence[Duel]) -> list[tuple[str, ...]]:
+    """What each takes beside what the optimal schedule takes at its peak."""
+    header = ("method", "gradients", "peak", "time", "optimal schedule: peak", "time", "over the other's")
+    return [header, *map(_duel_line, duels)]
+
+
+def _duel_line(duel: Duel) -> tuple[str, ...]:
+    rival, ours = duel.rival, duel.ours
+    if rival.measured_ratio is None or rival.measured_peak_bytes is None:
+        why = "does not apply" if rival.reason == Reason.INAPPLICABLE else "does not run"
+        return duel.name, f"{why}: {shorten(rival.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
+    theirs = (duel.name, rival.exactness, format_bytes(rival.measured_peak_bytes), f"{rival.measured_ratio:.2f}x")
+    if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or duel.ratio is None:
+        return (*theirs, "another of its kind is better" if ours is None else cell_text(ours), "", "")
+    time = _bold(f"{ours.measured_ratio:.2f}x", best=not duel.lost)
+    return *theirs, format_bytes(ours.measured_peak_bytes), time, f"{duel.ratio:.2f}"
+
+
+def duel_note(duels: Sequence[Duel]) -> str:
+    """Where the optimal schedule was slower, and what is known of why."""
+    lost = [duel for duel in duels if duel.lost]
+    if not lost:
+        return "Nowhere was the optimal schedule slower."
+    text = f"Slower than the other: {'; '.join(f'{duel.name} ({_why(duel)})' for duel in lost)}."
+    same = [duel.ours.measured_ratio for duel in duels if duel.ours and duel.ours.measured_ratio and not duel.ours.overhead]
+    if len(same) < 2:
+        return text
+    return f"{text} Schedules that keep everything, which are all the same, took {min(same):.2f}x to {max(same):.2f}x here."
+
+
+def _why(duel: Duel) -> str:
+    if duel.name.endswith("inductor"):
+        return "it fuses ops into kernels of its own; schedules run ATen's ops one by one"
+    gap = None if duel.ours is None else relative_gap(duel.ours.time_s, duel.ours.bound_s)
+    if gap is not None and duel.ours is not None and gap > duel.ours.tolerance:
+        return f"the schedule is not proved optimal: gap {gap:.1%}"
+    return "by simulation the schedule is optimal: the rest is the executor, and noise"
+
+
+def cell_text(row: Row) -> str:
+    """A row in a few characters, by simulation."""
+    if row.overhead is not None:
+        return f"{row.overhead:.2%}"
+    return WHY_NOT[Reason(row.reason)] if row.reason else row.status
+
+
+def measured_text(row: Row) -> str:
+    """A row in a few characters, as measured."""
+    if row.exactness == "wrong":
+        return "wrong"
+    if row.measured_ratio is None or row.measured_peak_bytes is None:
+        return cell_text(row) if row.time_s is None else "error"
+    return f"{row.measured_ratio:.2f}x, {format_bytes(row.measured_peak_bytes)}"
+
+
+def _sound_ratio(row: Row) -> float | None:
+    return None if row.exactness == "wrong" else row.measured_ratio
+
+
+def _bold(text: str, *, best: bool) -> str:
+    return f"**{text}**" if best else text
+
+
+def _by_budget(
+    rows: Sequence[Row], text: Callable[[Row], str], value: Callable[[Row], float | None], digits: int
+) -> list[tuple[str, ...]]:
+    """Cells by budget, the largest first, and method; those of the least value, of which `digits` are read, are in bold."""
+    frame = pd.DataFrame(
+        {
+            "budget": [row.budget_bytes for row in rows],
+            "method": [row.method for row in rows],
+            "text": [text(row) for row in rows],
+            "value": pd.array([value(row) for row in rows], dtype="Float64"),
+        }
+    ).drop_duplicates(["budget", "method"])
+    frame["value"] = frame["value"].round(digits)  # as the text has it: what reads the same is as good
+    best = frame["value"].eq(frame.groupby("budget")["value"].transform("min")).fillna(value=False)
+    frame["text"] = frame["text"].where(~best, "**" + frame["text"] + "**")
+    cells = frame.pivot(index="budget", columns="method", values="text").sort_index(ascending=False).fillna(NOT_TRIED)
+    cells = cells[methods_of(rows)]
+    labels = {row.budget_bytes: row.budget for row in rows}
+    names = [format_bytes(b) + (f" ({labels[b]})" if labels[b].endswith("%") else "") for b in cells.index]
+    return [("budget", *cells.columns), *((name, *line) for name, line in zip(names, cells.to_numpy().tolist(), strict=True))]
+
+
+def _bound_text(rows: Sequence[Row], budget_bytes: int) -> str:
+    if any(row.method == OPTIMUM and row.budget_bytes == budget_bytes and row.status == Status.INFEASIBLE for row in rows):
+        return "infeasible"
+    bound_s = bound_of(rows, budget_bytes)
+    return "none" if bound_s is None else f"{bound_s / rows[0].base_s - 1:.2%}"

@@ -1,0 +1,171 @@
+"""What ``planner curve`` and ``planner max-batch`` say: text for people, plain data for machines, a table for files."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.report.describe import table
+from planner.studies.curve import Curve, Point
+from planner.studies.max_batch import Answer, Wanted
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_UNKNOWN = "-"
+
+
+def curve_text(curve: Curve) -> str:
+    """The curve for people: a row per budget, and where it begins."""
+    rows = [
+        (
+            format_bytes(point.budget_bytes),
+            _share(curve, point),
+            _percent(curve.overhead(point.time_s)),
+            _percent(curve.overhead(point.bound_s)),
+            _percent(point.gap),
+            _UNKNOWN if point.seconds is None else f"{point.seconds:.2f}",
+            str(point.status),
+        )
+        for point in curve.points
+    ]
+    header = ("budget", "% of peak", "overhead", "bound", "gap", "seconds", "status")
+    return "\n".join((table(header, rows, numbers=6), *_least_line(curve), *_seconds_line(curve)))
+
+
+def curve_data(curve: Curve) -> dict[str, object]:
+    """The curve as plain data; schedules are left out."""
+    least = curve.least
+    return {
+        "holds": "curve",
+        "complete": curve.complete,
+        "reordered": curve.reordered,
+        "fingerprint": curve.graph.fingerprint,
+        "store_all_peak_bytes": curve.graph.store_all_peak_bytes,
+        "store_all_time_s": curve.graph.time_s,
+        "least_budget_proved_bytes": None if least is None else least.proved_bytes,
+        "least_budget_found_bytes": None if least is None else least.found_bytes,
+        "points": _rows(curve),
+    }
+
+
+def curve_frame(curve: Curve) -> "pd.DataFrame":
+    """The curve as a table, for CSV; an empty cell is unknown."""
+    import pandas as pd
+
+    return pd.DataFrame(_rows(curve))
+
+
+def _rows(curve: Curve) -> list[dict[str, object]]:
+    peak = curve.graph.store_all_peak_bytes
+    return [
+        {
+            "budget_bytes": point.budget_bytes,
+            "budget_share": point.budget_bytes / peak if peak else None,
+            "status": str(point.status),
+            "overhead": curve.overhead(point.time_s),
+            "bound_overhead": curve.overhead(point.bound_s),
+            "gap": point.gap,
+            "time_s": point.time_s,
+            "bound_s": point.bound_s,
+            "peak_bytes": point.peak_bytes,
+            "seconds": point.seconds,
+        }
+        for point in curve.points
+    ]
+
+
+def _share(curve: Curve, point: Point) -> str:
+    peak = curve.graph.store_all_peak_bytes
+    return format_ratio(point.budget_bytes / peak) if peak else _UNKNOWN
+
+
+def _percent(ratio: float | None) -> str:
+    return _UNKNOWN if ratio is None else f"{100 * ratio:z.2f}%"
+
+
+def _least_line(curve: Curve) -> list[str]:
+    least = curve.least
+    if least is None:
+        return []
+    order = "the order that was found for the ops" if curve.reordered else "program order"
+    if least.exact:
+        return [f"least feasible budget: {format_bytes(least.found_bytes)}, proved for first executions in {order}"]
+    proved, found = format_bytes(least.proved_bytes), format_bytes(least.found_bytes)
+    return [f"least feasible budget: between {proved} (proved for first executions in {order}) and {found}"]
+
+
+def _seconds_line(curve: Curve) -> list[str]:
+    lines = []
+    if not curve.complete:
+        lines.append("stopped before every budget had its turn: what is shown follows from those that had")
+    elif any(point.seconds is None for point in curve.points):
+        lines.append(f"seconds {_UNKNOWN}: not solved, the answers at other budgets settle it")
+    return lines
+
+
+def max_batch_text(answers: Sequence[Answer], wanted: Wanted) -> str:
+    """The largest batch of each method for people, and what is not known of it."""
+    rows = [
+        (
+            answer.method,
+            "none" if answer.batch is None else f"{answer.batch:,}",
+            _percent(answer.overhead),
+            *_peak_and_time(answer),
+        )
+        for answer in answers
+    ]
+    cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
+    return "\n".join(
+        (
+            f"largest batch within {format_bytes(wanted.budget_bytes)}{cap}",
+            table(("method", "batch", "overhead", "peak", "step time"), rows, numbers=0),
+            *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer)),
+        )
+    )
+
+
+def max_batch_data(answers: Sequence[Answer], wanted: Wanted) -> dict[str, object]:
+    """The same as plain data."""
+    return {
+        "holds": "max-batch",
+        "budget_bytes": wanted.budget_bytes,
+        "max_overhead": wanted.max_overhead,
+        "limit": wanted.limit,
+        "methods": [
+            {
+                "method": answer.method,
+                "batch": answer.batch,
+                "overhead": answer.overhead,
+                "peak_bytes": None if answer.batch is None or answer.result is None else answer.result.peak_bytes,
+                "time_s": None if answer.batch is None or answer.result is None else answer.result.time_s,
+                "gap": None if answer.batch is None or answer.result is None else answer.result.gap,
+                "at_limit": answer.at_limit,
+                "undecided": answer.undecided,
+                "complete": answer.complete,
+                "extrapolated": answer.extrapolated,
+            }
+            for answer in answers
+        ],
+    }
+
+
+def _peak_and_time(answer: Answer) -> tuple[str, str]:
+    result = answer.result
+    if answer.batch is None or result is None or result.peak_bytes is None or result.time_s is None:
+        return _UNKNOWN, _UNKNOWN
+    return format_bytes(result.peak_bytes), format_seconds(result.time_s)
+
+
+def _remarks(answer: Answer) -> list[str]:
+    remarks = []
+    if not answer.complete:
+        remarks.append("stopped: larger batches may fit")
+    if answer.at_limit:
+        remarks.append("the largest batch that was tried: raise --limit")
+    if answer.undecided is not None and answer.complete:
+        remarks.append(f"not decided in time at a batch of {answer.undecided}, taken as too large: raise --time-limit")
+    if answer.extrapolated:
+        remarks.append("its sizes and times were extrapolated from smaller batches: there was not enough memory to measure them")
+    if answer.batch is None and answer.result is not None and answer.result.message:
+        remarks.append(f"at a batch of 1, {answer.result.message}")
+    return remarks

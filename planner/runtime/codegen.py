@@ -1,0 +1,85 @@
+"""From a schedule to straight-line Python: one function for the forward pass, one for the backward pass.
+
+The functions contain the calls of the schedule in its order and a ``del`` exactly where it frees.
+The forward pass ends with the first execution of its last op; what is alive then and not returned
+is handed to the backward pass in a list, which the backward pass empties before it begins, so that
+nothing but its own variables keeps a tensor in memory.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.capture.program import Program, Writer, define, load, variable
+from graphs.ir import Graph, Phase
+from graphs.schedule import Compute, Free, Schedule
+
+# forward(static) -> (loss, extras, saved); backward(static, saved) -> gradients
+Forward = Callable[[Sequence[Any]], tuple[Any, tuple[Any, ...], list[Any]]]
+Backward = Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The compiled step.
+
+    Attributes:
+        forward, backward: the two passes; `static` are the tensors of ``Program.sources``, in order.
+        backward_reads: for each source whether the backward pass reads it.
+        returned: positions in the list of saved tensors of those that the caller gets too, and may write to.
+        source: of both functions, for reading.
+    """
+
+    forward: Forward
+    backward: Backward
+    backward_reads: tuple[bool, ...]
+    returned: tuple[int, ...]
+    source: str
+
+
+def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code:
+    """Compile `schedule`, which must be valid on `graph` (``simulate``)."""
+    cut = boundary(graph, schedule)
+    times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
+    writer = Writer(graph, program, repeated={op for op, count in times.items() if count > 1})
+    forward = writer.write(schedule.steps[:cut])
+
+    later = {t for step in schedule.steps[cut:] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
+    alive = [t for t in writer.live if t not in graph.kept or t in later]
+    # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
+    returned = tuple(i for i, t in enumerate(alive) if t in graph.kept)
+    saved = ", ".join(variable(t) + (".detach()" if t in graph.kept else "") for t in alive)
+    extras = "".join(f"{extra}.detach(), " for extra in program.extras)
+    forward.append(f"return {program.loss}, ({extras}), [{saved}]")
+
+    restore = [f"{', '.join(map(variable, alive))}, = saved"] if alive else []
+    gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
+    backward = [*restore, "saved.clear()", *writer.write(schedule.steps[cut:]), f"return ({gradients})"]
+
+    source = "\n\n".join(
+        (
+            define("forward", "static", [program.unpack(), *forward]),
+            define("backward", "static, saved", [program.unpack(), *backward]),
+        )
+    )
+    namespace = load(program, source, f"<schedule of {graph.fingerprint}, {len(schedule.steps)} steps>")
+    names = {name for line in backward for name in re.findall(r"\bt\d+\b", line)}
+    reads = tuple(variable(source.tensor) in names for source in program.sources)
+    return Code(namespace["forward"], namespace["backward"], reads, returned, source)
+
+
+def boundary(graph: Graph, schedule: Schedule) -> int:
+    """Number of steps of the forward pass: up to the last first execution of a forward op, and the frees behind it."""
+    pending = {op.id for op in graph.ops if op.phase is Phase.FORWARD}
+    steps = schedule.steps
+    index = 0
+    while pending:
+        step = steps[index]
+        if isinstance(step, Compute):
+            pending.discard(step.op)
+        index += 1
+    while index < len(steps) and isinstance(steps[index], Free):
+        index += 1
+    return index

@@ -1,0 +1,176 @@
+"""A planned training step: runs a schedule with real tensors behind an autograd function."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from graphs.capture.lower import Capture
+from graphs.capture.step import TrainingStep
+from graphs.errors import MismatchError
+from graphs.ir import Kind
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from planner.runtime.codegen import compile_schedule
+
+
+class Executor:
+    """Runs one training step's forward and backward pass as a schedule says.
+
+    Calling it with a batch returns the loss, in a tuple or dict if the step returns one with further tensors;
+    the loss's ``backward()`` runs the backward pass and accumulates the gradients. Loss, gradients,
+    buffers and random state are those of keeping everything, to the last bit.
+    """
+
+    def __init__(self, capture: Capture, schedule: Schedule, model: nn.Module, loss_fn: Callable[..., object] | None) -> None:
+        """Compile `schedule` for the captured step of `model`.
+
+        Raises:
+            ScheduleError: the schedule does not run on the captured graph.
+        """
+        simulate(capture.graph, schedule)
+        self.graph = capture.graph
+        self.program = capture.program
+        self.signature = capture.signature
+        self.schedule = schedule
+        self.code = compile_schedule(capture.graph, capture.program, schedule)
+        self._step = TrainingStep(model, loss_fn)
+        self._guards = capture.guards
+        self._conditions = capture.conditions
+        self._device_type = next(self._step.parameters()).device.type
+        self._autocast = _autocast(self._device_type)
+        self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
+        self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
+        overwritten = {t for op in self.graph.ops for t in op.mutates}
+        read = [i for i, reads in enumerate(self.code.backward_reads) if reads and i != self._tangent]
+        self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
+        self._checked = [i for i in read if self.program.sources[i].tensor not in overwritten]
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """One forward pass on a batch.
+
+        Raises:
+            MismatchError: the batch or the model is not as it was when the step was captured.
+        """
+        return self.run(self.check(*args, **kwargs))
+
+    def run(self, leaves: Sequence[object]) -> Any:
+        """One forward pass on the leaves of a batch that was checked."""
+        static = self.program.gather(self._step, leaves)
+        results: tuple[torch.Tensor, ...] = _Step.apply(self, *static)  # type: ignore[no-untyped-call]
+        return self.signature.unflatten(results)
+
+    def check(self, *args: object, **kwargs: object) -> list[object]:
+        """The leaves of a batch that the step was planned for.
+
+        Raises:
+            MismatchError: as calling the step does.
+        """
+        leaves = self.signature.flatten(*args, **kwargs)
+        self._check(leaves)
+        if self._guards is not None:
+            self._guards.check(self._step, args, kwargs)
+        if self._conditions:
+            self._conditions.check(self._step, leaves)
+        return leaves
+
+    def _check(self, leaves: Sequence[object]) -> None:
+        for source in self.program.sources:
+            if source.kind is not Kind.INPUT or source.is_tangent:
+                continue
+            planned, index = self.graph.tensors[source.tensor], int(source.name)
+            given, name = leaves[index], self.signature.names[index]
+            if not isinstance(given, torch.Tensor):
+                raise MismatchError(
+                    f"{name} of the batch is {type(given).__name__}, but the step was planned for a tensor "
+                    f"{planned.dtype}{list(planned.shape)}"
+                )
+            dtype = str(given.dtype).removeprefix("torch.")
+            if tuple(given.shape) != planned.shape or dtype != planned.dtype:
+                raise MismatchError(
+                    f"{name} of the batch is {dtype}{list(given.shape)}, but the step was planned for "
+                    f"{planned.dtype}{list(planned.shape)}: make another plan for this shape"
+                )
+            if given.requires_grad is not self.signature.trained[index]:
+                raise MismatchError(
+                    f"{name} of the batch has requires_grad={given.requires_grad}, but the step was planned for "
+                    f"{not given.requires_grad}: make a plan with such a batch, or {_other_grad(given)}"
+                )
+        if _autocast(self._device_type) != self._autocast:
+            raise MismatchError(
+                f"autocast is {_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: the casts "
+                "are part of its graph; call planner.compile and the step under the same torch.autocast"
+            )
+
+    def save(self, ctx: Any, static: Sequence[Any]) -> None:
+        """Keep what the backward pass reads; autograd checks that nobody has changed it in between.
+
+        Buffers that the step itself overwrites are excepted: a second forward pass may have done so,
+        and the backward pass reads them only where their values do not matter.
+        """
+        ctx.save_for_backward(*(static[i] for i in self._checked))
+        ctx.unchecked = [static[i] for i in self._unchecked]
+
+    def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
+        """The static tensors for the backward pass."""
+        static: list[Any] = [None] * len(self.program.sources)
+        for i, tensor in zip(self._checked, ctx.saved_tensors, strict=True):
+            static[i] = tensor
+        for i, tensor in zip(self._unchecked, ctx.unchecked, strict=True):
+            static[i] = tensor
+        static[self._tangent] = tangent
+        return static
+
+    def place_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """`gradients` in the order of the static tensors, None for those that get none."""
+        placed: list[torch.Tensor | None] = [None] * len(self.program.sources)
+        for (tensor, _), gradient in zip(self.program.gradients, gradients, strict=True):
+            placed[self._static_order[tensor]] = gradient
+        return placed
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, executor: Executor, *static: Any) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.executor = executor
+        with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
+            loss, extras, ctx.alive = executor.code.forward(static)
+        ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
+        executor.save(ctx, static)
+        ctx.mark_non_differentiable(*extras)
+        return (loss, *extras)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        executor: Executor = ctx.executor
+        if ctx.alive is None:
+            raise RuntimeError("backward() was called twice on one planned step: its tensors are freed after the first")
+        if ctx.versions != [ctx.alive[i]._version for i in executor.code.returned]:
+            raise RuntimeError(
+                "one of the tensors that the step returned was modified in place, and its backward pass reads it: clone() it "
+                "before writing to it, or write after backward()"
+            )
+        alive, ctx.alive = ctx.alive, None
+        static = executor.restore(ctx, tangent)
+        with torch.autocast(_device_type(static), enabled=False):
+            return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+
+
+def _other_grad(given: torch.Tensor) -> str:
+    return "detach() it" if given.requires_grad else "let it require a gradient"
+
+
+def _autocast(device_type: str) -> str:
+    """What autocast does here: "off", or the type it casts to."""
+    if not torch.is_autocast_enabled(device_type):
+        return "off"
+    return f"to {str(torch.get_autocast_dtype(device_type)).removeprefix('torch.')}"
+
+
+def _device_type(static: Sequence[Any]) -> str:
+    device_type: str = next(t.device.type for t in static if t is not None)
+    return device_type

@@ -1,0 +1,183 @@
+"""A planned step whose two passes are recorded once, and replayed from then on.
+
+A recording does the same to the same memory each time. So a batch and the gradient of the loss are copied to where it reads
+them, parameters and buffers are read where they are and must stay there, and what is returned are copies: autograd may keep
+a gradient that it is given as ``p.grad``, and the next replay would overwrite it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphs.capture.lower import Capture, allocated_bytes
+from graphs.capture.random_ops import drawn_once
+from graphs.capture.signature import Batch
+from graphs.capture.step import TrainingStep
+from graphs.capture.unchanged import unchanged
+from graphs.cost.replay import real_static, written_by
+from graphs.errors import MismatchError, PlannerError, TraceError
+from graphs.ir import Graph, Kind, Op
+from planner.runtime.executor import Executor
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Records functions, to be done again in the order in which they were recorded."""
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Call `run` until nothing in it happens for the first time."""
+
+    def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
+        """Call `function` once.
+
+        Returns:
+            What it returned; and what does the same again, from the same tensors into the same tensors.
+        """
+
+    def held_bytes(self) -> int:
+        """Memory that the recordings keep for as long as they are there."""
+
+
+def recordable(captured: Capture) -> Capture:
+    """`captured` as it is planned where it will be recorded: without what cannot be, and with the copies counted.
+
+    Raises:
+        TraceError: an op that cannot be recorded; names it.
+    """
+    _check_ops(captured)
+    once = drawn_once(captured)
+    graph = once.graph.holding(Kind.INPUT, "recorded_inputs", _input_bytes(once))
+    for kind in (Kind.OUTPUT, Kind.GRADIENT):
+        graph = graph.holding(kind, f"copied_{kind}s", _kept_bytes(graph, kind))
+    return replace(once, graph=graph)
+
+
+def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch, recorder: Recorder) -> None:
+    """Let `executor` replay what `recorder` records of its two passes; `step`, batch and random state are left as they were.
+
+    Args:
+        captured: what `executor` runs (``recordable``).
+        step: what was captured.
+        batch: real tensors, to warm up with.
+    """
+    static = real_static(captured, step, batch)
+    with (
+        unchanged(step, batch, written=written_by(captured, step, batch)),
+        torch.no_grad(),
+        torch.autocast(static[0].device.type, enabled=False),
+    ):
+        recording = Recording(executor, static, recorder)
+    executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward, returned=())
+
+
+class Recording:
+    """Both passes of a step as they were recorded: stands for ``Code.forward`` and ``Code.backward``."""
+
+    def __init__(self, executor: Executor, static: Sequence[torch.Tensor], recorder: Recorder) -> None:
+        """Record the passes of `executor`, called with `static`."""
+        graph, code, sources = executor.graph, executor.code, executor.program.sources
+        self._names = [graph.tensors[source.tensor].name for source in sources]
+        self._tangent = next(i for i, source in enumerate(sources) if source.is_tangent)
+        self._copied = [i for i, source in enumerate(sources) if source.kind is Kind.INPUT and i != self._tangent]
+        self._in_place = [i for i, source in enumerate(sources) if source.kind is not Kind.INPUT]
+        overwritten = {t for op in graph.ops for t in op.mutates}
+        self._written_back = [i for i in self._copied if sources[i].tensor in overwritten]
+        # Held, so that no other tensor can come to lie at an address that was recorded.
+        self._static = [t.detach() if i in self._in_place else t.detach().clone() for i, t in enumerate(static)]
+        self._turn = 0
+
+        def both() -> None:
+            *_, alive = code.forward(self._static)
+            code.backward(self._static, alive)
+
+        recorder.warm_up(both)
+        (loss, extras, alive), self._replay_forward = recorder.record(code.forward, self._static)
+        self._returned: Sequence[torch.Tensor] = (loss, *extras)
+        self._gradients, self._replay_backward = recorder.record(code.backward, self._static, alive)
+
+    def forward(self, static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+        """Replay the forward pass on `static`.
+
+        Raises:
+            MismatchError: a parameter or buffer is not where it was when the step was recorded.
+        """
+        for i in self._in_place:
+            if static[i].data_ptr() != self._static[i].data_ptr():
+                raise MismatchError(
+                    f"{self._names[i]} is not where it was in memory when the step was recorded: model.to(), assign=True and "
+                    "the like put another tensor there; load values into the model's own tensors, or make another plan"
+                )
+        for i in self._copied:
+            self._static[i].copy_(static[i])
+        self._replay_forward()
+        for i in self._written_back:
+            static[i].copy_(self._static[i])
+        self._turn += 1
+        loss, *extras = _copies(self._returned)
+        return loss, tuple(extras), [self._turn]
+
+    def backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
+        """Replay the backward pass of the last forward pass.
+
+        Raises:
+            PlannerError: it is that of an earlier one.
+        """
+        if alive != [self._turn]:
+            raise PlannerError(
+                "backward() came after another call of the step, which has overwritten this one's tensors: a recorded step holds "
+                "those of one forward pass; call backward() before the next, or compile without cuda_graph=True"
+            )
+        self._static[self._tangent].copy_(static[self._tangent])
+        self._replay_backward()
+        return tuple(_copies(self._gradients))
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, list(tensors))  # a few kernels, however many tensors
+    return copies
+
+
+def _check_ops(captured: Capture) -> None:
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node  # importing Inductor takes a second
+
+    device = captured.graph.provenance["device"]
+    for op, node in zip(captured.graph.ops, captured.nodes, strict=True):
+        if node is None:
+            continue
+        if is_cudagraph_unsafe_fx_node(node):
+            raise _refused(op, "waits for the device, or does more than launch kernels")
+        for tensor in _tensors(node):
+            if tensor.device.type != device:
+                raise _refused(op, f"has a tensor on {tensor.device.type}, not on {device}")
+
+
+def _refused(op: Op, why: str) -> TraceError:
+    where = f" in {op.module}" if op.module else ""
+    return TraceError(f"op {op.name!r} ({op.target}){where} {why}, which no CUDA graph can hold: leave out cuda_graph=True")
+
+
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    """What `node` reads and makes, as fake tensors or, where they are constants, as they are."""
+    for value in (node, *node.all_input_nodes):
+        constant = value.op == "get_attr" and "val" not in value.meta
+        known = getattr(value.graph.owning_module, str(value.target)) if constant else value.meta.get("val")
+        yield from (leaf for leaf in pytree.tree_leaves(known) if isinstance(leaf, torch.Tensor))
+
+
+def _input_bytes(captured: Capture) -> int:
+    """Of the copies of inputs and of the gradient of the loss."""
+    graph = captured.graph
+    inputs = [graph.tensors[source.tensor] for source in captured.program.sources if source.kind is Kind.INPUT]
+    device = torch.device(str(graph.provenance["device"]))
+    sizes = (torch.Size(t.shape).numel() * getattr(torch, t.dtype).itemsize for t in inputs)
+    return sum(allocated_bytes(size, device) for size in sizes)
+
+
+def _kept_bytes(graph: Graph, kind: Kind) -> int:
+    return sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].kind is kind)

@@ -1,0 +1,27 @@
+"""What a result was made on and with."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def machine() -> str:
+    """The processor's name and how many cores there are."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    """The commit that is checked out, and whether what plans are made with was changed since."""
+    say = ("git", "-C", str(ROOT))
+    try:
+        head = subprocess.run((*say, "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False)
+        changed = subprocess.run((*say, "diff", "--quiet", "HEAD", "--", "graphs", "solvers", "planner"), check=False)
+    except FileNotFoundError:  # no git
+        return "unknown"
+    return (head.stdout.strip() + (" with changes" if changed.returncode else "")) if not head.returncode else "unknown"

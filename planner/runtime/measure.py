@@ -1,0 +1,248 @@
+"""What a training step really takes: peak memory, time, and whether its results are the same."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphs.capture.signature import Batch, arguments, as_leaves, call, leaves
+from graphs.capture.unchanged import WritesUndone, same, unchanged
+from graphs.cost.allocator import cpu_allocations
+from planner.runtime.machine import machine
+
+# step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one forward and backward pass.
+
+    Attributes:
+        peak_bytes: most in use at once (CUDA: allocated), static bytes included.
+        reserved_bytes: most held by the CUDA allocator; None on the CPU.
+        timeline: (seconds, bytes) after each event of the CPU allocator; empty on CUDA.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int | None
+    timeline: tuple[tuple[float, int], ...]
+
+
+def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, device: torch.device) -> Memory:
+    """Run `step` forward and backward once and follow the allocator: tensors and workspaces.
+
+    Args:
+        static_bytes: of parameters, buffers, inputs and optimizer state, which are there before.
+    """
+    batch = as_leaves(batch)
+    held: list[object] = []
+
+    def run(_: object = None) -> None:
+        held.append(run_both(step, batch))  # as a training loop holds it
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        peak = static_bytes + torch.cuda.max_memory_allocated(device) - before
+        return Memory(peak, torch.cuda.max_memory_reserved(device), ())
+    events = cpu_allocations(run)
+    level, timeline = static_bytes, []
+    for event in events:
+        level += event.size_bytes or 0
+        timeline.append(((event.time_ns - events[0].time_ns) / 1e9, level))
+    return Memory(max((level for _, level in timeline), default=static_bytes), None, tuple(timeline))
+
+
+def median_times(
+    steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
+) -> dict[str, float]:
+    """Median seconds of each step; see ``turn_times``."""
+    times = turn_times(steps, batch, parameters=parameters, repeats=repeats)
+    return {name: median(values) for name, values in times.items()}
+
+
+def turn_times(
+    steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of a forward and backward pass of each step, turn by turn; the steps take turns, after one turn to warm up."""
+    device, batch = parameters[0].device, as_leaves(batch)
+    inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            for tensor in (*parameters, *inputs):
+                tensor.grad = None
+            synchronize(device)
+            start = time.perf_counter()
+            run_both(step, batch)
+            synchronize(device)
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that a training step leaves behind, by name: loss, gradients, buffers, random state."""
+
+    values: Mapping[str, torch.Tensor | None]
+
+    def differences(self, other: "Outcome") -> tuple[str, ...]:
+        """Names of what is not equal to the last bit."""
+        return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
+
+
+def outcome(
+    step: Step,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    seed: int | None = None,
+    written: Iterable[torch.Tensor] = (),
+    undone: WritesUndone | None = None,
+) -> Outcome:
+    """Run `step` forward and backward; `model` and `batch` are afterwards as they were.
+
+    Args:
+        seed: of the random state that it is run from; None: the one that is there.
+        written: as in ``graphs.capture.unchanged.unchanged``.
+        undone: finds that, where it is not known.
+    """
+    with unchanged(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():
+        if seed is not None:
+            torch.manual_seed(seed)
+        returned, gradients = Isolated(step, model, batch).run()
+        loss = loss_of(returned)
+        others = (leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor) and leaf is not loss)
+        values: dict[str, torch.Tensor | None] = {"loss": _copy(loss)}
+        values |= {f"result {i}": _copy(other) for i, other in enumerate(others, 1)}
+        values |= {f"gradient of {name}": _copy(g) for name, g in gradients.items()}
+        values |= {f"buffer {name}": _copy(b) for name, b in model.named_buffers()}
+        values["random state"] = torch.get_rng_state()
+        if loss.device.type == "cuda":
+            values["CUDA random state"] = torch.cuda.get_rng_state(loss.device)
+        return Outcome(values)
+
+
+class Isolated:
+    """A step whose backward pass ends at the parameters and inputs: no gradient is left there, and nothing behind is run.
+
+    An optimizer in the backward pass acts behind them, and so does what made an input that requires grad.
+    """
+
+    def __init__(self, step: Step, model: nn.Module, batch: Batch) -> None:
+        """`step`, which trains `model`, for calls with `batch`."""
+        self._step = step
+        self._args, self._kwargs = arguments(as_leaves(batch))
+        given = enumerate(pytree.tree_leaves((self._args, self._kwargs)))
+        inputs = {f"input {i}": leaf for i, leaf in given if isinstance(leaf, torch.Tensor)}
+        self._known = {name: t for name, t in (*model.named_parameters(), *inputs.items()) if t.requires_grad}
+        self._ends: tuple[list[torch.Tensor], bool] | None = None
+
+    def run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        """What the step returns, and the gradients of parameters and inputs; None for those that get none."""
+        with torch.enable_grad():  # a step of another size may be planned while it is evaluated
+            return self._run()
+
+    def _run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        # Containers of its own: a step may take out of them what it reads.
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (self._args, self._kwargs))
+        returned = self._step(*args, **kwargs)
+        loss = loss_of(returned)
+        if self._ends is None:
+            self._ends = _ends(loss)
+        reached, nested = self._ends
+        with torch.autocast(loss.device.type, enabled=False):  # training loops call backward() outside
+            if nested:
+                for tensor in reached:
+                    tensor.grad = None
+                loss.backward()
+                gradients = [tensor.grad for tensor in reached]
+                for tensor in reached:
+                    tensor.grad = None
+            else:
+                gradients = list(torch.autograd.grad(loss, reached, allow_unused=True))
+        named = {id(tensor): name for name, tensor in self._known.items()}
+        found: dict[str, torch.Tensor | None] = dict.fromkeys(self._known)
+        for tensor, gradient in zip(reached, gradients, strict=True):
+            if id(tensor) in named:  # others were made by the step itself, and nobody else knows them
+                found[named[id(tensor)]] = gradient
+        return returned, found
+
+
+def run_both(step: "Step | Isolated", batch: Batch) -> object:
+    """One forward and backward pass: what must be held to hold all that it made."""
+    if isinstance(step, Isolated):
+        return step.run()
+    returned = call(step, batch)
+    loss = loss_of(returned)
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()
+    return returned
+
+
+def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
+    """Where the backward pass ends; and whether it runs others, as checkpoints with ``use_reentrant=True`` do.
+
+    Those refuse ``autograd.grad``.
+    """
+    reached: dict[int, torch.Tensor] = {}
+    nested = False
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nested = nested or node.name() == "CheckpointFunctionBackward"
+        if (end := getattr(node, "variable", None)) is not None:
+            reached[id(end)] = end
+        waiting += [following for following, _ in node.next_functions]
+    return list(reached.values()), nested
+
+
+def loss_of(returned: Any) -> torch.Tensor:
+    """The loss among what a step returns."""
+    loss: torch.Tensor
+    match returned:
+        case tuple():
+            loss = returned[0]
+        case Mapping():
+            loss = returned["loss"]
+        case _:
+            loss = returned
+    return loss
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was begun on `device`: on CUDA a call returns before its work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """What is measured on: the GPU and its machine, or the machine and how many of its threads."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}; {machine()}"
+    threads = torch.get_num_threads()
+    return f"{machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
+    """`value` as it is now, on the host: the step that it is compared with may need all of the device."""
+    return None if value is None else value.detach().to("cpu", copy=True)
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else same(a, b)

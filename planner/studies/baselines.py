@@ -1,0 +1,249 @@
+"""The memory-saving methods that PyTorch ships, applied to a model as PyTorch applies them.
+
+Each is a ``Method``: its ``prepare`` gives a step with the method on: ``loss = step(*batch)[0]``, or ``step(**batch)[0]``,
+then ``loss.backward()``.
+The model is changed while a step's forward pass runs, at most, and settings of PyTorch likewise.
+"""
+
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from graphs.capture.step import LossFn, TrainingStep
+from graphs.errors import ModelError
+from planner.runtime.measure import Step
+from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
+from solvers.policies.sac import LISTS, Rule, SaveList, save_lists
+from solvers.policies.torch_ops import base_name
+
+# Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more, each time.
+BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to run a training step.
+
+    Attributes:
+        name: that of the policy in the registry that imitates it, where there is one, and its options.
+        prepare: a model and its loss function to a step; raises ModelError where the method does not apply.
+    """
+
+    name: str
+    prepare: Callable[[nn.Module, LossFn | None], Step]
+
+
+def of_policies(methods: Iterable[Method], policies: Collection[str]) -> list[Method]:
+    """Those that PyTorch has of the `policies`, by their names in the registry; plain PyTorch always, Auto-SAC with ``sac``."""
+    kinds = {eager().name, *policies, *({auto_sac().name} if Rule.LISTED in policies else ())}
+    return [method for method in methods if method.name.split()[0] in kinds]
+
+
+def stock_methods(
+    model: nn.Module,
+    *,
+    budgets: Mapping[str, Sequence[float]] = BUDGETS,
+    save: Sequence[str] = (),
+    targets: Sequence[str] = (),
+) -> list[Method]:
+    """Every method for `model`: checkpointing and SAC with each choice of blocks, SAC with each of its lists.
+
+    Args:
+        budgets: by backend of ``torch.compile``, the fractions of the Memory Budget API.
+        save: targets of ops, such as ``aten.mm.default`` or ``mm``: SAC with this list as well.
+        targets: of the ops of the forward pass: SAC with all lists of kinds that are among them, not only those with names.
+    """
+    choices = block_choices(model)
+    sacs = [partial(sac, rule) for rule in Rule if not targets or any(map(LISTS[rule].has, targets))]
+    sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
+    sacs += [partial(sac, save=save)] if save else []
+    useless = [sac(rule) for rule in Rule if targets and not any(map(LISTS[rule].has, targets))]  # they say so
+    return [
+        eager(),
+        *(checkpoint_blocks(**choice) for choice in choices),
+        *(make(**choice) for make in sacs for choice in choices),
+        *useless,
+        *(memory_budget(fraction, backend) for backend, fractions in budgets.items() for fraction in fractions),
+        auto_sac(),
+    ]
+
+
+def eager() -> Method:
+    """Plain PyTorch."""
+    return Method("eager", TrainingStep)
+
+
+def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
+    """``torch.utils.checkpoint`` around every block of `level`, or of `depth`: see ``planner.studies.blocks``."""
+
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)
+
+        def run(*args: object, **kwargs: object) -> Any:
+            with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
+                return step(*args, **kwargs)
+
+        return run
+
+    return Method(f"checkpoint_blocks{_at(level, depth)}", prepare)
+
+
+def sac(
+    rule: Rule = Rule.LISTED, *, level: int = 1, depth: int = 0, save: Sequence[str] = (), save_list: SaveList | None = None
+) -> Method:
+    """Selective activation checkpointing around every block of `level`, or of `depth`.
+
+    Its steps raise InapplicableError where no op in the blocks is one of those that are saved.
+
+    Args:
+        rule: what is saved, as in ``solvers.policies.sac``; for the rule ``sac`` all kinds there. Every second op is
+            counted in each block, as torchtitan does.
+        save: targets of ops, such as ``aten.mm.default`` or ``mm``, instead.
+        save_list: what is saved, instead.
+    """
+    saves = save_list or (SaveList(",".join(save), frozenset(save)) if save else LISTS[rule])
+    name = f"{rule}{f' {saves.name}' if save or save_list else ''}{_at(level, depth)}"
+
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)
+
+        def run(*args: object, **kwargs: object) -> Any:
+            saved: set[str] = set()
+            contexts = partial(_contexts, saves, saved)
+            with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
+                returned = step(*args, **kwargs)
+            if not saved:
+                raise InapplicableError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(saves.ops))}")
+            return returned
+
+        return run
+
+    return Method(name, prepare)
+
+
+def unnamed_lists(targets: Sequence[str]) -> list[SaveList]:
+    """The lists of kinds that are among `targets`, but for those that a rule makes, and the one that saves nothing."""
+    named = {_effect(known, targets) for known in LISTS.values()}
+    return [known for known in save_lists(targets) if known.ops and _effect(known, targets) not in named]
+
+
+def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
+    """Which of `targets`, in order, a list saves."""
+    skipped: set[int] = set()
+    for half in save_list.halved:
+        skipped.update([i for i, target in enumerate(targets) if base_name(target) in half][1::2])
+    return tuple(save_list.has(target) and i not in skipped for i, target in enumerate(targets))
+
+
+def memory_budget(fraction: float, backend: str = "aot_eager") -> Method:
+    """``torch.compile`` with ``activation_memory_budget``: `fraction` of the bytes that are saved for the backward.
+
+    Its random numbers are those of eager PyTorch, also in Inductor, so that gradients can be compared. A graph
+    that cannot be captured whole is an error, for the rest would run without the budget. Below 1 and with random
+    ops, such as dropout, gradients are wrong (torch 2.11 to 2.13: what is recomputed draws other numbers).
+
+    Args:
+        fraction: from 0 to 1; 1 is ``torch.compile`` by default.
+        backend: ``aot_eager``, or ``inductor``, which needs a C++ compiler for the CPU.
+    """
+
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        compiled = torch.compile(own_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
+
+        def run(*args: object, **kwargs: object) -> Any:
+            with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=True):
+                return compiled(*args, **kwargs)
+
+        return run
+
+    return Method(f"memory-budget {fraction:.2f} {backend}", prepare)
+
+
+def auto_sac() -> Method:
+    """Auto-SAC (``torch.distributed._tools.sac_ilp``): not available.
+
+    The module chooses how much each block discards and leaves it to its user to run that. What it chooses from,
+    times of ops (``RuntimeEstimator``), is taken from CUDA events or from a roofline of a CUDA device, and
+    fitted with pwlf, which is no dependency of PyTorch (torch 2.13).
+    """
+
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        raise ModelError(
+            "Auto-SAC is not available: torch.distributed._tools.sac_ilp estimates times of ops on CUDA devices only, "
+            "needs the package pwlf, and has nothing that runs what it chose; take sac or memory-budget"
+        )
+
+    return Method("auto-sac", prepare)
+
+
+def _blocks(model: nn.Module, level: int, depth: int) -> list[nn.Module]:
+    return checkpointable(blocks_at(model, depth) if depth else blocks(model, level))
+
+
+def _at(level: int, depth: int) -> str:
+    return f" depth {depth}" if depth else f" level {level}" if level > 1 else ""
+
+
+@contextmanager
+def _wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
+    """Inside, the modules' ``forward`` is wrapped; what they are computed again with is the plain one."""
+    before = [(module, vars(module).get("forward")) for module in modules]
+    try:
+        for module in modules:
+            vars(module)["forward"] = wrap(module.forward)
+        yield
+    finally:
+        for module, forward in before:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+def _contexts(saves: SaveList, saved: set[str]) -> Contexts:
+    """What SAC enters in one region; adds the targets whose outputs are saved to `saved`."""
+    # The policy is asked again while recomputing by torch 2.11.
+    counts = {(half, again): count() for half in saves.halved for again in (False, True)}
+
+    def policy(context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        target = str(op)
+        if not saves.has(target):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        half = next((half for half in saves.halved if base_name(target) in half), None)
+        if half is not None and next(counts[half, context.is_recompute]) % 2:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        saved.add(target)
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def own_code(step: TrainingStep) -> Callable[..., Any]:
+    """`step` as a function with a code object of its own, by which Dynamo knows what it has compiled.
+
+    Otherwise one method would run what was compiled for another.
+    """
+
+    def forward(*args: object, **kwargs: object) -> Any:
+        return step(*args, **kwargs)
+
+    return types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)

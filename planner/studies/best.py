@@ -1,0 +1,130 @@
+"""The best that a kind of method does: it is tuned for each budget, as its users would."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from graphs.units import format_bytes
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy
+from solvers.result import Reason
+
+# Kinds whose members differ in what they evict.
+HEURISTICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dtr": ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "dtr-random"),
+        "megengine": ("megengine", "megengine-static"),
+    }
+)
+WHY_NOT = MappingProxyType(
+    {
+        Reason.INAPPLICABLE: "does not apply",
+        Reason.MEMORY: "OOM",
+        Reason.THRASHING: "thrash",
+        Reason.SIZE: "too large",
+        Reason.TIME: "time",
+    }
+)
+NOT_TRIED = "not tried"
+PLAIN = "eager"  # PyTorch without any of them
+# What is said of a kind none of whose members found anything: what came nearest.
+_NEAREST = (Reason.TIME, Reason.THRASHING, Reason.MEMORY, Reason.SIZE, Reason.INAPPLICABLE)
+
+
+def kind_of(row: Row) -> str:
+    """What a row's method is one of: heuristics of one system, save lists of SAC, fractions of the memory budget."""
+    first, *options = row.method.split()
+    if row.run_by != RunBy.TORCH:
+        return next((kind for kind, members in HEURISTICS.items() if first in members), row.method)
+    if first == "memory-budget":
+        return f"{first} {options[-1]}"
+    return "sac" if first.startswith("sac") else first
+
+
+def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+    """Those of `kind`; of SAC, where it runs, checkpointing too, which is SAC that saves nothing."""
+    own = [row for row in rows if kind_of(row) == kind]
+    if kind == "sac" and any(row.measured_ratio is not None for row in own):
+        own += [row for row in rows if kind_of(row) == "checkpoint_blocks"]
+    return own
+
+
+def best_schedule(rows: Iterable[Row], budget_bytes: int) -> Row | None:
+    """Of `rows` the fastest schedule that fits, by simulation; what was found for a smaller budget fits a larger one too."""
+    fits = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget_bytes]
+    return min(fits, key=lambda row: row.time_s or 0.0, default=None)
+
+
+def best_measured(rows: Iterable[Row], budget_bytes: int) -> Row | None:
+    """Of `rows` the fastest step that was measured to fit, and whose gradients are right."""
+    ran = [row for row in rows if row.measured_ratio is not None and row.measured_peak_bytes is not None]
+    fits = [row for row in ran if (row.measured_peak_bytes or 0) <= budget_bytes and row.exactness != "wrong"]
+    return min(fits, key=lambda row: row.measured_ratio or 0.0, default=None)
+
+
+def undominated(rows: Sequence[Row]) -> list[Row]:
+    """Steps that were measured and that no right one of the same kind beats in both time and peak; wrong ones beat none."""
+
+    def beaten(row: Row, other: Row) -> bool:
+        if other.exactness == "wrong" or kind_of(other) != kind_of(row):
+            return False
+        mine, theirs = _measures(row), _measures(other)
+        return all(a >= b for a, b in zip(mine, theirs, strict=True)) and (mine != theirs or rows.index(other) < rows.index(row))
+
+    ran = [row for row in rows if row.measured_ratio is not None and row.measured_peak_bytes is not None]
+    return [row for row in ran if not any(beaten(row, other) for other in ran if other is not row)]
+
+
+def _measures(row: Row) -> tuple[float, float]:
+    return row.measured_ratio or 0.0, row.measured_peak_bytes or 0
+
+
+def why_none(rows: Iterable[Row]) -> str:
+    """Why none of `rows` found anything, in a word or two."""
+    rows = list(rows)
+    if not rows:
+        return NOT_TRIED
+    reasons = [Reason(row.reason) for row in rows if row.reason]
+    if not reasons:
+        return rows[0].status
+    return WHY_NOT[min(reasons, key=_NEAREST.index)]
+
+
+def tuned_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """PyTorch's own methods at the budgets of the optimal schedule: of each kind the fastest that was measured to fit."""
+    optima = [
+        row for row in rows if row.run_by == RunBy.EXECUTOR and row.method == OPTIMUM and not row.budget.startswith(PEAK_OF)
+    ]
+    stock = [row for row in rows if row.run_by == RunBy.TORCH and row.method != PLAIN]
+    kinds = {kind: of_kind(stock, kind) for kind in dict.fromkeys(map(kind_of, stock))}
+    lines = []
+    for optimum in sorted(optima, key=lambda row: -(row.budget_bytes or 0)):
+        budget_bytes = optimum.budget_bytes or 0
+        found = {kind: best_measured(own, budget_bytes) for kind, own in kinds.items()}
+        times = [row.measured_ratio for row in (optimum, *found.values()) if row is not None and row.measured_ratio is not None]
+        least = min(times, default=0.0)
+        ours = _step_text(OPTIMUM, optimum, least) if optimum.measured_ratio is not None else why_none([optimum])
+        theirs = (
+            why_not_measured(own, budget_bytes) if (best := found[kind]) is None else _step_text(kind, best, least)
+            for kind, own in kinds.items()
+        )
+        lines.append((f"{format_bytes(budget_bytes)} ({optimum.budget})", ours, *theirs))
+    return [("budget", "optimal schedule", *kinds), *lines]
+
+
+def _step_text(kind: str, row: Row, least: float) -> str:
+    """Time and peak of a step that was measured, in bold if it reads like the `least` time, and with what options."""
+    time = f"{row.measured_ratio:.2f}x"
+    options = row.method if kind == "sac" else row.method.partition(" ")[2]
+    return f"{mark(time, f'{least:.2f}x')}, {format_bytes(row.measured_peak_bytes or 0)}{f' ({options})' if options else ''}"
+
+
+def mark(text: str, least: str) -> str:
+    """`text` in bold if it is the `least`: what reads the same is as good."""
+    return f"**{text}**" if text == least else text
+
+
+def why_not_measured(kind: Sequence[Row], budget_bytes: int) -> str:
+    """Why no step of a kind was measured to fit with right gradients."""
+    peaks = [row.measured_peak_bytes for row in kind if row.measured_peak_bytes is not None]
+    if peaks:
+        return "wrong" if min(peaks) <= budget_bytes else WHY_NOT[Reason.MEMORY]
+    return why_none(kind) if kind and all(row.reason for row in kind) else "does not run"

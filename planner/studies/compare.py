@@ -1,0 +1,235 @@
+"""Every method at every budget, judged by one simulator. Never imports torch."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from graphs.errors import BudgetError, PlannerError
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from planner.runtime.machine import commit, machine
+from planner.solving import budget_in_bytes, summarize
+from planner.studies.comparison_rows import OPTIMUM, KeptRows, Key, Row, RunBy
+from planner.studies.jobs import run_here, run_in_processes
+from planner.visible import visible
+from solvers.registry import SOLVERS, get_solver
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One method at one budget, and what is to run its schedule."""
+
+    run_by: RunBy
+    method: str
+    budget: str
+    budget_bytes: int
+
+    @property
+    def key(self) -> Key:
+        """Of its row."""
+        return self.run_by, self.method, self.budget
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What came of a task: its row, and the schedule that was found."""
+
+    row: Row
+    schedule: Schedule | None
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Solves tasks, as a job for ``planner.studies.jobs``.
+
+    Attributes:
+        graph: what is solved.
+        model: what it is called.
+        base_peak_bytes: of the step without recomputation.
+        tolerance, time_limit_s: for each solve.
+        seed: of the graph's weights and batch.
+        commit, machine: what rows are made with and on.
+    """
+
+    graph: Graph
+    model: str
+    base_peak_bytes: int
+    tolerance: float
+    time_limit_s: float
+    seed: int
+    commit: str
+    machine: str
+
+    def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
+        """The row of `task`; a method that cannot cope has its reason there, and does not end the others."""
+        solve = get_solver(task.method)
+        row = self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error")
+        try:
+            result = solve(
+                self.graph, task.budget_bytes, tolerance=self.tolerance, time_limit_s=self.time_limit_s, should_stop=should_stop
+            )
+        except PlannerError as error:
+            return Solved(replace(row, message=_one_line(str(error))), None)
+        row = replace(
+            row,
+            status=str(result.status),
+            reason=str(result.reason or ""),
+            settings=json.dumps(dict(result.settings)) if result.schedule is not None else "",
+            time_s=result.time_s,
+            peak_bytes=result.peak_bytes,
+            bound_s=result.bound_s,
+            seconds=result.seconds,
+            message=_one_line(result.message),
+            versions=self._versions(result.versions),
+        )
+        return Solved(row, result.schedule)
+
+    def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> Row:
+        """What is known of a row before anything is solved or measured."""
+        return Row(
+            model=self.model,
+            fingerprint=self.graph.fingerprint,
+            run_by=str(run_by),
+            method=method,
+            budget=budget,
+            budget_bytes=budget_bytes,
+            status=status,
+            reason="",
+            settings="",
+            time_s=None,
+            peak_bytes=None,
+            bound_s=None,
+            base_s=self.graph.time_s,
+            base_peak_bytes=self.base_peak_bytes,
+            seconds=None,
+            measured_s=None,
+            eager_s=None,
+            measured_ratio=None,
+            measured_peak_bytes=None,
+            reserved_bytes=None,
+            exactness="",
+            gradient_error=None,
+            repeats=None,
+            tolerance=self.tolerance,
+            time_limit_s=self.time_limit_s,
+            seed=self.seed,
+            message="",
+            commit=self.commit,
+            machine=self.machine,
+            versions=self._versions({}),
+        )
+
+    def _versions(self, solver: Mapping[str, str]) -> str:
+        traced = {"torch": str(self.graph.provenance["torch"])} if "torch" in self.graph.provenance else {}
+        versions = {"remat-planner": version("remat-planner"), **solver, **traced}
+        return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
+def judge_of(
+    graph: Graph, model: str, *, tolerance: float, time_limit_s: float, seed: int = 0, machine_name: str | None = None
+) -> Judge:
+    """The judge of `graph`, on this machine."""
+    peak_bytes = summarize(graph).store_all_peak_bytes
+    return Judge(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name or machine())
+
+
+def methods_named(text: str) -> tuple[str, ...]:
+    """Methods from ``all`` or names separated by commas; the optimum comes first, for its bound.
+
+    Raises:
+        PlannerError: no such method.
+    """
+    names = tuple(SOLVERS) if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in SOLVERS:
+            raise PlannerError(f"there is no method {name!r}: choose of {', '.join(SOLVERS)}, or all")
+    return tuple(sorted(names, key=lambda name: name != OPTIMUM))
+
+
+def compare(
+    graph: Graph,
+    budgets: Sequence[str | int],
+    methods: Sequence[str],
+    folder: Path,
+    *,
+    model: str = "",
+    jobs: int = 1,
+    tolerance: float = 1e-3,
+    time_limit_s: float = 60.0,
+    on_row: Callable[[Row, int, int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[Row]:
+    """Solve `graph` by every method at every budget, and keep the rows in ``rows.csv`` in `folder`.
+
+    All methods execute ops for the first time in program order, so that the bound of ``windows`` holds for all.
+
+    Args:
+        budgets: in bytes or as text, as in ``planner.solving.solve``.
+        methods: names in ``solvers.registry``.
+        folder: is made; rows that are in its CSV are not computed again.
+        model: what the graph is called.
+        jobs: processes that solve at the same time.
+        tolerance: on gaps, relative to the whole step.
+        time_limit_s: seconds for each row.
+        on_row: told each new row, how many are done, and of how many.
+        should_stop: polled; once True, no more is begun, and rows under way are not kept.
+
+    Returns:
+        The rows asked for that are known, those of the CSV included.
+
+    Raises:
+        BudgetError: a budget cannot be read, or there is none.
+        OutputError: the CSV is of another graph, or of another make.
+        PlannerError: no such method, or options out of range.
+    """
+    stop = should_stop or (lambda: False)
+    judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s)
+    tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
+    kept = KeptRows(folder, graph)
+    absent = kept.missing([task.key for task in tasks])
+    missing = [task for task in tasks if task.key in absent]
+    done = len(tasks) - len(missing)
+    for solved in solve_tasks(judge, missing, jobs=jobs, should_stop=stop):
+        if stop():
+            continue
+        kept.add(solved.row)
+        done += 1
+        if on_row is not None:
+            on_row(solved.row, done, len(tasks))
+    wanted = {task.key for task in tasks}
+    return [row for row in kept.rows if row.key in wanted]
+
+
+def tasks_for(judge: Judge, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
+    """Every method at every budget, once.
+
+    Raises:
+        BudgetError: a budget cannot be read, or there is none.
+        PlannerError: no such method.
+    """
+    if not budgets:
+        raise BudgetError("there is no budget to compare at: name at least one")
+    for method in methods:
+        get_solver(method)
+    sizes = {str(budget): budget_in_bytes(budget, judge.base_peak_bytes) for budget in budgets}
+    return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
+
+
+def solve_tasks(judge: Judge, tasks: Sequence[Task], *, jobs: int, should_stop: Callable[[], bool]) -> Iterator[Solved]:
+    """What comes of each task, as soon as it is known; `jobs` at a time.
+
+    Raises:
+        PlannerError: `jobs` is out of range, or a process ended by itself.
+    """
+    if jobs < 1:
+        raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
+    waiting = iter(tasks)
+    if jobs == 1 or len(tasks) < 2:
+        return run_here(judge, lambda: next(waiting, None), should_stop)
+    return run_in_processes(judge, lambda: next(waiting, None), should_stop, jobs)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

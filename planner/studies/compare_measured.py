@@ -1,0 +1,252 @@
+"""Every method at every budget with real tensors, beside what PyTorch itself has.
+
+Each step is timed in turn with plain PyTorch's. PyTorch's own methods take what memory they take, and so do
+schedules of DTR and MegEngine. Of each kind those that no other of it beats in time and memory meet the optimal
+schedule for as much memory as they were measured to take, in turns as well: of PyTorch's by what was measured, of
+DTR's and MegEngine's heuristics at each budget the one that is fastest by simulation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from graphs.capture.lower import Capture
+from graphs.io.formats import read_graph, write_graph
+from graphs.ir import Kind
+from graphs.zoo import Workload
+from planner import api
+from planner.runtime.executor import Executor
+from planner.runtime.measure import device_name
+from planner.solving import check_same_graph, summarize
+from planner.studies.baselines import Method, eager
+from planner.studies.best import HEURISTICS, undominated
+from planner.studies.compare import Judge, Solved, Task, judge_of, solve_tasks, tasks_for
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
+from planner.studies.measured import Contest, Measured
+from solvers.result import Reason
+
+_TOGETHER = 8  # of PyTorch's methods are run before they are timed, and meet the optimum
+_EAGER = eager().name
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a comparison is made, as in ``planner.studies.compare``; ``repeats`` steps are timed, weights are from `seed`."""
+
+    model: str = ""
+    jobs: int = 1
+    tolerance: float = 1e-3
+    time_limit_s: float = 60.0
+    repeats: int = 5
+    seed: int = 0
+
+
+def profiled(
+    workload: Workload, folder: Path, *, optimizer: str = "none", accumulate: bool = False, passes: int = 5, name: str = ""
+) -> Capture:
+    """The captured step with the times in ``graph.json`` of `folder`; measured, and written there, if there is none.
+
+    A comparison that goes on later goes on with the same times.
+
+    Raises:
+        MismatchError: the graph in the folder is another.
+        TraceError: the step cannot be captured as one static graph.
+    """
+    path = folder / "graph.json"
+    if not path.exists():
+        captured = api.capture_profiled(*workload, optimizer=optimizer, accumulate=accumulate, passes=passes, name=name)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_graph(captured.graph, path)
+        return captured
+    captured = api.capture_real(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
+    known = read_graph(path)
+    check_same_graph(summarize(known), summarize(captured.graph))
+    return replace(captured, graph=known)
+
+
+def compare_measured(
+    workload: Workload,
+    captured: Capture,
+    budgets: Sequence[str | int],
+    methods: Sequence[str],
+    stock: Sequence[Method],
+    folder: Path,
+    settings: Settings,
+    *,
+    on_activity: Callable[[str], None],
+    should_stop: Callable[[], bool],
+) -> list[Row]:
+    """Measure every method at every budget, and PyTorch's; keep the rows in ``rows.csv`` in `folder`.
+
+    Schedules are found by several processes at a time; then one step runs at a time.
+
+    Args:
+        workload: what is trained.
+        captured: its step, with the times that schedules are found for; see ``profiled``.
+        budgets, methods: as in ``planner.studies.compare``.
+        stock: PyTorch's own, as in ``planner.studies.baselines``.
+        folder: is made; rows that are in its CSV are not made again.
+        settings: how.
+        on_activity: told what is being done.
+        should_stop: polled; once True, no more is begun, and what is under way is not kept.
+
+    Returns:
+        The rows that are known, those of the CSV included.
+
+    Raises:
+        BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
+    """
+    judge = judge_of(
+        captured.graph,
+        settings.model,
+        tolerance=settings.tolerance,
+        time_limit_s=settings.time_limit_s,
+        seed=settings.seed,
+        machine_name=device_name(next(workload.model.parameters()).device),
+    )
+    tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
+    kept = KeptRows(folder, captured.graph)
+    kept.missing([*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)])
+    ring = _Ring(workload, captured, judge, kept, settings, on_activity, should_stop)
+    for budget in dict.fromkeys(task.budget for task in tasks):
+        ring.budget([task for task in tasks if task.budget == budget and task.key not in kept])
+    missing = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
+    for start in range(0, len(missing), _TOGETHER):
+        ring.stock(missing[start : start + _TOGETHER])
+    met = {m.name for m in stock if m not in missing and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
+    # Timed again beside the optimum, another one may turn out to be the best.
+    while rivals := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(kept.rows)][:_TOGETHER]:
+        ring.duels(rivals)
+        met.update(m.name for m in rivals)
+    return kept.rows
+
+
+def _best_of_pytorch(rows: Sequence[Row]) -> set[str]:
+    return {row.method for row in undominated([row for row in rows if row.run_by == RunBy.TORCH])}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What takes part: the row so far, and the name its step is timed by."""
+
+    name: str
+    row: Row
+
+    @property
+    def runs(self) -> bool:
+        return self.row.measured_peak_bytes is not None
+
+
+class _Ring:
+    """Where steps are run, one at a time."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        captured: Capture,
+        judge: Judge,
+        kept: KeptRows,
+        settings: Settings,
+        on_activity: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._captured = captured
+        self._judge = judge
+        self._kept = kept
+        self._settings = settings
+        self._say = on_activity
+        self._should_stop = should_stop
+        reserved = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
+        extra_bytes = sum(tensor.size_bytes for tensor in captured.graph.tensors if tensor.kind in reserved)
+        self._contest = Contest(workload, extra_bytes=extra_bytes)
+        self._contest.enter(eager())
+        self._entered: dict[str, _Entry] = {}  # PyTorch's methods, by name
+
+    def budget(self, tasks: Sequence[Task]) -> None:
+        """Solve and measure what is to be done at one budget, all in one round; rivals in rounds of their own."""
+        entries = [self._enter_schedule(solved) for solved in self._solve(tasks)]
+        rivals = self._best_heuristics(entries)
+        self._round([entry for entry in entries if entry.name not in rivals])
+        self._duels([entry for entry in entries if entry.name in rivals])
+
+    def _best_heuristics(self, entries: Sequence[_Entry]) -> set[str]:
+        """Of the schedules of each system that evicts the fastest, by name."""
+        found = [entry for entry in entries if entry.runs and entry.row.time_s is not None]
+        kinds = {kind: [entry for entry in found if entry.row.method in members] for kind, members in HEURISTICS.items()}
+        return {min(kind, key=lambda entry: entry.row.time_s or 0.0).name for kind in kinds.values() if kind}
+
+    def stock(self, methods: Sequence[Method]) -> None:
+        """Measure methods that PyTorch has."""
+        self._round([self._enter_stock(method) for method in methods if not self._should_stop()])
+
+    def duels(self, methods: Sequence[Method]) -> None:
+        """Measure methods that PyTorch has beside the optimal schedule for as much memory as each of them takes."""
+        self._duels([self._enter_stock(method) for method in methods if not self._should_stop()])
+
+    def _duels(self, rivals: Sequence[_Entry]) -> None:
+        """Each of `rivals` against the optimal schedule for as much memory as it takes."""
+        peaks = {f"{PEAK_OF}{rival.name}": rival.row.measured_peak_bytes or 0 for rival in rivals if rival.runs}
+        solved = self._solve([Task(RunBy.EXECUTOR, OPTIMUM, budget, peak) for budget, peak in peaks.items()])
+        opponents = {entry.row.budget: entry for entry in map(self._enter_schedule, solved)}
+        for rival in rivals:
+            opponent = opponents.get(f"{PEAK_OF}{rival.name}")
+            if opponent is not None:
+                self._round([rival, opponent])
+            elif not rival.runs:
+                self._round([rival])
+
+    def _solve(self, tasks: Sequence[Task]) -> list[Solved]:
+        solved: list[Solved] = []
+        for one in solve_tasks(self._judge, tasks, jobs=self._settings.jobs, should_stop=self._should_stop):
+            solved.append(one)
+            self._say(f"solved {one.row.method} at {one.row.budget}")
+        return [] if self._should_stop() else solved  # ended early, they are not what they could be
+
+    def _enter_schedule(self, solved: Solved) -> _Entry:
+        row, schedule = solved.row, solved.schedule
+        name = f"{row.method} at {row.budget}"
+        if schedule is None:
+            return _Entry(name, row)
+        self._say(f"running {name}")
+        method = Method(name, lambda model, loss_fn: Executor(self._captured, schedule, model, loss_fn))
+        return _Entry(name, _with(row, self._contest.enter(method)))
+
+    def _enter_stock(self, method: Method) -> _Entry:
+        if method.name in self._entered:
+            return self._entered[method.name]
+        self._say(f"running {method.name}")
+        measured = self._contest.enter(method)
+        row = self._judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
+        if not measured.applies:
+            row = replace(row, reason=str(Reason.INAPPLICABLE))
+        self._entered[method.name] = _Entry(method.name, _with(row, measured))
+        return self._entered[method.name]
+
+    def _round(self, entries: Sequence[_Entry]) -> None:
+        """Time `entries` in turn with plain PyTorch, and keep their rows."""
+        if self._should_stop() or not entries:
+            return
+        names = [entry.name for entry in entries if entry.runs]
+        self._say(f"timing {', '.join(names) or 'nothing'}")
+        times = self._contest.times([_EAGER, *names], repeats=self._settings.repeats) if names else {}
+        timed = (_timed(entry.row, times[entry.name], times[_EAGER]) if entry.runs else entry.row for entry in entries)
+        self._kept.add(*timed)
+
+
+def _with(row: Row, measured: Measured) -> Row:
+    if measured.error is not None:
+        return replace(row, message=measured.error)
+    return replace(
+        row,
+        measured_peak_bytes=measured.peak_bytes,
+        reserved_bytes=measured.reserved_bytes,
+        exactness=str(measured.exactness),
+        gradient_error=measured.gradient_error,
+    )
+
+
+def _timed(row: Row, times: Sequence[float], eager_times: Sequence[float]) -> Row:
+    """Others on the machine disturb both steps of a turn alike, so their ratio is taken there."""
+    ratio = median(own / eagers for own, eagers in zip(times, eager_times, strict=True))
+    return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

@@ -1,0 +1,191 @@
+"""What ways to run one training step really take, PyTorch's own and plans side by side: peak memory, time, and exactness."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from graphs.capture.lower import StaticTensors
+from graphs.capture.step import TrainingStep
+from graphs.capture.unchanged import unchanged
+from graphs.errors import PlannerError
+from graphs.zoo import Workload
+from planner.runtime import measure
+from planner.runtime.measure import Outcome, Step
+from planner.studies.baselines import Method
+from planner.studies.blocks import InapplicableError
+
+_ROUNDINGS = 3  # of the parameters that are tried
+_MARGIN = 10.0  # a method rounds at every op, not the parameters alone
+
+
+class Exactness(StrEnum):
+    """Loss and gradients of a method against those of eager PyTorch."""
+
+    IDENTICAL = "identical"  # to the last bit
+    ROUNDED = "rounded"  # to at least half of the digits, or as other roundings of the parameters change them
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one method takes, but for its time; what is not known, because the method failed, is None.
+
+    Attributes:
+        method: its name.
+        peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included.
+        reserved_bytes: what the CUDA allocator held; None on the CPU.
+        exactness: of loss and gradients.
+        loss_error: distance from eager's loss, over its absolute value.
+        gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
+        differences: names of all that is not equal to eager's to the last bit, buffers and random state included.
+        error: why the method does not run on this model and machine.
+        applies: False where that is because it is not for such a model.
+    """
+
+    method: str
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    exactness: Exactness | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    differences: tuple[str, ...] = ()
+    error: str | None = None
+    applies: bool = True
+
+
+class Contest:
+    """Ways to run one training step, measured side by side; model, batch, random state and settings are left as they were.
+
+    Gradients are compared after the first step from the same random state. Some models make much of a rounding
+    error (a deep network with batch norm some percent of the gradient): how much, is found by rounding parameters.
+
+    Args:
+        workload: real tensors; its model in the mode it is trained in.
+        seed: of the random state that loss and gradients are compared from.
+        extra_bytes: of what is not made here but counts: optimizer state, gradients of earlier batches.
+    """
+
+    def __init__(self, workload: Workload, *, seed: int = 0, extra_bytes: int = 0) -> None:
+        self._workload = workload
+        self._seed = seed
+        self._steps: dict[str, Step] = {}
+        self._device = next(workload.model.parameters()).device
+        step = TrainingStep(workload.model, workload.loss_fn)
+        self._reference = measure.outcome(step, workload.model, workload.batch, seed=seed)
+        self._allowed = self._rounding(step)
+        self._static_bytes = extra_bytes + sum(t.size_bytes for t in StaticTensors(step, workload.batch, self._device).tensors)
+
+    def enter(self, method: Method) -> Measured:
+        """Run `method` and measure all but its time; one that fails has its error there, and cannot be timed."""
+        model, loss_fn, _ = self._workload
+        try:
+            step = method.prepare(model, loss_fn)
+            measured = self._check(method.name, step)
+        except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
+            return Measured(method.name, error=_one_line(error), applies=not isinstance(error, InapplicableError))
+        self._steps[method.name] = step
+        return measured
+
+    def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
+        """Seconds of a forward and backward pass of those that were entered, turn by turn; see ``measure.turn_times``."""
+        model, _, batch = self._workload
+        with unchanged(model, batch):
+            steps = {name: measure.Isolated(self._steps[name], model, batch) for name in names}
+            return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
+
+    def leave(self, name: str) -> None:
+        """Forget the step, and what it holds."""
+        del self._steps[name]
+
+    def _check(self, name: str, step: Step) -> Measured:
+        model, _, batch = self._workload
+        reference = self._reference
+        found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
+        with unchanged(model, batch):
+            isolated = measure.Isolated(step, model, batch)
+            memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)
+        errors = _Errors.between(reference, found)
+        return Measured(
+            name,
+            peak_bytes=memory.peak_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            exactness=errors.exactness(self._allowed),
+            loss_error=errors.loss,
+            gradient_error=errors.gradients,
+            differences=reference.differences(found),
+        )
+
+    def _rounding(self, step: Step) -> "_Errors":
+        """Errors that are allowed: half of the digits, or some times what other roundings of the parameters make."""
+        model, _, batch = self._workload
+        parameters = [p for p in model.parameters() if p.is_floating_point()]
+        eps = max(torch.finfo(p.dtype).eps for p in parameters)
+        before = [p.detach().clone() for p in parameters]
+        generator = torch.Generator(self._device).manual_seed(self._seed)
+        loss = gradients = math.sqrt(eps)
+        for _ in range(_ROUNDINGS):
+            with torch.no_grad():
+                for parameter, value in zip(parameters, before, strict=True):
+                    noise = torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
+                    parameter.copy_(value * (1 + eps * noise))
+            try:
+                errors = _Errors.between(self._reference, measure.outcome(step, model, batch, seed=self._seed))
+            finally:
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, before, strict=True):
+                        parameter.copy_(value)
+            loss, gradients = max(loss, _MARGIN * errors.loss), max(gradients, _MARGIN * errors.gradients)
+        return _Errors(loss, gradients, same=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    """Relative errors of loss and gradients, and whether they are the same to the last bit."""
+
+    loss: float
+    gradients: float
+    same: bool
+
+    @classmethod
+    def between(cls, reference: Outcome, found: Outcome) -> "_Errors":
+        gradients = [name for name in reference.values if name.startswith("gradient of ")]
+        same = not {"loss", *gradients}.intersection(reference.differences(found))
+        return cls(relative_error(reference, found, ["loss"]), relative_error(reference, found, gradients), same)
+
+    def exactness(self, allowed: "_Errors") -> Exactness:
+        if self.same:
+            return Exactness.IDENTICAL
+        fits = self.loss <= allowed.loss and self.gradients <= allowed.gradients
+        return Exactness.ROUNDED if fits else Exactness.WRONG
+
+
+def relative_error(reference: Outcome, found: Outcome, names: Sequence[str]) -> float:
+    """Euclidean distance of what is named from `reference`, all in one vector, over its length there.
+
+    NaN where a number is, or infinity where there is nothing to compare, is in the result.
+    """
+    distance = length = 0.0
+    for name in names:
+        wanted, given = reference.values[name], found.values.get(name)
+        if wanted is None and given is None:
+            continue
+        if wanted is None or given is None:
+            return math.inf
+        distance = math.hypot(distance, _length(given.double() - wanted.double()))
+        length = math.hypot(length, _length(wanted.double()))
+    if distance == 0:
+        return 0.0
+    return distance / length if length else math.inf
+
+
+def _length(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values))
+
+
+def _one_line(error: Exception) -> str:
+    """The first line that says something; PyTorch's go on for pages."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if isinstance(error, PlannerError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,171 @@
+"""``torch.compile(model, backend="planner", options={"budget": "8GB"})``: Dynamo's graphs, each planned within the budget.
+
+AOTAutograd makes forward and backward of what Dynamo captures; which tensors are kept between them, and what is computed
+again when, is ours (``planner.torch_compile.partition``). Guards, graph breaks and recompilations stay Dynamo's.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._functorch import config as functorch_config
+from torch._guards import CompileContext
+
+from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
+from graphs.cost.devices import DEVICES, Device, get_device
+from graphs.errors import PlannerError
+from planner.solving import solve
+from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
+from planner.torch_compile.partition import capture_joint, split
+from planner.torch_compile.planned_graph import PlannedGraph
+from planner.torch_compile.rest_of_step import kept_bytes
+from planner.torch_compile.shared_budget import SharedBudget
+
+_OPTIONS = ("budget", "compile", "roofline", "time_limit", "tolerance")
+_COMPILERS = ("eager", "inductor")
+
+
+_BUDGETS: dict[int, SharedBudget] = {}  # by call of torch.compile, as long as what it compiled is there
+
+
+def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
+    """The backend, for ``torch.compile`` to call.
+
+    Args:
+        module, inputs: what Dynamo captured.
+        options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of all graphs of
+            the model; a percentage is of the peak without recomputation), ``compile`` (whose kernels run: those of
+            eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
+            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (0.001).
+
+    Raises:
+        PlannerError: unknown options, or no budget.
+        InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
+    """
+    budget = _budget(_checked(options))
+    # As training loops do it: backward() is called outside autocast.
+    with functorch_config.patch(backward_pass_autocast="off"):
+        if budget.options.get("compile") == "inductor":
+            return _compile_kernels(module, inputs, budget)
+        return _compile(module, inputs, budget)
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
+    """`module` with eager PyTorch's kernels, in the order of schedules that may change from step to step."""
+    planned: list[PlannedGraph] = []
+    more = getattr(module, "compile_subgraph_reason", None)
+    scope = InstructionTranslator.current_tx().f_locals.values()
+    model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
+
+    def partition(
+        joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        device = _device(joint, budget.options)
+        captured = capture_joint(joint, device, measure="roofline" not in budget.options)
+        graph = PlannedGraph(joint, captured, num_fwd_outputs)
+        held = [*inputs, *module.parameters(), *module.buffers()]
+        budget.add(graph, held, model, more=more is not None and more.graph_break)
+        planned.append(graph)
+        return graph.interface()
+
+    def forward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        return planned[0].forward if planned else boxed_nop(inner, examples)
+
+    def backward(_: fx.GraphModule, __: object) -> Callable[..., Any]:
+        return planned[0].backward
+
+    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
+    with ops_as_eager():
+        compiled: Callable[..., Any] = compiler(module, inputs)
+    return compiled
+
+
+def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
+    """`module` with Inductor's kernels, for a schedule that stays."""
+    from planner.torch_compile.inductor import compile_kernels  # importing Inductor takes a second
+
+    context = CompileContext.try_get()
+    frame = None if context is None or context.compile_id is None else context.compile_id.frame_id
+    options = budget.options
+
+    def partition(
+        joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        captured = capture_joint(joint, _device(joint, options), measure=False)
+        graph, limit, tolerance = captured.graph, options.get("time_limit", 60.0), options.get("tolerance", 1e-3)
+        schedule = solve(graph, budget.left_for(frame, graph), time_limit_s=limit, tolerance=tolerance).schedule
+        budget.keep(frame, graph.static_bytes + kept_bytes(graph, schedule))
+        return split(joint, captured, schedule, forward_outputs=num_fwd_outputs)
+
+    return compile_kernels(module, inputs, partition)
+
+
+def _budget(options: Mapping[str, Any]) -> SharedBudget:
+    """The budget of the call of ``torch.compile`` whose graph is being compiled."""
+    made = SharedBudget(options, lambda *given, **settings: solve(*given, **settings))
+    made_by = _made_by(InstructionTranslator.current_tx())
+    if id(made_by) not in _BUDGETS:
+        _BUDGETS[id(made_by)] = made
+        weakref.finalize(made_by, _BUDGETS.pop, id(made_by), None)
+    return _BUDGETS[id(made_by)]
+
+
+def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
+    """What the call of ``torch.compile`` made that a frame is compiled for; an options dict may serve several."""
+    compiler = translator.output.compiler_fn
+    assert compiler is not None
+    return innermost_backend(compiler)
+
+
+def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
+    """Whether a frame is compiled for this backend, with eager PyTorch's kernels."""
+    if translator.output.compiler_fn is None:
+        return False
+    made_by = _made_by(translator)
+    options = getattr(made_by, "kwargs", {}).get("options", {})
+    return getattr(made_by, "compiler_fn", None) is planner and options.get("compile") != "inductor"
+
+
+dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
+
+
+def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:
+    given = options or {}
+    for name, value in given.items():
+        if name not in _OPTIONS:
+            raise PlannerError(f"unknown option {name!r} of the backend planner: choose from {', '.join(_OPTIONS)}")
+        if name in ("time_limit", "tolerance") and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise PlannerError(f"option {name!r} is {value!r}: must be a number")
+    if given.get("compile", "eager") not in _COMPILERS:
+        raise PlannerError(f"option 'compile' is {given['compile']!r}: choose from {', '.join(_COMPILERS)}")
+    if not isinstance(given.get("budget"), str | int):
+        raise PlannerError(
+            'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'
+        )
+    return given
+
+
+def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
+    """The device whose times are modelled."""
+    if "roofline" in options:
+        return get_device(str(options["roofline"]))
+    where = next(
+        n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor)
+    )
+    if where.type == "cpu":
+        return get_device("cpu")
+    name = torch.cuda.get_device_name(where).lower().replace(" ", "")
+    for known in DEVICES:
+        if known in name:
+            return get_device(known)
+    raise PlannerError(
+        f"no times are known for {name!r}: name a device like it, options={{'roofline': ...}}, of {', '.join(DEVICES)}"
+    )

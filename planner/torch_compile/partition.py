@@ -1,0 +1,325 @@
+"""A joint graph of AOTAutograd, planned and split: a forward and a backward module whose order is that of the schedule.
+
+What a schedule frees is what the modules no longer name: their generated code deletes each value after its last use.
+What it computes again stands in the code again. Views are made again from their base wherever they are read, so that
+no name but the base's holds a storage.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    InputMutationAOTOutput,
+    SavedForBackwardsAOTOutput,
+    TangentAOTInput,
+)
+from torch.utils import _pytree as pytree
+
+from graphs.capture.eager_ops import called, separate_biases
+from graphs.capture.layouts import laid_out, layouts_as_eager, read_strides
+from graphs.capture.lower import Capture, StaticTensors, lower
+from graphs.capture.outputs import ignored_inputs, items, outputs
+from graphs.capture.random_ops import drawn_once
+from graphs.capture.signature import Signature
+from graphs.cost.devices import Device
+from graphs.cost.op_by_op import profile_ops
+from graphs.cost.roofline import model_times
+from graphs.errors import TraceError
+from graphs.ir import Graph, Kind, Phase
+from graphs.schedule import Compute, Schedule, Step
+from planner.runtime.codegen import boundary
+
+aten = torch.ops.aten
+
+# Where a batch norm returns its new running statistics; one that has none of its own does not.
+_NEW_STATISTICS = ("[3]", "[4]")
+
+
+def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool) -> Capture:
+    """The joint graph as ops and storages, with the time and memory of each op.
+
+    Args:
+        module: the joint graph.
+        device: whose times are modelled.
+        measure: run each op on the device it is on, instead.
+
+    Raises:
+        TraceError: shapes that are not known yet, or an op that no static graph can hold.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in placeholders]
+    dynamic = any(
+        isinstance(size, torch.SymInt)
+        for value in values
+        for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
+    )
+    if dynamic:
+        raise TraceError("the graph has sizes that are not fixed: use torch.compile(..., dynamic=False), a plan for each shape")
+    where = next(value.device for value in values if isinstance(value, torch.Tensor))
+    separate_biases(module.graph)
+    layouts_as_eager(module.graph)
+    statics = _Placeholders(placeholders, where)
+    generator = torch.default_generator
+    lowered = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
+    captured = drawn_once(lowered)
+    graph = profile_ops(captured, where, device) if measure else model_times(captured, device)
+    mutated = {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
+    return replace(captured, graph=_once(graph, mutated))
+
+
+class _Placeholders(StaticTensors):
+    """The inputs of a joint graph."""
+
+    def __init__(self, placeholders: Sequence[fx.Node], device: torch.device) -> None:
+        super().__init__(torch.nn.Module(), (), device)
+        self.by_desc: dict[AOTInput, int] = {}
+        self.names = {id(node.meta["val"]): node.name for node in placeholders}
+        for node in placeholders:
+            value, desc = node.meta["val"], node.meta["desc"]
+            if isinstance(value, torch.Tensor) and not isinstance(desc, TangentAOTInput):
+                self.by_desc[desc] = self.add(Kind.INPUT, node.name, value)
+
+    def find(self, desc: AOTInput) -> int:
+        return self.by_desc[desc]
+
+    def tangent(self, value: torch.Tensor) -> int:
+        return self.add(Kind.INPUT, self.names[id(value)], value)
+
+
+def _once(graph: Graph, mutated: set[int]) -> Graph:
+    """`graph` with ops that are executed once only, where they read an input that is overwritten behind the forward pass."""
+    ops = tuple(replace(op, recomputable=op.recomputable and not mutated.intersection(op.inputs)) for op in graph.ops)
+    return Graph(ops, graph.tensors, graph.kept, graph.provenance)
+
+
+def split(
+    module: fx.GraphModule,
+    captured: Capture,
+    schedule: Schedule,
+    *,
+    forward_outputs: int,
+    slots: Sequence[int] | None = None,
+    as_eager: bool = False,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward module of `schedule`, as AOTAutograd calls them.
+
+    Forward: the primal inputs in, the graph's first `forward_outputs` outputs and what is saved out.
+    Backward: what is saved and the tangents in, the graph's other outputs out.
+
+    Args:
+        module, captured, schedule: the joint graph, and how to run it.
+        forward_outputs: how many of its outputs are not gradients.
+        slots: a tensor for each place among what is saved, where None stands for what is not; by default the places
+            are those of what is.
+        as_eager: to be executed op by op, with the kernels and layouts of eager PyTorch, and not compiled.
+    """
+    cut = boundary(captured.graph, schedule)
+    origins, returned = _origins(module, captured), outputs(module.graph)
+    read = _read_later(captured, origins, schedule.steps[cut:], [value for value, _ in returned[forward_outputs:]])
+    forward = _Emitter(module, captured, origins, after_forward=False, as_eager=as_eager)
+    for node in _inputs(module, tangents=False):
+        forward.input(node)
+    forward.run(schedule.steps[:cut])
+    saved = {t: value for t, value in forward.env.items() if t in read}
+    places = tuple(saved) if slots is None else tuple(slots)
+    first = forward.finish_forward(returned[:forward_outputs], [saved.get(t) for t in places])
+
+    backward = _Emitter(module, captured, origins, after_forward=True, as_eager=as_eager)
+    for t in places:
+        backward.saved(t, saved.get(t))
+    for node in _inputs(module, tangents=True):
+        backward.input(node)
+    backward.run(schedule.steps[cut:])
+    return first, backward.finish_backward(returned[forward_outputs:])
+
+
+def interface(
+    module: fx.GraphModule, captured: Capture, slots: Sequence[int], *, forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Modules with the inputs and outputs of those that ``split`` makes with `slots`, all of which are saved.
+
+    Among the saved is one more at the end.
+    """
+    graph = captured.graph
+    origins, returned = _origins(module, captured), outputs(module.graph)
+    steps = [Compute(op.id) for op in graph.ops]
+    cut = boundary(graph, Schedule(tuple(steps)))
+    forward = _Emitter(module, captured, origins, after_forward=False)
+    for node in _inputs(module, tangents=False):
+        forward.input(node)
+    forward.run(steps[:cut])
+    saved = [forward.env[t] for t in slots]
+    first = forward.finish_forward(returned[:forward_outputs], [*saved, saved[0]])
+
+    backward = _Emitter(module, captured, origins, after_forward=True)
+    for t, value in zip(slots, saved, strict=True):
+        backward.saved(t, value)
+    backward.graph.placeholder("one_more").meta = dict(saved[0].meta)
+    for node in _inputs(module, tangents=True):
+        backward.input(node)
+    backward.run(steps[cut:])
+    return first, backward.finish_backward(returned[forward_outputs:])
+
+
+def tangents(module: fx.GraphModule, captured: Capture) -> tuple[int, ...]:
+    """The static tensors of a joint graph that are gradients of its outputs."""
+    names = {node.name for node in _inputs(module, tangents=True)}
+    return tuple(source.tensor for source in captured.program.sources if source.name in names)
+
+
+def slots(module: fx.GraphModule, captured: Capture) -> tuple[int, ...]:
+    """The tensors that some schedule may save for the backward pass: the inputs, and what the forward ops make."""
+    graph, excluded = captured.graph, set(tangents(module, captured))
+    primals = {node.name for node in _inputs(module, tangents=False)}
+    found = [s.tensor for s in captured.program.sources if s.name in primals and s.tensor not in excluded]
+    for op, node in zip(graph.ops, captured.nodes, strict=True):
+        if op.phase is Phase.FORWARD and node is not None:
+            found += op.outputs
+    return tuple(found)
+
+
+def _inputs(module: fx.GraphModule, *, tangents: bool) -> list[fx.Node]:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput) is tangents]
+
+
+def _origins(module: fx.GraphModule, captured: Capture) -> dict[fx.Node, int]:
+    """The tensor that each node of the joint graph stands for; views and tuples stand for none."""
+    by_name = {source.name: source.tensor for source in captured.program.sources}
+    found = {node: by_name[node.name] for node in module.graph.find_nodes(op="placeholder") if node.name in by_name}
+    found |= {node: by_name[str(node.target)] for node in module.graph.find_nodes(op="get_attr")}
+    for node, call in zip(captured.nodes, captured.program.calls, strict=True):
+        if node is not None:
+            for tensor, path in call.outputs:
+                found |= dict.fromkeys(items(node, path), tensor)
+    return found
+
+
+def _read_later(captured: Capture, origins: Mapping[fx.Node, int], steps: Sequence[Step], results: Sequence[object]) -> set[int]:
+    """The tensors that `steps` and the values returned after them read."""
+    read: set[int] = set()
+    nodes = [captured.nodes[step.op] for step in steps if isinstance(step, Compute)]
+    pending = [arg for node in nodes if node is not None for arg in node.all_input_nodes if arg not in ignored_inputs(node)]
+    pending += [value for value in results if isinstance(value, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node in origins:
+            read.add(origins[node])
+        else:
+            pending += node.all_input_nodes
+    return read
+
+
+def _without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...]]:
+    """What to call, with which arguments, when the forward pass has ended.
+
+    The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a
+    second execution needs them.
+    """
+    ignored = ignored_inputs(node)
+    if ignored and node.target is aten._native_batch_norm_legit_functional.default:
+        return aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[5:])
+    return node.target, tuple(None if isinstance(arg, fx.Node) and arg in ignored else arg for arg in node.args)
+
+
+class _Emitter:
+    """Writes a part of a schedule as an FX graph.
+
+    Attributes:
+        env: for each tensor in memory the node of the new graph that holds it.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        captured: Capture,
+        origins: Mapping[fx.Node, int],
+        *,
+        after_forward: bool,
+        as_eager: bool = False,
+    ) -> None:
+        self.after_forward = after_forward
+        self.as_eager = as_eager
+        self.module = module
+        self.captured = captured
+        self.origins = origins
+        self.graph = fx.Graph()
+        self.env: dict[int, fx.Node] = {}
+
+    def input(self, node: fx.Node) -> None:
+        copied = self.graph.node_copy(node)
+        if node in self.origins:
+            self.env[self.origins[node]] = copied
+
+    def saved(self, tensor: int, value: fx.Node | None) -> None:
+        if value is None:
+            self.graph.placeholder(f"not_saved_{tensor}")
+            return
+        name = value.name if value.op == "placeholder" else f"saved_{value.name}"
+        self.env[tensor] = self.graph.placeholder(name)
+        self.env[tensor].meta = dict(value.meta)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if not isinstance(step, Compute):
+                self.env.pop(step.tensor, None)
+                continue
+            node = self.captured.nodes[step.op]
+            if node is not None:
+                self._compute(step.op, node)
+
+    def _compute(self, op: int, node: fx.Node) -> None:
+        target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
+        args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node) if self.as_eager else {}))
+        made = self.graph.call_function(called(target) if self.as_eager else target, args, kwargs)  # type: ignore[arg-type]
+        made.meta = dict(node.meta)
+        for tensor, path in self.captured.program.calls[op].outputs:
+            gone = target is aten._native_batch_norm_legit.no_stats and path in _NEW_STATISTICS
+            if tensor not in self.env and not gone:
+                self.env[tensor] = self._item(made, path)
+
+    def _read(self, strides: Mapping[fx.Node, Sequence[int]], arg: fx.Node) -> fx.Node:
+        """What an op reads of `arg`, in the layout that it is to have."""
+        value: fx.Node = self.value(arg)
+        return self.graph.call_function(laid_out, (value, tuple(strides[arg]))) if arg in strides else value
+
+    def _item(self, value: fx.Node, path: str) -> fx.Node:
+        """The item of `value` that stands at `path`, as in ``[1]`` or ``[0][2]``."""
+        for index in path.replace("]", "").split("[")[1:]:
+            item = self.graph.call_function(operator.getitem, (value, int(index)))
+            item.meta = {"val": value.meta["val"][int(index)]}
+            value = item
+        return value
+
+    def value(self, given: Any) -> Any:
+        """What stands for a value of the joint graph; views are made again from their base."""
+        if not isinstance(given, fx.Node):
+            return given
+        if given in self.origins:
+            tensor = self.origins[given]
+            if tensor not in self.env and given.op == "get_attr":
+                self.env[tensor] = self.graph.node_copy(given)
+            return self.env[tensor]
+        copied = self.graph.node_copy(given, self.value)
+        copied.target = called(copied.target) if self.as_eager else copied.target
+        return copied
+
+    def finish_forward(self, returned: Sequence[tuple[object, object]], saved: Sequence[fx.Node | None]) -> fx.GraphModule:
+        """The module that returns the values of `returned`, each with its descriptor, and what is `saved`."""
+        descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
+        return self._finish([*map(self.value, (v for v, _ in returned)), *saved], [*(d for _, d in returned), *descs])
+
+    def finish_backward(self, returned: Sequence[tuple[object, object]]) -> fx.GraphModule:
+        """The module that returns the values of `returned`, each with its descriptor."""
+        return self._finish([self.value(value) for value, _ in returned], [desc for _, desc in returned])
+
+    def _finish(self, results: Sequence[object], descs: Sequence[object]) -> fx.GraphModule:
+        self.graph.output(tuple(results)).meta["desc"] = list(descs)  # type: ignore[arg-type]
+        self.graph.lint()
+        return fx.GraphModule(self.module, self.graph)

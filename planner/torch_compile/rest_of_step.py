@@ -1,0 +1,81 @@
+"""A joint graph with all that happens between its forward and its backward pass as one op more.
+
+While the loss, and the graphs behind this one, are computed, what this graph keeps stays in memory: the op's workspace says
+how much must be left for them. Its outputs are the gradients that come back.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from graphs.ir import Graph, Op, Phase
+from graphs.schedule import Compute, Schedule, Step, schedule_of
+from graphs.simulate import simulate
+from planner.runtime.codegen import boundary
+from solvers.eviction.least_peak import least_evicting_schedule
+
+_TRIES = 5  # of bytes to be left for the rest, on the way to the most
+_TRY_S = 2.0
+
+
+def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
+    """`graph` with an op between the passes that needs `rest_bytes` and makes the `tangents`, its static gradients."""
+    made = tuple(tangents)
+    cut = _first_backward(graph)
+
+    def shifted(op: int | None) -> int | None:
+        return op if op is None or op < cut else op + 1
+
+    outputs = sorted(t for t in graph.kept if (p := graph.tensors[t].producer) is not None and p < cut)
+    rest = Op(cut, "rest_of_the_step", "rest", tuple(outputs), made, 0.0, rest_bytes, Phase.BACKWARD, recomputable=False)
+    ops = (*graph.ops[:cut], rest, *(replace(op, id=op.id + 1) for op in graph.ops[cut:]))
+    tensors = tuple(replace(t, producer=cut if t.id in made else shifted(t.producer)) for t in graph.tensors)
+    return Graph(ops, tensors, graph.kept.union(made), graph.provenance)
+
+
+def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
+    """The schedule of `graph` that one of ``with_rest(graph, ...)`` is."""
+    cut = _first_backward(graph)
+    steps: list[Step] = []
+    for step in schedule.steps:
+        if not isinstance(step, Compute):
+            steps.append(step)
+        elif step.op != cut:
+            steps.append(Compute(step.op - (step.op > cut)))
+    return Schedule(tuple(steps))
+
+
+def kept_bytes(graph: Graph, schedule: Schedule) -> int:
+    """What is in memory between the forward and the backward pass, static bytes left out."""
+    live: set[int] = set()
+    for step in schedule.steps[: boundary(graph, schedule)]:
+        if isinstance(step, Compute):
+            live.update(graph.ops[step.op].outputs)
+        else:
+            live.discard(step.tensor)
+    return sum(graph.tensors[t].size_bytes for t in live)
+
+
+def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
+    """A schedule within the budget that keeps little between the passes; None where none is found."""
+    made = tuple(tangents)
+    end = min(_TRY_S, time_limit_s / _TRIES)
+
+    def leaving(rest_bytes: int) -> Schedule | None:
+        roomy = with_rest(graph, made, rest_bytes)
+        found = least_evicting_schedule(roomy, time_limit_s=end) or schedule_of(roomy, range(len(roomy.ops)))
+        return without_rest(graph, found) if simulate(roomy, found).peak_bytes <= budget_bytes else None
+
+    best = leaving(0)
+    low, high = 0, max(0, budget_bytes - graph.static_bytes)
+    for _ in range(_TRIES if best is not None else 0):
+        rest_bytes = (low + high) // 2
+        found = leaving(rest_bytes)
+        if found is None:
+            high = rest_bytes
+        else:
+            best, low = found, rest_bytes
+    return best
+
+
+def _first_backward(graph: Graph) -> int:
+    return next(op.id for op in graph.ops if op.phase is not Phase.FORWARD)

@@ -1,0 +1,309 @@
+"""One budget for all the graphs of a compiled model.
+
+Graphs are compiled when they are reached: the first is planned before the others are known. One with others to come
+therefore keeps little at first, and leaves room for gradients of all parameters that it can see. After the first step
+all are known, with what each leaves in memory for the others, and are planned again together.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphs.errors import InfeasibleError, LimitError
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from planner import solving
+from planner.torch_compile.planned_graph import PlannedGraph
+from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
+from planner.torch_compile.step_memory import Seen, beside, unread
+from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.policies.store_all import store_all
+
+Solve = Callable[..., Any]
+
+_HALVINGS = 4  # on the way to how much the graphs may keep
+_WITNESS_S = 2.0  # for showing that a graph fits
+
+
+@dataclass(slots=True)
+class _Run:
+    """A forward pass; `alive` as long as its backward pass is to come."""
+
+    graph: PlannedGraph
+    seen: Seen
+    plan: StorageWeakRef | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.plan is None or not self.plan.expired()
+
+
+class SharedBudget:
+    """What one call of ``torch.compile`` may use.
+
+    Args:
+        options: of that call.
+        solve: as ``planner.solving.solve``.
+    """
+
+    def __init__(self, options: Mapping[str, Any], solve: Solve) -> None:
+        self.options = options
+        self._solve = solve
+        self._runs: list[_Run] = []
+        self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
+        self._kept_by_frame: dict[object, int] = {}
+        self._learning = True
+        self._known: dict[PlannedGraph, Seen] = {}
+
+    def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
+        """Plan a graph that was just reached.
+
+        Args:
+            inputs: what it will be called with.
+            model: parameters and buffers that it and others may read.
+            more: another graph follows in the same step.
+
+        Raises:
+            InfeasibleError, LimitError: nothing fits, beside what the graphs before it keep.
+        """
+        self._learning = True
+        self._runs = [run for run in self._runs if run.alive]
+        graph.watch = lambda args: self._begin(graph, args)
+        runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
+        kept = [run.graph.kept_bytes for run in self._runs]
+        others = beside(runs, len(runs) - 1, kept)
+        whole = self.whole([*(run.graph for run in self._runs), graph], runs)
+        if self._runs:
+            self._warn(max(1, whole - others), whole, others)
+        room = max(1, whole - others)
+        behind = unread(model, runs) if more else None
+        if behind is None:
+            self._first_plan(graph, room, more=more)
+            return
+        try:
+            self._first_plan(graph, max(1, whole - beside([*runs, behind], len(runs) - 1, kept)), more=more)
+        except InfeasibleError:
+            self._first_plan(graph, room, more=more)  # the model may have parameters that it never reads
+
+    def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
+        """Plan `graph` within `room` bytes, before those are known that follow."""
+        captured = graph.captured.graph
+        if more:
+            if self._in_percent:
+                room = solving.summarize(captured).store_all_peak_bytes
+            graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
+        try:
+            if graph.lean is None:
+                graph.schedule = self._solve(captured, room, **self._settings).schedule
+            else:
+                rest_bytes = room - captured.static_bytes - kept_bytes(captured, graph.lean)
+                graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean)
+        except InfeasibleError as error:
+            if not self._runs:
+                raise
+            if any(run.graph.lean is None for run in self._runs):  # taken for the last one; from the next step on it keeps less
+                peak_bytes = solving.summarize(captured).store_all_peak_bytes
+                graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
+                graph.schedule = graph.lean or store_all(captured)
+                return
+            kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self._runs)
+            raise InfeasibleError(
+                f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
+                "the backward pass. What breaks it (TORCH_LOGS=graph_breaks says where) costs memory too"
+            ) from error
+
+    @property
+    def _in_percent(self) -> bool:
+        return str(self.options["budget"]).strip().endswith("%")
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds for each graph."""
+        return float(self.options.get("time_limit", 60.0))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"time_limit_s": self.limit_s, "tolerance": self.options.get("tolerance", 1e-3)}
+
+    def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
+        """The budget in bytes, for a step of these graphs."""
+        captured = [graph.captured.graph for graph in graphs]
+        kept = [kept_bytes(graph, store_all(graph)) for graph in captured]
+        peaks = [solving.summarize(graph).store_all_peak_bytes for graph in captured]
+        return solving.budget_in_bytes(self.options["budget"], max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks)))
+
+    def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
+        """Note a forward pass; where the last step is over, plan its graphs together."""
+        if self._runs and not any(run.alive for run in self._runs):
+            self._end_step()
+        if self._learning:
+            self._known[graph] = Seen.of(args)
+        run = _Run(graph, self._known[graph])
+
+        def end(returned: list[Any], plan: torch.Tensor) -> None:
+            if self._learning:
+                run.seen.returned(returned)
+            run.plan = StorageWeakRef(plan.untyped_storage())
+            self._runs.append(run)
+
+        return end
+
+    def _end_step(self) -> None:
+        runs, self._runs = self._runs, []
+        step = tuple(run.graph for run in runs)
+        if step in self._planned:
+            self._learning = False
+        elif not self._learning:
+            self._learning = True  # another step than before: look at the next one like it
+        else:
+            self._planned.add(step)
+            if len(runs) > 1 or runs[0].graph.lean is not None:
+                together = _Together(self, runs)
+                together.warn_of_first_step()
+                together.plan()
+
+    def left_for(self, frame: object, graph: Graph) -> int:
+        """Bytes for a graph whose plan stays as it is, beside what those of other frames keep."""
+        whole = solving.budget_in_bytes(self.options["budget"], solving.summarize(graph).store_all_peak_bytes)
+        others = sum(kept for other, kept in self._kept_by_frame.items() if other != frame)
+        if self._in_percent or not others:
+            return whole
+        self._warn(max(0, whole - others), whole, others)
+        return max(1, whole - others)
+
+    def keep(self, frame: object, size_bytes: int) -> None:
+        """Note what such a graph keeps until the backward pass, static bytes included: the most of any shape."""
+        self._kept_by_frame[frame] = max(self._kept_by_frame.get(frame, 0), size_bytes)
+
+    def _warn(self, room: int, whole: int, others: int) -> None:
+        warnings.warn(
+            f"the model is captured as several graphs: this one gets {format_bytes(room)} of the budget of "
+            f"{format_bytes(whole)}, for those before it keep {format_bytes(others)} until the backward pass",
+            stacklevel=3,
+        )
+
+    def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule) -> Schedule:
+        """The schedule within `budget_bytes` that leaves `rest_bytes` of it between the passes; `known` is one."""
+        captured = graph.captured.graph
+        roomy = with_rest(captured, graph.tangents, rest_bytes)
+        try:
+            schedule = without_rest(captured, self._solve(roomy, budget_bytes, **self._settings).schedule)
+        except (InfeasibleError, LimitError):
+            return known
+        allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))
+        return schedule if kept_bytes(captured, schedule) <= allowed else known
+
+
+class _Together:
+    """All graphs of a step, planned together: each keeps the same share of what it can do without."""
+
+    def __init__(self, budget: SharedBudget, runs: Sequence[_Run]) -> None:
+        self._budget = budget
+        self._seen = [run.seen for run in runs]
+        self._order = [run.graph for run in runs]
+        self._graphs = tuple(dict.fromkeys(self._order))
+        self._whole = budget.whole(self._order, self._seen)
+
+    def plan(self) -> None:
+        """Give each graph its plan.
+
+        Raises:
+            InfeasibleError: no plans are found that fit beside each other; says what each keeps.
+        """
+        most = {graph: kept_bytes(graph.captured.graph, store_all(graph.captured.graph)) for graph in self._graphs}
+        kept, known = self._shares(most)
+        for graph in self._graphs:
+            room = self._room(graph, kept)
+            schedule = self._budget.leaving(graph, room, self._rest(graph, room, kept), known[graph])
+            kept = {**kept, graph: kept_bytes(graph.captured.graph, schedule)}
+            graph.schedule = schedule
+
+    def warn_of_first_step(self) -> None:
+        """Say so where the step that is over took more than the budget."""
+        kept = [graph.kept_bytes for graph in self._order]
+        peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
+        most = max(peak + beside(self._seen, i, kept) for i, peak in enumerate(peaks))
+        if most > self._whole:
+            warnings.warn(
+                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}: it did not know "
+                "which graphs follow each other; from now on they are planned together",
+                stacklevel=3,
+            )
+
+    def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
+        """What each graph may keep, of what it keeps at most, and schedules that do with it."""
+        everything = self._fitting(most)
+        if everything is not None:
+            return dict(most), everything
+        lean = self._leanest()
+        least = {graph: kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
+
+        def sharing(share: float) -> dict[PlannedGraph, int]:
+            return {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
+
+        low, high, found = 0.0, 1.0, (least, lean)
+        for _ in range(_HALVINGS):
+            share = (low + high) / 2
+            fitting = self._fitting(sharing(share))
+            if fitting is None:
+                high = share
+            else:
+                low, found = share, (sharing(share), fitting)
+        return found
+
+    def _leanest(self) -> dict[PlannedGraph, Schedule]:
+        """Schedules that keep little."""
+        kept = dict.fromkeys(self._graphs, 0)
+        found: dict[PlannedGraph, Schedule] = {}
+        repeated = len(self._order) > len(self._graphs)
+        for _ in range(1 + repeated):  # a graph that runs again is beside itself
+            for graph in self._graphs:
+                room = self._room(graph, kept)
+                schedule = lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._budget.limit_s)
+                if schedule is None:
+                    raise self._infeasible(graph, room, found)
+                found[graph], kept[graph] = schedule, kept_bytes(graph.captured.graph, schedule)
+        for graph, schedule in found.items():
+            if simulate(graph.captured.graph, schedule).peak_bytes > self._room(graph, kept):
+                raise self._infeasible(graph, self._room(graph, kept), found)
+        return found
+
+    def _fitting(self, kept: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Schedule] | None:
+        """Schedules that keep no more than `kept`; None where none are found."""
+        found = {}
+        for graph in self._graphs:
+            captured, room = graph.captured.graph, self._room(graph, kept)
+            roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
+            schedule: Schedule | None = store_all(roomy)
+            if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
+                schedule = least_evicting_schedule(roomy, time_limit_s=min(_WITNESS_S, self._budget.limit_s))
+            if schedule is None or simulate(roomy, schedule).peak_bytes > room:
+                return None
+            found[graph] = without_rest(captured, schedule)
+        return found
+
+    def _room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
+        """Bytes for `graph`, wherever it runs, beside what the others keep."""
+        kept_bytes = [kept[other] for other in self._order]
+        return self._whole - max(beside(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
+
+    def _rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
+        """What is left of `room` for those that run after `graph`."""
+        if graph not in self._order[:-1]:
+            return 0
+        return max(0, room - graph.captured.graph.static_bytes - kept[graph])
+
+    def _infeasible(self, graph: PlannedGraph, room: int, found: Mapping[PlannedGraph, Schedule]) -> InfeasibleError:
+        each = [format_bytes(kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
+        return InfeasibleError(
+            f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured as: "
+            f"graph {self._order.index(graph) + 1} gets {format_bytes(max(0, room))} beside the others, and no schedule is found "
+            f"for it; between the passes they keep {', '.join(each)}. Raise the budget, lower the batch size, or remove what "
+            "breaks the model (TORCH_LOGS=graph_breaks says where)"
+        )

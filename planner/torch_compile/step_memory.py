@@ -1,0 +1,120 @@
+"""What is in memory beside one graph of a compiled model while a step runs: all storages by identity, each counted once."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphs.capture.lower import allocated_bytes
+
+# Bytes by the identity of a storage.
+Storages = dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one forward pass of a graph met.
+
+    Attributes:
+        inputs: what it read: parameters, buffers, inputs.
+        trained: those of `inputs` that will have a ``grad``, and are no other graph's outputs.
+        held: what autograd held for ops that are in no graph.
+        made: what it returned, without its inputs.
+        identities: keep the identity of a storage from being given to another one.
+    """
+
+    inputs: Storages
+    trained: Storages
+    held: Storages
+    made: Storages = field(default_factory=dict)
+    identities: list[StorageWeakRef] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, inputs: Iterable[object]) -> "Seen":
+        """What is known before the pass."""
+        tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+        trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
+        held = list(_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
+        return cls(
+            storages(tensors),
+            storages(trained),
+            storages(held),
+            identities=[StorageWeakRef(t.untyped_storage()) for t in (*tensors, *held)],
+        )
+
+    def returned(self, outputs: Iterable[object]) -> None:
+        """Add what the pass returned."""
+        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+        self.made.update({s: size for s, size in storages(tensors).items() if s not in self.inputs})
+        self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+
+
+def unread(model: Iterable[torch.Tensor], runs: Sequence[Seen]) -> Seen | None:
+    """A pass that reads those tensors of `model` that none of `runs` does; None where there are none."""
+    read = _union(run.inputs for run in runs)
+    found = [t for t in model if t.untyped_storage()._cdata not in read]
+    return Seen.of(found) if found else None
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> Storages:
+    """The storages of `tensors`, with what the allocator has handed out for each."""
+    found: Storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = allocated_bytes(storage.nbytes(), tensor.device)
+    return found
+
+
+def beside(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
+    """Most bytes in memory while a graph runs forward or backward, besides what its own plan counts.
+
+    Args:
+        runs: the forward passes of a step, in order.
+        index: of the one in question.
+        kept_bytes: of each run before it, what its plan keeps between the passes, besides what is static.
+    """
+    own = runs[index].inputs
+    made = _union(run.made for run in runs)
+    static = _union(s for run in runs for s in (run.inputs, run.held))
+    there = sum(size for s, size in static.items() if s not in own and s not in made)
+    # What an earlier graph made and this one reads is counted by both.
+    earlier = _union(run.made for run in runs[:index])
+    there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
+    # Backward: later graphs have left gradients, for parameters and for what earlier graphs made.
+    grads = _union(run.trained for run in runs[index + 1 :])
+    later, read = (_union(run.inputs for run in some) for some in (runs[index + 1 :], runs))
+    waiting = sum(size for s, size in earlier.items() if s in later or s not in read)
+    return there + waiting + sum(size for s, size in grads.items() if s not in made)
+
+
+def _union(parts: Iterable[Mapping[int, int]]) -> Storages:
+    found: Storages = {}
+    for part in parts:
+        found.update(part)
+    return found
+
+
+def _held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """What the backward passes of ops behind `nodes` hold, those of compiled graphs left out."""
+    pending, seen = list(nodes), set(nodes)
+    while pending:
+        node = pending.pop()
+        if type(node).__name__ != "CompiledFunctionBackward":
+            yield from _saved(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                value = getattr(node, name)
+            except RuntimeError:
+                continue  # freed by a backward pass
+            values = value if isinstance(value, list | tuple) else (value,)
+            yield from (v for v in values if isinstance(v, torch.Tensor))

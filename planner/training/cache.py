@@ -1,0 +1,87 @@
+"""Plans that are kept in a folder, and found again by what they were made for."""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from graphs.errors import BudgetError, FormatError, OutputError, PlannerError
+from graphs.io.files import check_writable
+from graphs.io.formats import read_plan, write_plan
+from graphs.plan import Plan
+from graphs.units import format_bytes
+from planner.solving import budget_in_bytes
+
+
+class PlanCache:
+    """One JSON file per plan. Several processes may use one folder: a file is replaced whole.
+
+    Args:
+        folder: made if it is not there; ``~`` is the user's home.
+
+    Raises:
+        OutputError: nothing can be written there.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder).expanduser()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"plans cannot be kept in {self._folder}: {error.strerror or error}") from error
+        check_writable(self._folder / "plan.json")
+
+    def path(self, made_for: Mapping[str, object]) -> Path:
+        """The file of the plan that is made for this: graph, budget, device, options; whatever a plan depends on."""
+        text = json.dumps({**made_for, "remat-planner": version("remat-planner")}, sort_keys=True)
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+    def load(self, path: Path, budget: str | int) -> Plan | None:
+        """The plan in `path`, made for `budget`; None where there is none, or none of use, which is said in a warning."""
+        if not os.path.lexists(path):
+            return None
+        try:
+            _check_is_file(path)
+            plan = read_plan(path)
+            _check_budget(plan, budget)
+        except PlannerError as error:
+            warn_unusable(path, error)
+            return None
+        return plan
+
+    def store(self, plan: Plan, path: Path) -> None:
+        """Keep `plan`. Where that fails there is a warning only: the plan is good all the same."""
+        try:
+            if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+                path.unlink()  # nothing is written to where it leads
+            write_plan(plan, path)
+        except (OSError, OutputError) as error:
+            warnings.warn(f"the plan is not kept: {error}", stacklevel=3)
+
+
+def _check_is_file(path: Path) -> None:
+    """Plans are kept in files: a link may lead anywhere, and a pipe never ends."""
+    if path.is_symlink():
+        raise FormatError("it is a symbolic link")
+    if not path.is_file():
+        raise FormatError("it is no file")
+
+
+def _check_budget(plan: Plan, budget: str | int) -> None:
+    """What the file says of its budget is not to be believed where another was asked for."""
+    if plan.measured_peak_bytes is not None and plan.measured_peak_bytes > plan.budget_bytes:
+        raise BudgetError(
+            f"its measured peak here is {format_bytes(plan.measured_peak_bytes)}, over its budget of "
+            f"{format_bytes(plan.budget_bytes)}"
+        )
+    asked_bytes = budget_in_bytes(budget, plan.graph.store_all_peak_bytes)
+    if plan.budget_bytes != asked_bytes:
+        raise BudgetError(f"its budget is {plan.budget_bytes} B, and {asked_bytes} B was asked for")
+
+
+def warn_unusable(path: Path, why: object) -> None:
+    """Say that the plan in `path` is of no use, and will be replaced."""
+    warnings.warn(f"the kept plan {path} cannot be used and is made again: {why}", stacklevel=3)

@@ -1,0 +1,191 @@
+"""A planned step beside plain eager PyTorch, on the batch it was planned for: bits, time and peak."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from math import isfinite
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.capture.lower import Capture
+from graphs.capture.program import variable
+from graphs.capture.signature import Batch
+from graphs.capture.step import TrainingStep
+from graphs.capture.unchanged import WritesUndone, unchanged
+from graphs.cost.replay import RealStep
+from graphs.eager import Difference, DifferingOp, EagerComparison
+from graphs.errors import EagerWarning
+from graphs.ir import Op
+from graphs.plan import Plan
+from graphs.units import format_bytes, format_seconds
+from planner.api import measured_peak
+from planner.runtime.measure import Isolated, Outcome, Step, outcome, turn_times
+
+_MOST_TURNS = 9
+_TURNS_S = 0.5  # for turns of both, in all; one at least
+# What is captured may take that much more than eager PyTorch, and that much at least, before somebody is told.
+_MUCH = 1.5
+_LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
+
+
+def compare_with_eager(
+    captured: Capture, planned: Step, step: TrainingStep, batch: Batch, *, known: EagerComparison | None = None
+) -> EagerComparison:
+    """`planned` beside `step`, each from the random state that is there; `step` and `batch` are afterwards as they were.
+
+    Args:
+        captured: what `step` was captured as.
+        planned: runs it by a plan.
+        step: model and loss function, as they are called in eager mode.
+        batch: real tensors.
+        known: of the same plan, found before. Where the bits are equal, then as now, its time and peak are kept.
+    """
+    undone = WritesUndone()
+    try:
+        plain = outcome(step, step, batch, undone=undone)
+    except Exception as error:  # noqa: BLE001  # whatever stops eager PyTorch, the plan is good all the same
+        return EagerComparison(failure=_failure(error))
+    found = outcome(planned, step, batch, written=undone.written)
+    names = plain.differences(found)
+    if known is not None and known.identical and not names:
+        return known
+    with unchanged(step, batch, written=undone.written):
+        steps = {"eager": Isolated(step, step, batch), "planned": Isolated(planned, step, batch)}
+        times = _times(steps, step, batch)
+        peak_bytes = measured_peak(captured, step, step, batch).peak_bytes
+    return EagerComparison(
+        differences=tuple(_difference(name, plain, found) for name in names),
+        first_op=_first_differing_op(captured, step, batch) if names else None,
+        reproducible=not names or _reproducible(plain, step, batch),
+        peak_bytes=peak_bytes,
+        time_s=times["eager"],
+        planned_time_s=times["planned"],
+    )
+
+
+def _failure(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return "it needs more memory than there is"
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first_line}"
+
+
+def _reproducible(plain: Outcome, step: TrainingStep, batch: Batch) -> bool:
+    return not plain.differences(outcome(step, step, batch, undone=WritesUndone()))
+
+
+def warn_of_differences(plan: Plan) -> None:
+    """Warn where a step by `plan` is not what eager PyTorch computes, or was captured as something much dearer."""
+    eager = plan.eager
+    if eager is None or eager.failure:
+        return
+    if not eager.identical:
+        warnings.warn(f"the planned step {eager.what_differs()}", EagerWarning, stacklevel=3)
+    kept_bytes = plan.graph.store_all_peak_bytes
+    if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
+        _warn_dearer(format_bytes(kept_bytes), format_bytes(eager.peak_bytes))
+    kept_s = eager.planned_time_s / (1 + plan.overhead)
+    if kept_s > max(_MUCH * eager.time_s, eager.time_s + _LEAST_S):
+        _warn_dearer(format_seconds(kept_s), format_seconds(eager.time_s))
+
+
+def _warn_dearer(kept: str, eager: str) -> None:
+    why = "some op was captured as several"
+    warnings.warn(f"what is planned takes {kept} with everything kept, and eager {eager}: {why}", EagerWarning, stacklevel=4)
+
+
+def _times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> dict[str, float]:
+    """Seconds of each of `steps`, taken in turns: as for ops, the least on the CPU, where others may interrupt."""
+    parameters = list(step.parameters())
+    begin = time.perf_counter()
+    found = turn_times(steps, batch, parameters=parameters, repeats=1)
+    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was to warm up
+    if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
+        found = turn_times(steps, batch, parameters=parameters, repeats=turns)
+    typical = median if parameters[0].device.type == "cuda" else min
+    return {name: typical(turns) for name, turns in found.items()}
+
+
+def _difference(name: str, plain: Outcome, found: Outcome) -> Difference:
+    wanted, given = plain.values[name], found.values.get(name)
+    name = name.replace(" model.", " ", 1)  # as the user knows it
+    if wanted is None or given is None or wanted.shape != given.shape or name.endswith("random state"):
+        return Difference(name)
+    wanted, given = (x.to_dense() if x.layout is not torch.strided else x for x in (wanted, given))
+    exact = torch.complex128 if wanted.is_complex() else torch.float64
+    wanted, given = wanted.to(exact), given.to(exact)
+    max_abs, largest = (wanted - given).abs().max().item(), wanted.abs().max().item()
+    if not isfinite(max_abs):
+        return Difference(name)
+    return Difference(name, max_abs, max_abs / largest if largest and isfinite(largest) else None)
+
+
+def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:
+    """The first op on the way to a difference of which no result is one that eager PyTorch computes.
+
+    The way is followed backward from what differs, and ends at ops whose results eager PyTorch has: an op that was
+    captured as several, whose last result is the same, is none that matters.
+    """
+    with unchanged(step, batch), WritesUndone(), _Results() as results:
+        Isolated(step, step, batch).run()
+    made: dict[int, tuple[bytes, ...]] = {}
+
+    def see(op: int, values: tuple[torch.Tensor | None, ...]) -> None:
+        made[op] = tuple(_digest(value) for value in values if value is not None)
+
+    real = RealStep(captured, step, batch)
+    with real.running():
+        real.compile(look=_outputs_of, at_end=False)(see)
+    graph = captured.graph
+    other = {op.id for op in graph.ops if op.outputs and op.id in made and not results.digests.intersection(made[op.id])}
+    ends = {t for t in graph.kept if (producer := graph.tensors[t].producer) is not None and producer in other}
+    ends |= {t for op in graph.ops if op.mutates for t in op.inputs}
+    found: set[int] = set()
+    waiting = [graph.tensors[t].producer for t in ends]
+    while waiting:
+        op = waiting.pop()
+        if op is not None and op in other and op not in found:
+            found.add(op)
+            waiting += [graph.tensors[t].producer for t in graph.ops[op].inputs]
+    first = min((op for op in found if graph.ops[op].target != "generator.get_state"), default=None)
+    if first is None:
+        return None
+    culprit = graph.ops[first]
+    module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as the user knows it
+    return DifferingOp(culprit.name, culprit.target, module)
+
+
+def _outputs_of(op: Op) -> str:
+    return f"{op.id}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
+
+
+class _Results(TorchDispatchMode):
+    """Digests of all that is computed inside, forward and backward, views and transposes included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.digests: set[bytes] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(returned):
+            if isinstance(value, torch.Tensor):
+                self.digests.add(_digest(value))
+                if value.dim() == 2:
+                    self.digests.add(_digest(value.t()))
+        return returned
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    """Of the elements in order, and their type; of what has no elements on this layout, of its dense form."""
+    dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+    flat = dense.cpu().contiguous().flatten().view(torch.uint8)
+    return blake2b(flat.numpy().tobytes(), key=str(value.dtype).encode(), digest_size=16).digest()

@@ -1,0 +1,179 @@
+"""Training by a plan: one call that traces, measures, solves and compiles a step."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch, as_leaves
+from graphs.capture.step import LossFn
+from graphs.errors import PlannerError
+from planner.distributed.wrappers import Unwrapped, unwrap
+from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.graphed_step import Recorder
+from planner.runtime.machine import machine
+from planner.solving import budget_in_bytes, solve
+from planner.training.cache import PlanCache, warn_unusable
+from planner.training.compiler import Compiler
+from planner.training.dynamic import DynamicStep
+from planner.training.replan import ReplannedStep
+from planner.training.step import PlannedStep
+from solvers.result import Progress
+
+
+def compile(  # noqa: A001
+    model: nn.Module | Unwrapped,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    budget: str | int,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    solver: str = "windows",
+    tolerance: float = 1e-3,
+    time_limit_s: float = 60.0,
+    passes: int = 5,
+    reorder: bool | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    dynamic: bool = False,
+    max_plans: int = 32,
+    cuda_graph: bool = False,
+    replan: bool = False,
+    compare_eager: bool = True,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> PlannedStep:
+    """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
+
+    The step is run on `batch` to measure its peak, and some times beside plain eager PyTorch, whose bits, time and peak
+    become part of the plan. Parameters, buffers, gradients, random states and what the model's attributes hold are
+    afterwards as they were, also where an optimizer steps in the backward pass: no hook of a parameter acts meanwhile.
+
+    A model in ``DistributedDataParallel`` or under ``fully_shard`` is planned on all its processes at once: rank 0
+    profiles and solves, the others get its plan, and an error on one is raised on all.
+
+    Args:
+        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own. A
+            model may come with how it is wrapped (``planner.distributed.wrappers``), where its own type does not say so.
+        budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
+            inputs, gradients and optimizer state included.
+        solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``.
+        cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
+            the plan is loaded, and nothing is profiled or solved.
+        dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
+            for each. `batch` must fit with everything kept; up to two sizes may vary.
+        max_plans: with `dynamic` or `replan`, how many are kept; the one that was used longest ago goes first.
+        cuda_graph: replay the step as CUDA graphs, at one launch for each pass: docs/training.md. What they hold between
+            steps, and the copies of what goes in and out, count; random ops are not computed again.
+        replan: where the model, the loss function or a value that they read changes, or a batch is unlike `batch`, plan again,
+            with a warning that says what changed; without it, each is a MismatchError of the step.
+        compare_eager: run the step beside eager PyTorch (of varying sizes, the first), and warn where they differ
+            (``graphs.errors.EagerWarning``). It takes as long as some steps.
+
+    Raises:
+        TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
+            `cuda_graph`, an op cannot be captured.
+        PlannerError: an option does not go with another, or with the device; or gradients are turned off.
+        InfeasibleError: no schedule meets the budget.
+        LimitError: none was found in time.
+        BudgetError: the measured peak stays above the budget.
+        OutputError: plans cannot be kept in `cache`.
+    """
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
+    solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
+    wrapper = unwrap(model)
+    recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
+    solved_here = partial(solved, on_progress=on_progress)
+    compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, solved_here, recorder, compare_eager=compare_eager)
+    if max_plans < 1:
+        raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
+    if dynamic and cache is not None:
+        raise PlannerError("plans for varying sizes are not kept in a folder: leave out cache=, or dynamic=True")
+    if replan and cuda_graph:
+        raise PlannerError("a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True")
+    if dynamic and type(wrapper) is not Unwrapped:
+        raise PlannerError(
+            "batches of varying sizes are not planned for several processes: leave out dynamic=True, and pad the batches"
+        )
+    if replan and type(wrapper) is not Unwrapped:
+        raise PlannerError("one of several processes cannot plan again while the others wait for it: leave out replan=True")
+
+    def make(batch: Batch, budget: str | int) -> PlannedStep:
+        if dynamic:
+            return DynamicStep(compiler, batch, budget, max_plans=max_plans)
+        return _planned(compiler, batch, budget, cache, solved.keywords)
+
+    if replan:
+        return ReplannedStep(make, as_leaves(batch), budget, max_plans=max_plans)
+    return make(as_leaves(batch), budget)
+
+
+def _planned(
+    compiler: Compiler, batch: Batch, budget: str | int, cache: str | os.PathLike[str] | None, options: Mapping[str, object]
+) -> PlannedStep:
+    """The step for batches like `batch`, from the cache if it is there.
+
+    Args:
+        options: with which graphs are solved; another plan is made for others.
+    """
+    wrapper = compiler.wrapper
+    plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
+    with wrapper.opened():
+        captured = wrapper.ranks.each(lambda: compiler.capture(batch))
+
+        def make() -> PlannedStep:
+            return compiler.solve(compiler.profile(captured, batch), batch, budget)
+
+        def find_or_make() -> PlannedStep:
+            if plans is None:
+                return make()
+            path = plans.path({"budget": _as_bytes(budget), **_made_for(captured, wrapper.module), **options})
+            kept = plans.load(path, budget)
+            if kept is not None:
+                try:
+                    return compiler.reuse(captured, batch, kept, None)
+                except PlannerError as error:
+                    warn_unusable(path, error)
+            step = make()
+            plans.store(step.plan, path)
+            return step
+
+        return wrapper.ranks.first(
+            find_or_make,
+            share=lambda step: (step.plan, step.measured),
+            adopt=lambda shared: compiler.reuse(captured, batch, *shared),
+        )
+
+
+def _recorder(wrapper: Unwrapped, *, dynamic: bool) -> Callable[[], Recorder]:
+    if dynamic:
+        raise PlannerError(
+            "a CUDA graph keeps its memory, and there would be one for each size: leave out cuda_graph=True, or dynamic=True and "
+            "pad the batches"
+        )
+    if type(wrapper) is not Unwrapped:
+        raise PlannerError("CUDA graphs are not planned for several processes: leave out cuda_graph=True")
+    device = next(wrapper.module.parameters()).device
+    if device.type != "cuda":
+        raise PlannerError(f"cuda_graph=True is for models on a CUDA device, and this one is on {device}: leave it out")
+    return partial(CudaGraphs, device)
+
+
+def _as_bytes(budget: str | int) -> str | int:
+    """A budget however it is written; a share stays one, for what it is a share of is not measured yet."""
+    return budget if isinstance(budget, str) and budget.strip().endswith("%") else budget_in_bytes(budget, 0)
+
+
+def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
+    """What the schedule of a captured step depends on, besides budget and options."""
+    device = next(model.parameters()).device
+    return {
+        "graph": captured.graph.fingerprint,
+        "static_bytes": captured.graph.static_bytes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,120 @@
+"""What makes planned steps of one model: captures, profiles, solves, and measures what came of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch
+from graphs.capture.step import LossFn, TrainingStep
+from graphs.capture.trace import capture
+from graphs.errors import BudgetError, InfeasibleError
+from graphs.ir import Graph
+from graphs.plan import Plan
+from graphs.units import format_bytes
+from planner.api import measured_peak, with_times
+from planner.distributed.wrappers import Unwrapped
+from planner.runtime.executor import Executor
+from planner.runtime.graphed_step import Recorder, record, recordable
+from planner.solving import check_same_graph, summarize
+from planner.training.compare_eager import compare_with_eager, warn_of_differences
+from planner.training.step import PlannedStep
+
+# How often a budget is lowered by what a measured peak is above it.
+_CORRECTIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Makes planned steps of a model, one for each batch that differs in its sizes.
+
+    Attributes:
+        wrapper: how the model is trained.
+        loss_fn, optimizer, accumulate, passes: as in ``compile``.
+        solved: solves a graph for a budget.
+        recorder: makes what records a step, to be replayed; None: steps run op by op.
+        compare_eager: whether steps are run beside eager PyTorch.
+    """
+
+    wrapper: Unwrapped
+    loss_fn: LossFn | None
+    optimizer: str
+    accumulate: bool
+    passes: int
+    solved: Callable[[Graph, str | int], Plan]
+    recorder: Callable[[], Recorder] | None = None
+    compare_eager: bool = True
+
+    def capture(self, batch: Batch) -> Capture:
+        """The step on `batch`, run once with everything kept; its times are not measured."""
+        captured = self.wrapper.capture(self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
+        return captured if self.recorder is None else recordable(captured)
+
+    def capture_shapes(self, batch: Batch) -> Capture:
+        """The step on `batch`, of which nothing is run: sizes are what shapes say."""
+        return capture(self.wrapper.module, self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
+
+    def profile(self, captured: Capture, batch: Batch) -> Capture:
+        """`captured` with measured times and workspaces."""
+        return with_times(captured, self.wrapper.module, self.loss_fn, batch, passes=self.passes)
+
+    def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """The step of a profiled capture: solved until the measured peak is within the budget.
+
+        Raises:
+            InfeasibleError, LimitError: as ``planner.solve``.
+            BudgetError: the measured peak stays above the budget.
+        """
+        plan = self.solved(captured.graph, budget)
+        wanted_bytes = plan.budget_bytes
+        for left in reversed(range(_CORRECTIONS + 1)):
+            executor, peak_bytes = self._executor(captured, batch, plan)
+            if peak_bytes <= wanted_bytes:
+                plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
+                plan = self._compared(captured, batch, plan, executor)
+                return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph)
+            del executor  # with what its recording holds
+            over = (
+                f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes)}, though "
+                f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA "
+                "graph's pool has lost some to fragments"
+            )
+            if left:
+                try:
+                    plan = self.solved(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
+                except BudgetError as error:
+                    raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
+        raise BudgetError(f"{over}; lower the budget")
+
+    def reuse(self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None) -> PlannedStep:
+        """The step of a plan that was made before, or on another rank.
+
+        Raises:
+            MismatchError, ScheduleError: it is not one for this step.
+            BudgetError: its measured peak is over its budget here.
+        """
+        check_same_graph(plan.graph, summarize(captured.graph))
+        executor, peak_bytes = self._executor(captured, batch, plan)
+        if peak_bytes > plan.budget_bytes:
+            raise BudgetError(
+                f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
+            )
+        plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
+        return PlannedStep(plan, self.wrapper.wrapped(executor), measured)
+
+    def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
+        """`plan` with how it compares with eager PyTorch in this process."""
+        if not self.compare_eager:
+            return replace(plan, eager=None)
+        step = TrainingStep(self.wrapper.module, self.loss_fn)
+        plan = replace(plan, eager=compare_with_eager(captured, executor, step, batch, known=plan.eager))
+        warn_of_differences(plan)
+        return plan
+
+    def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
+        executor = Executor(captured, plan.schedule, self.wrapper.module, self.loss_fn)
+        step = TrainingStep(self.wrapper.module, self.loss_fn)
+        if self.recorder is None:
+            return executor, measured_peak(captured, executor, step, batch).peak_bytes
+        recorder = self.recorder()
+        record(captured, executor, step, batch, recorder)
+        return executor, captured.graph.static_bytes + recorder.held_bytes()

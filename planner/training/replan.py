@@ -1,0 +1,58 @@
+"""A planned step that plans again by itself when what its plan was made for has changed."""
+
+from collections.abc import Callable
+from typing import Any
+from warnings import warn
+
+from graphs.capture.signature import Batch, as_leaves
+from graphs.errors import MismatchError
+from planner.training.step import PlannedStep
+
+
+class ReplannedStep(PlannedStep):
+    """Keeps the plans that were made, for a value may change back: the first one that is right for a call runs it.
+
+    Attributes:
+        plan: the one that was used last.
+    """
+
+    def __init__(
+        self, make: Callable[[Batch, str | int], PlannedStep], batch: Batch, budget: str | int, *, max_plans: int
+    ) -> None:
+        """Plan for `batch`.
+
+        Args:
+            make: a planned step for a batch and a budget.
+            batch, budget: as in ``planner.compile``. A share is of the first plan's peak.
+            max_plans: how many are kept; the one that was used longest ago goes first.
+        """
+        first = make(batch, budget)
+        super().__init__(first.plan, first._run, first.measured)
+        self._make, self._max_plans = make, max_plans
+        self._steps = [first]
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """The loss of a batch, as of any planned step; first a plan, where none of those that are kept is right.
+
+        Raises:
+            TraceError, InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans again.
+        """
+        refused: list[str] = []
+        for step in self._steps:
+            try:
+                returned = step(*args, **kwargs)
+            except MismatchError as error:
+                refused.append(str(error))
+            else:
+                self._use(step)
+                return returned
+        warn(f"planned again: {refused[0]}", stacklevel=2)
+        batch: Batch = kwargs or args
+        step = self._make(as_leaves(batch), self.plan.budget_bytes)
+        self._use(step)
+        return step(*args, **kwargs)
+
+    def _use(self, step: PlannedStep) -> None:
+        if self._steps[0] is not step:
+            self._steps = [step, *(other for other in self._steps if other is not step)][: self._max_plans]
+        self.plan, self.measured, self._run = step.plan, step.measured, step._run

@@ -1,0 +1,56 @@
+"""What is called in the training loop."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from graphs.errors import PlannerError
+from graphs.io.files import check_writable, write_text
+from graphs.ir import Graph
+from graphs.plan import Plan
+from planner.report.chrome_trace import chrome_trace
+from planner.report.page import page
+from planner.report.timeline import Timeline
+
+
+class PlannedStep:
+    """A training step that runs as its plan says: ``loss = step(*batch); loss.backward()``.
+
+    Where the step was planned for a mapping it is ``step(**batch)``.
+
+    Attributes:
+        plan: the schedule, what it was planned for, predicted and measured.
+        measured: the graph that was planned, with the times of its ops; None if the plan was loaded from a cache.
+    """
+
+    def __init__(self, plan: Plan, run: Callable[..., Any], measured: Graph | None) -> None:
+        self.plan = plan
+        self.measured = measured
+        self._run = run
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """The loss of a batch, ready for ``backward()``; with what else the loss function returns, detached, as it does.
+
+        Raises:
+            MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
+        """
+        return self._run(*args, **kwargs)
+
+    def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
+        """Write a page that shows what the plan does, and to `trace` the same as a Chrome trace: docs/report.md.
+
+        Raises:
+            OutputError: a file cannot be written.
+            PlannerError: the plan was loaded from a cache, so that the times of its ops are not known.
+        """
+        if self.measured is None:
+            raise PlannerError(
+                "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
+                "planner.compile without cache= for a report"
+            )
+        timeline = Timeline(self.measured, self.plan)
+        targets = {path: page} if trace is None else {path: page, trace: chrome_trace}
+        for target in targets:
+            check_writable(target)
+        for target, make in targets.items():
+            write_text(target, make(timeline))

@@ -1,0 +1,288 @@
+"""Schedules at once, at any budget: run the program, and evict what is cheapest to do without.
+
+An imitation of what dynamic tensor rematerialization does online (Kirisame et al., ICLR 2021), with the advantages
+of a static graph: the next use of every tensor is known (as in Belady's rule for caches), what is missing for an op
+is made again in program order, so that nothing waits in memory for the rest of it, and whether a rule works can be
+tried out.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.ir import Graph, Phase
+from solvers.eviction.rules import Guide, Rule
+
+_GUIDED = 30.0  # times its rank for what a guide hands on, and one over that for what it does not
+_NEVER = 1 << 60  # the next use of what is not used any more
+_DOOMED_S = 1e9  # cost of what there will be no room to make again
+_ROUNDS = 5  # an op executed so often before the next new one goes round in circles
+
+
+def evicting_order(
+    graph: Graph,
+    budget_bytes: int,
+    rule: Rule,
+    *,
+    bias: NDArray[np.float64] | None = None,
+    guide: Guide | None = None,
+    max_factor: float = 30.0,
+    max_time_s: float = math.inf,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[int] | None:
+    """An order of execution whose tensors fit into `budget_bytes`, by `rule`; None if it fails.
+
+    Args:
+        graph: first executions come in its program order.
+        budget_bytes: static bytes included.
+        rule: what to evict.
+        bias: for each tensor a factor to its rank; None: 1.
+        guide: what is handed on from window to window, as far as there is room.
+        max_factor: it has failed when it executes more than this many ops per op of the graph.
+        max_time_s: likewise when all it executes takes longer than this.
+        should_stop: polled; once True, it has failed.
+    """
+    max_executions = int(max_factor * len(graph.ops)) + 1000
+    return _Run(graph, budget_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
+
+
+class _FailedError(Exception):
+    pass
+
+
+class _Run:
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        rule: Rule,
+        bias: NDArray[np.float64] | None,
+        guide: Guide | None,
+        max_executions: int,
+        max_time_s: float,
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        self.graph = graph
+        self.capacity_bytes = self.free_bytes = budget_bytes - graph.static_bytes
+        self.rule = rule
+        self.guide = guide
+        self.max_executions = max_executions
+        self.time_left_s = max_time_s
+        self.should_stop = should_stop or (lambda: False)
+        self.order: list[int] = []
+        self.done = -1  # the last new op
+        self.rounds: Counter[int] = Counter()  # executions since then
+        self.size = [t.size_bytes for t in graph.tensors]
+        factors = np.ones(len(self.size)) if bias is None else bias
+        self.sized: list[float] = ((np.array(self.size, dtype=np.float64) + 1.0) ** rule.size / factors).tolist()
+        self.producer = [-1 if t.producer is None else t.producer for t in graph.tensors]
+        self.inputs = [[t for t in op.inputs if self.producer[t] >= 0] for op in graph.ops]
+        self.time = [op.time_s for op in graph.ops]
+        self.live: set[int] = set()
+        self.there = [t.producer is None for t in graph.tensors]  # in memory: alive, or static
+        self.next_use = [readers[0] if readers else _NEVER for readers in graph.consumers]
+        self.cost: dict[int, float] = {}  # to make tensors again, where nothing has changed since it was found
+        self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
+        self.alone_bytes = [
+            op.workspace_bytes + sum(self.size[t] for t in {*self.inputs[op.id], *op.outputs} - graph.kept) for op in graph.ops
+        ]
+        self.staying_bytes = self._staying_bytes()
+
+    def run(self) -> list[int] | None:
+        try:
+            for op in range(len(self.graph.ops)):
+                self.rounds.clear()
+                while missing := self._missing(op):
+                    self._execute(missing[0], self._wanted((*missing[1:], op)))
+                    self._look_ahead(missing[0])
+                self._execute(op, {})
+                self.done = op
+                self._look_ahead(op)
+        except _FailedError:
+            return None
+        return self.order
+
+    def _staying_bytes(self) -> list[int]:
+        """For each op what is in memory before it whatever is evicted; with gradients, if those are to stay."""
+        change = [0] * (len(self.graph.ops) + 1)
+        for op in self.graph.ops:
+            for t in op.outputs:
+                readers = self.graph.consumers[t]
+                if t in self.graph.kept:
+                    change[op.id + 1] += self.size[t]
+                elif self.rule.gradients_stay and op.phase is Phase.BACKWARD and readers:
+                    change[op.id + 1] += self.size[t]
+                    change[readers[-1] + 1] -= self.size[t]
+        return list(accumulate(change))
+
+    # What there is to do.
+
+    def _missing(self, op: int) -> list[int]:
+        """Ops to execute again before `op`, in program order."""
+        found: set[int] = set()
+        stack = [self.producer[t] for t in self.inputs[op] if not self.there[t]]
+        while stack:
+            i = stack.pop()
+            if i not in found:
+                found.add(i)
+                stack.extend(self.producer[t] for t in self.inputs[i] if not self.there[t])
+        return sorted(found)
+
+    def _wanted(self, ops: tuple[int, ...]) -> dict[int, int]:
+        """For each tensor that `ops` read, the place of the first of them."""
+        wanted: dict[int, int] = {}
+        for place, op in enumerate(ops):
+            for t in self.inputs[op]:
+                wanted.setdefault(t, place)
+        return wanted
+
+    def _execute(self, i: int, wanted: dict[int, int]) -> None:
+        """Execute op `i`, whose inputs are there, while `wanted` is wanted soon."""
+        op = self.graph.ops[i]
+        self.rounds[i] += 1
+        self.time_left_s -= op.time_s
+        if len(self.order) >= self.max_executions or self.rounds[i] > _ROUNDS or self.time_left_s < 0.0 or self.should_stop():
+            raise _FailedError
+        for t in op.outputs:
+            if self.there[t] and t not in self.graph.kept:
+                self._drop(t)  # made again anyway
+        new = [t for t in op.outputs if not self.there[t]]
+        needed = op.workspace_bytes + sum(self.size[t] for t in new)
+        if self.free_bytes < needed:
+            self._make_room(needed, i, wanted)
+        self.order.append(i)
+        for t in new:
+            self.there[t] = True
+            self.live.add(t)
+            self.free_bytes -= self.size[t]
+            self._forget_costs(t)
+
+    # What to evict.
+
+    def _make_room(self, needed_bytes: int, i: int, wanted: dict[int, int]) -> None:
+        """Evict until there is room beside the inputs of op `i`: first what is not `wanted`, then what is wanted last."""
+        others, soon = [], []
+        for t in sorted(self.live.difference(self.inputs[i])):
+            if not (self.evictable[t] or self._of_no_use(t)):
+                continue
+            if t in wanted:
+                soon.append(t)
+            elif self.next_use[t] == _NEVER:
+                self._drop(t)
+            else:
+                others.append(t)
+        if self.free_bytes < needed_bytes:
+            self._evict_cheapest(needed_bytes, others)
+        soon.sort(key=wanted.__getitem__)
+        while self.free_bytes < needed_bytes:
+            if not soon:
+                raise _FailedError
+            self._drop(soon.pop())
+
+    def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
+        for t in tensors:
+            if t not in self.cost:
+                self.cost[t] = self._cost(t)
+        ranked = list(zip(self._ranks(tensors), tensors, strict=True))
+        heapify(ranked)
+        while self.free_bytes < needed_bytes and ranked:
+            rank, t = ranked[0]
+            if t not in self.cost:  # for what has gone since
+                self.cost[t] = self._cost(t)
+                if (now := self._ranks([t])[0]) > rank:
+                    heapreplace(ranked, (now, t))
+                    continue
+            heappop(ranked)
+            self._drop(t)
+
+    def _of_no_use(self, t: int) -> bool:
+        """Whether nothing that may run reads a tensor that cannot be made again."""
+        readers = self.graph.consumers[t]
+        if t in self.graph.kept:
+            return False
+        return not readers or (readers[-1] <= self.done and not any(self.graph.ops[r].recomputable for r in readers))
+
+    def _ranks(self, tensors: Sequence[int]) -> list[float]:
+        rule = self.rule
+        cost = np.array([self.cost[t] for t in tensors]) ** rule.cost
+        distance = np.maximum(1.0, np.array([self.next_use[t] - self.done for t in tensors], dtype=np.float64)) ** rule.distance
+        sized = np.array([self.sized[t] for t in tensors])
+        worth = 1.0 if self.guide is None else np.array([self._worth(self.guide, t) for t in tensors])
+        ranks: list[float] = (worth * cost / (sized * distance)).tolist()
+        return ranks
+
+    def _worth(self, guide: Guide, t: int) -> float:
+        """What the guide says on keeping a tensor."""
+        window = bisect_left(guide.ends, self.done + 1)
+        if guide.handed[window, t]:
+            return _GUIDED
+        return 1.0 if self.next_use[t] <= guide.ends[window] else 1.0 / _GUIDED
+
+    def _cost(self, t: int) -> float:
+        """Seconds to make a tensor again, with what is missing for that."""
+        total = 1e-9
+        staying_bytes = self.staying_bytes[min(self.next_use[t], len(self.time))]
+        found = {self.producer[t]}
+        stack = [self.producer[t]]
+        while stack:
+            i = stack.pop()
+            total += self.time[i]
+            if self.alone_bytes[i] + staying_bytes > self.capacity_bytes:
+                return _DOOMED_S
+            for u in self.inputs[i]:
+                if not self.there[u] and (producer := self.producer[u]) not in found:
+                    found.add(producer)
+                    stack.append(producer)
+        return total
+
+    # When tensors are used next: by a new op, or to make again what is not there.
+
+    def _drop(self, t: int) -> None:
+        self.live.discard(t)
+        self.there[t] = False
+        self.free_bytes += self.size[t]
+        use = self.next_use[t]
+        stack = [t]
+        while stack:
+            for u in self.inputs[self.producer[stack.pop()]]:
+                if self.next_use[u] > use:
+                    self.next_use[u] = use
+                    self.cost.pop(u, None)
+                    if not self.there[u]:
+                        stack.append(u)
+        self._forget_costs(t)
+
+    def _forget_costs(self, t: int) -> None:
+        """Of what is there and made from `t` by way of what is not; of `t` itself too."""
+        self.cost.pop(t, None)
+        stack, seen = [t], {t}
+        while stack:
+            for reader in self.graph.consumers[stack.pop()]:
+                if reader > self.done:
+                    break
+                for u in self.graph.ops[reader].outputs:
+                    if self.there[u]:
+                        self.cost.pop(u, None)
+                    elif u not in seen:
+                        seen.add(u)
+                        stack.append(u)
+
+    def _look_ahead(self, op: int) -> None:
+        """Find the next use of what `op` reads, now that it has been executed; all of it is there."""
+        for t in self.inputs[op]:
+            readers = self.graph.consumers[t]
+            old = bisect_right(readers, self.done)
+            use = readers[old] if old < len(readers) else _NEVER
+            for reader in readers[:old]:
+                for u in self.graph.ops[reader].outputs:
+                    if not self.there[u]:
+                        use = min(use, self.next_use[u])
+            if use != self.next_use[t]:
+                self.next_use[t] = use
+                self.cost.pop(t, None)

@@ -1,0 +1,131 @@
+"""An order of the ops that needs less memory at no cost: the program order is one topological order of many."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from graphs.ir import Graph, Op
+from graphs.schedule import Compute, Schedule
+from graphs.simulate import simulate
+from solvers.bounds import least_budget_bound
+from solvers.order.sifting import sifted
+from solvers.policies.store_all import store_all
+from solvers.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Reordering:
+    """A graph whose ops stand in another order.
+
+    Attributes:
+        source: the original graph.
+        graph: the same ops and tensors; tensors keep their ids, ops are numbered by the new order.
+        original: for each op of `graph` its id in `source`.
+    """
+
+    source: Graph
+    graph: Graph
+    original: tuple[int, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is another order at all."""
+        return self.original != tuple(range(len(self.original)))
+
+    def schedule_of_source(self, schedule: Schedule) -> Schedule:
+        """`schedule`, which is one of `graph`, as one of `source`: it takes the same time and the same memory."""
+        return Schedule(tuple(Compute(self.original[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
+
+    def result_of_source(self, result: Result) -> Result:
+        """`result`, which is one of `graph`, as one of `source`; its settings say whether the order is another.
+
+        Its bound is that of schedules which execute each op for the first time in the new order.
+        """
+        schedule = None if result.schedule is None else self.schedule_of_source(result.schedule)
+        return replace(result, graph=self.source, schedule=schedule, settings={**result.settings, "reordered": self.changed})
+
+
+def reordered(graph: Graph) -> Reordering:
+    """`graph` in the best order that is found; in its own where none is better.
+
+    Ops stay in their phase. Ops that draw random numbers, or may do what the graph does not show, keep their
+    order among each other, and the readers of what is written in place their side of the write. In the new
+    order keeping everything has no higher peak, and the least budget no higher lower bound.
+    """
+    before, after = constraints(graph)
+    found = permuted(graph, sifted(graph, before, after))
+    return found if found.changed and _is_no_worse(found.graph, graph) else in_program_order(graph)
+
+
+def in_program_order(graph: Graph) -> Reordering:
+    """`graph` as it is."""
+    return Reordering(graph, graph, tuple(range(len(graph.ops))))
+
+
+def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
+    """`graph` with its ops in `order`.
+
+    Raises:
+        GraphError: not a topological order, or it mixes phases.
+    """
+    place = {op: position for position, op in enumerate(order)}
+    ops = tuple(replace(graph.ops[op], id=position) for position, op in enumerate(order))
+    tensors = tuple(t if t.producer is None else replace(t, producer=place[t.producer]) for t in graph.tensors)
+    return Reordering(graph, Graph(ops, tensors, graph.kept, graph.provenance), tuple(order))
+
+
+def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
+    """For each op the ops that must come before it and those that must come after it; others follow from these."""
+    before: list[set[int]] = [set() for _ in graph.ops]
+    after: list[set[int]] = [set() for _ in graph.ops]
+    for first, second in _pairs(graph):
+        before[second].add(first)
+        after[first].add(second)
+    return before, after
+
+
+def _pairs(graph: Graph) -> Iterable[tuple[int, int]]:
+    written = {t for op in graph.ops for t in op.mutates}
+    hidden = {op.id for op in graph.ops if _may_have_hidden_effects(op, written)}
+    touching: dict[int, list[tuple[int, bool]]] = {}  # tensor -> ops that read or write it, and whether they write
+    ordered: int | None = None
+    for op in graph.ops:
+        yield from ((p, op.id) for t in op.inputs if (p := graph.tensors[t].producer) is not None)
+        for t in {*op.inputs, *op.mutates}:
+            touching.setdefault(t, []).append((op.id, t in op.mutates or op.id in hidden))
+        if op.random or op.id in hidden:
+            if ordered is not None:
+                yield ordered, op.id
+            ordered = op.id
+    for users in touching.values():
+        yield from _around_writes(users)
+
+
+def _may_have_hidden_effects(op: Op, written: set[int]) -> bool:
+    """Whether `op` must not run again for a reason the graph does not show: it may write what it reads."""
+    return not (op.recomputable or op.mutates or written.intersection(op.inputs))
+
+
+def _around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:
+    """Pairs that keep the readers of one tensor on their side of each write, and the writes in order."""
+    writer: int | None = None
+    readers: list[int] = []
+    for op, writes in users:
+        if writer is not None:
+            yield writer, op
+        if writes:
+            yield from ((reader, op) for reader in readers)
+            writer, readers = op, []
+        else:
+            readers.append(op)
+
+
+def _is_no_worse(graph: Graph, than: Graph) -> bool:
+    """Whether neither the peak of keeping everything nor the lower bound on the least budget is higher."""
+    return _peak_bytes(graph) <= _peak_bytes(than) and (
+        least_budget_bound(graph).budget_bytes <= least_budget_bound(than).budget_bytes
+    )
+
+
+def _peak_bytes(graph: Graph) -> int:
+    """Of keeping everything."""
+    return simulate(graph, store_all(graph)).peak_bytes

@@ -1,0 +1,117 @@
+"""What a model looks at, and what its columns mean."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from solvers.highs import Program
+from solvers.problem import Problem
+
+_POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
+
+
+@dataclass(frozen=True, slots=True)
+class Discretization:
+    """How finely a model looks: window ends, and the steps that have memory rows of their own.
+
+    Attributes:
+        ends: e_1 < ... < e_K, the last is the last op.
+        firsts: ops v with row 6 (their first execution inside a window).
+        repeats: pairs (e_k, x) with row 7 (x executed again in the window that ends at e_k).
+        chains: triples (e_k, x, z): row 9 of z counts what x leaves in memory, see ``precedence.py``.
+        ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: no relaxation, see ``in_stage.py``.
+        spans: first and last op of runs of windows with row 8: windows that have been split, and halves.
+    """
+
+    ends: tuple[int, ...]
+    firsts: frozenset[int] = frozenset()
+    repeats: frozenset[tuple[int, int]] = frozenset()
+    chains: frozenset[tuple[int, int, int]] = frozenset()
+    ordered: frozenset[tuple[int, int]] = frozenset()
+    spans: frozenset[tuple[int, int]] = frozenset()
+
+    def window_of(self, op: int) -> int:
+        """Index of the window in which `op` is first executed."""
+        return bisect_left(self.ends, op)
+
+    def start_of(self, window: int) -> int:
+        """First op of `window`."""
+        return self.ends[window - 1] + 1 if window else 0
+
+    def is_single(self, window: int) -> bool:
+        """Whether `window` has one op only."""
+        return self.start_of(window) == self.ends[window]
+
+    def split(self, ends: Iterable[int]) -> "Discretization":
+        """With windows that end at `ends` too. What has been known of whole windows stays known of them as spans."""
+        finer = replace(self, ends=tuple(sorted({*self.ends, *ends})))
+        windows = [(self.start_of(k), end) for k, end in enumerate(self.ends)]
+        spans = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
+        spans |= {(self.start_of(first), self.ends[last]) for first, last in halves(1, len(self.ends) - 1)}
+        return replace(finer, spans=self.spans | spans)
+
+
+@dataclass(slots=True)
+class Model:
+    """A 0-1 program and what its columns mean: (window, op) or (window, tensor) -> column."""
+
+    problem: Problem
+    detail: Discretization
+    again: dict[tuple[int, int], int]  # R and Q: by windows they exclude each other
+    handed: dict[tuple[int, int], int]  # S
+    twice: dict[tuple[int, int], int]  # D, see ``precedence.py``
+    program: Program
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is settled around the windows of a model; None: nothing, they cover the whole step.
+
+    Attributes:
+        entering: tensors handed over into window 1; window 0 is past, and not modelled.
+        leaving: tensors to be handed on by the last window; what follows is not modelled.
+    """
+
+    entering: frozenset[int] | None = None
+    leaving: frozenset[int] | None = None
+
+
+class StoppedError(Exception):
+    """A model was to be built no further."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of a sparse matrix as they come.
+
+    Attributes:
+        should_stop: polled now and then; once True, ``add`` raises ``StoppedError``.
+    """
+
+    should_stop: Callable[[], bool] | None = None
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    polled_at: int = 0
+
+    def add(self, columns: list[int], values: list[float], lower: float, upper: float) -> None:
+        """Add the row lower <= sum of values * columns <= upper."""
+        self.row.extend([len(self.lower)] * len(columns))
+        self.column.extend(columns)
+        self.value.extend(values)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + _POLL_EVERY:
+            self.polled_at = len(self.value) + 10 * len(self.upper)
+            if self.should_stop():
+                raise StoppedError
+
+
+def halves(first: int, last: int) -> list[tuple[int, int]]:
+    """The spans first..last, its two halves, their halves, ... down to two windows."""
+    if first >= last:
+        return []
+    middle = (first + last) // 2
+    return [(first, last), *halves(first, middle), *halves(middle + 1, last)]

@@ -1,0 +1,297 @@
+"""Search in one narrow model: fix what fits, choose the rest anew.
+
+What a narrow model's solution expands to is over the budget in few places. So what it chose elsewhere is fixed,
+those places are looked at more closely, and the model is solved again, which takes a moment; and so on until all
+fits. Once there is a schedule, a few choices of it at a time are opened and the rest is fixed (large-neighbourhood
+search, Shaw, CP 1998): all choices in some windows; or in all windows those of some ops, so that something else may
+be kept over much of the step. Unlike in a segment (``segments.py``), there are few choices.
+"""
+
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from solvers.highs import Floats, Outcome, Program
+from solvers.problem import OBJECTIVE_SCALE, without_small
+from solvers.windows.formulation.granularity import Discretization, Model
+from solvers.windows.formulation.model import Builder
+from solvers.windows.heuristics.restricted import Known, RestrictedBuilder, tight_windows
+from solvers.windows.incumbent import Search
+from solvers.windows.solution.decode import Choice, Trial, expand, late_writers, order_of, read_choice
+from solvers.windows.solution.encode import choice_of, start_values
+from solvers.windows.solution.refine import refined, with_stages_in_order
+
+_SMALL_SHARE = 5e-4  # of the capacity: what tensors that are taken to be always there may take together
+_COARSE_CAPACITIES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of the capacity: what coarse models are solved for
+_COARSE_S = 2.0  # for each of them
+_WINDOWS = 120  # of a narrow model at first, about; more in small graphs:
+_SIZE = 120_000  # windows times ops
+_WHOLE_S = 5.0  # for a narrow model with nothing fixed
+_LONGER = 1.5  # times as long for each further
+_ROUNDS = 20  # of fixing and looking closer
+_PART_S = 3.0  # for each model there
+_RADIUS = 3  # windows on both sides of one that does not fit that are open
+_MUCH = 0.01  # of the whole step: where a round costs more, more windows are opened
+_OPEN_S = 1.0  # for a model with a few choices open
+_GAP = 1e-4  # of the whole step, there; what is gained less is left
+_FIRST_PART = 6  # of all windows or ops, one in so many is open at first
+
+
+Columns = list[int]
+
+
+class Neighbourhoods:
+    """The narrow model of a solve, and what it has found out."""
+
+    def __init__(self, search: Search, coarse: Discretization) -> None:
+        self.search = search
+        self.coarse = coarse
+        self.small = without_small(search.problem, _SMALL_SHARE)
+        self.known = Known()
+        self.detail = coarse
+        self._best: _Placed | None = None
+        self._draw = np.random.default_rng(0)
+
+    def begin(self) -> None:
+        """Take windows and choices from coarse solutions, and find a first schedule."""
+        trials = self.coarse_trials()
+        windows = max(_WINDOWS, _SIZE // self.search.problem.ops)
+        detail = tight_windows(self.search.problem, trials, self.search.budget_bytes, windows)
+        self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
+        fresh, before_s = self.detail, self.search.best_s()
+        self.restart(_WHOLE_S)
+        # What was solved for the least capacity is not as good, but nearly fits.
+        if trials and trials[-1].time_s < before_s <= self.search.best_s():
+            self.search.tell("repairing a coarse solution")
+            self.detail = fresh
+            self.settle(trials[-1])
+
+    def coarse_trials(self) -> list[Trial]:
+        """What solutions of coarse models look like, for several capacities."""
+        trials: list[Trial] = []
+        search, small, coarse = self.search, self.small, self.coarse
+        for share in _COARSE_CAPACITIES:
+            if search.enough():
+                break
+            search.tell("looking for what is worth executing again")
+            model = Builder(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse).build()
+            answer = search.solve_part(model.program, _COARSE_S, gap=search.tolerance)
+            if answer.values is None:
+                break
+            choice = read_choice(model, answer.values)
+            self.known.learn(choice)
+            order = order_of(coarse, expand(small, coarse, choice))
+            if not late_writers(search.problem, order):
+                trials.append(search.offer(order, coarse))
+        return trials
+
+    def restarts(self) -> Iterator[None]:
+        """Solve the whole model anew, for longer and longer, until it is solved to the end."""
+        seconds = _WHOLE_S
+        while not self.restart(seconds):
+            seconds *= _LONGER
+            yield
+
+    def restart(self, seconds: float) -> bool:
+        """Solve the model with nothing fixed and settle what it finds; whether there is nothing more to find in it."""
+        search = self.search
+        if search.enough():
+            return True
+        model = self.model()
+        search.tell(f"searching in {len(self.detail.ends)} windows")
+
+        def try_solution(values: Floats, objective: float) -> bool:
+            # A schedule that is far from the best is soon found, and better than none.
+            if search.best is None:
+                self.look(model, read_choice(model, values))
+            return False
+
+        answer = search.solve_part(model.program, seconds, gap=0.5 * search.tolerance, on_incumbent=try_solution)
+        if answer.outcome is Outcome.INFEASIBLE:
+            return not self.known.more_choices(search.problem.ops)
+        if answer.values is None:
+            return False
+        trial = self.look(model, read_choice(model, answer.values))
+        if trial is not None:
+            self.settle(trial)
+        return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
+
+    def reopenings(self) -> Iterator[None]:
+        """Open a few windows of the best schedule at a time; more of them where that is soon done."""
+        return self.openings("windows", lambda model: len(model.detail.ends), self.in_windows)
+
+    def exchanges(self) -> Iterator[None]:
+        """Open what a few ops make, in all windows: some of it may be kept instead of the rest."""
+        return self.openings("ops", lambda model: model.problem.ops, self.of_ops)
+
+    def openings(self, what: str, count: Callable[[Model], int], opened: Callable[["_Placed", int], Columns]) -> Iterator[None]:
+        """Solve for some choices of the best schedule, the others fixed, as long as that may lead further.
+
+        Args:
+            what: is opened.
+            count: of these in a model.
+            opened: columns of so many of them.
+        """
+        search = self.search
+        if search.best is None:
+            return
+        size = max(4, count(self.best_in_model().model) // _FIRST_PART)
+        while True:
+            best = self.best_in_model()
+            whole = count(best.model)
+            search.tell(f"improving {min(size, whole)} of {whole} {what}")
+            began = search.seconds
+            program = _fixed_but_for(best, opened(best, size))
+            answer = search.solve_part(program, _OPEN_S, gap=_GAP, start=best.start)
+            took = search.seconds - began
+            before = search.problem.units(best.trial.time_s - search.problem.base_s)
+            if answer.values is not None and answer.objective is not None and answer.objective < before - _GAP * OBJECTIVE_SCALE:
+                trial = self.look(best.model, read_choice(best.model, answer.values))
+                if trial is not None:
+                    self.settle(trial)
+            done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
+            if done and size >= 2 * whole and search.best is best.trial and self.detail == best.model.detail:
+                return
+            if not done:
+                size = max(2, int(0.8 * size))
+            elif took < 0.25 * _OPEN_S:
+                size += 1 + size // 10
+            yield
+
+    def best_in_model(self) -> "_Placed":
+        """The best schedule as a solution of the narrow model."""
+        trial = self.search.best_trial()
+        if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
+            self.known.learn_order(trial.order)
+            self._best = self.placed(self.model(), trial)
+        return self._best
+
+    def placed(self, model: Model, trial: Trial) -> "_Placed":
+        """What `trial` is in `model`."""
+        return _Placed(trial, model, start_values(model, choice_of(self.small, model.detail, trial.order.computed)))
+
+    def in_windows(self, best: "_Placed", size: int) -> Columns:
+        """Columns of `size` windows that follow each other, most often of such as execute much again."""
+        costs = np.zeros(len(best.model.detail.ends))
+        for (k, _), cost in best.repeated():
+            costs[k] += cost
+        middle = int(self._draw.choice(len(costs), p=_shares(costs)))
+        return _columns_of(best.model, range(middle - size // 2, middle + size // 2 + 1))
+
+    def of_ops(self, best: "_Placed", size: int) -> Columns:
+        """Columns of `size` ops in two runs, most often of such as are executed again at much cost."""
+        costs = np.zeros(best.model.problem.ops)
+        for (_, i), cost in best.repeated():
+            costs[i] += cost
+        half = size // 4
+        ops = {
+            i for middle in self._draw.choice(len(costs), 2, p=_shares(costs)) for i in range(middle - half, middle + half + 1)
+        }
+        producers = best.model.problem.producers
+        return [
+            *(column for (_, i), column in best.model.again.items() if i in ops),
+            *(column for (_, t), column in best.model.handed.items() if producers[t] in ops),
+        ]
+
+    def settle(self, trial: Trial) -> bool:
+        """Look closer where `trial` does not fit, and choose anew there, until all fits; whether it does.
+
+        What it has looked at closely stays so in the model.
+        """
+        search, budget_bytes = self.search, self.search.budget_bytes
+        ahead = 1
+        for _ in range(_ROUNDS):
+            if trial.peak_bytes <= budget_bytes:
+                return True
+            closer = refined(self.detail, trial, budget_bytes, ahead=ahead)
+            closer = with_stages_in_order(closer, trial, budget_bytes, ahead=ahead)
+            closer = replace(closer, chains=frozenset())
+            if closer == self.detail or search.enough():
+                return False
+            self.detail = closer
+            self.known.learn_order(trial.order)
+            model = self.model()
+            choice = self.around(model, trial)
+            looked = None if choice is None else self.look(model, choice)
+            if looked is None:
+                return False
+            # What costs the same has probably but moved what does not fit to an earlier op.
+            ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + _GAP) else 1
+            trial = looked
+        return trial.peak_bytes <= budget_bytes
+
+    def around(self, model: Model, trial: Trial) -> Choice | None:
+        """A solution of `model` that is `trial` but for the windows around those in which that does not fit."""
+        search, problem = self.search, self.search.problem
+        order = order_of(model.detail, trial.order.computed)
+        over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
+        placed = self.placed(model, trial)
+        much = problem.units(trial.time_s - problem.base_s * (1 - _MUCH))
+        windows = len(model.detail.ends)
+        radius = _RADIUS
+        best: Floats | None = None
+        least = np.inf
+        while not search.enough():
+            opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
+            program = _fixed_but_for(placed, _columns_of(model, opened))
+            answer = search.solve_part(program, _PART_S, gap=0.5 * search.tolerance)
+            if answer.values is not None and answer.objective is not None and answer.objective < least:
+                best, least = answer.values, answer.objective
+            if least <= much or len(opened) == windows:
+                break
+            radius *= 4
+        return None if best is None else read_choice(model, best)
+
+    def look(self, model: Model, choice: Choice) -> Trial | None:
+        """What a solution expands to; None if that would read what has been written over."""
+        order = order_of(model.detail, expand(self.small, model.detail, choice))
+        if writers := late_writers(self.search.problem, order):
+            self.detail = replace(model.detail, ends=tuple(sorted({*model.detail.ends, *writers})))
+            return None
+        return self.search.offer(order, model.detail)
+
+    def model(self) -> Model:
+        """The narrow model as it is now."""
+        return RestrictedBuilder(self.small, self.detail, self.known).build()
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A schedule, and what it is in a model."""
+
+    trial: Trial
+    model: Model
+    start: Floats
+
+    def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
+        """(window, op) that is executed again, and what that costs."""
+        return ((key, self.model.program.cost[column]) for key, column in self.model.again.items() if self.start[column] > 0.5)
+
+
+def _fixed_but_for(placed: _Placed, opened: Columns) -> Program:
+    """The program with its choices fixed as in `placed`, but for the columns `opened`."""
+    model, start = placed.model, placed.start
+    fixed = np.zeros(len(start), dtype=bool)
+    fixed[[*model.again.values(), *model.handed.values()]] = True
+    fixed[opened] = False
+    fixed &= ~np.isnan(start)
+    lower, upper = model.program.lower.copy(), model.program.upper.copy()
+    lower[fixed] = upper[fixed] = start[fixed]
+    return replace(model.program, lower=lower, upper=upper)
+
+
+def _columns_of(model: Model, windows: Container[int]) -> Columns:
+    """Choices in these windows, and at their ends."""
+    return [
+        *(column for (k, _), column in model.again.items() if k in windows),
+        *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
+    ]
+
+
+def _shares(costs: Floats) -> Floats:
+    """What each is drawn with: half even, half by cost."""
+    if not costs.any():
+        costs = np.ones(len(costs))
+    shares: Floats = 0.5 * costs / costs.sum() + 0.5 / len(costs)
+    return shares

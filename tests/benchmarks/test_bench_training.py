@@ -1,0 +1,159 @@
+"""The bench of training loops: what it measures is so, and what must not be is noticed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import training
+from benchmarks.training import main, train
+from benchmarks.training_loop import Recipe, batches
+from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, pairs, read_rows, table
+from graphs.capture.step import TrainingStep
+from graphs.zoo import Workload, build
+from planner import api
+from planner.runtime.measure import loss_of
+from planner.solving import solve
+from planner.training.step import PlannedStep
+from tests.support.steps import mutated
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+COMMITTED = Path(__file__).parents[2] / "results" / "training" / "cpu"
+CPU = torch.device("cpu")
+GPT2 = partial(build, "gpt2", layers=1, width=32, heads=4, vocab=97, seq=24, batch=16)
+# The names are the bench's, the models are tiny: the second has buffers and dropout.
+RECIPES = {
+    "gpt2": Recipe(GPT2, "adamw", rate=1e-3, clip=0.5, autocast=True),
+    "resnet50": Recipe(lambda device: mutated(), "momentum", rate=0.05),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "RECIPES", {"cpu": RECIPES})
+        patch.setattr(training, "_LEAST_LIMIT_S", 1.0)
+        patch.setattr(training, "_SOLVE_LIMIT_S", 3.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(_quick: None) -> list[Row]:
+    return [row for name, recipe in RECIPES.items() for row in train(name, recipe, CPU, 3)]
+
+
+def test_planned_loops_are_eager_ones_in_less_memory(trained: list[Row]) -> None:
+    assert failures(trained) == []
+    assert [(row.model, row.loop, row.step) for row in trained] == [
+        (model, loop, step) for model in RECIPES for loop in (EAGER, PLANNED) for step in range(3)
+    ]
+    for pair in pairs(trained).values():
+        assert len({row.loss for row in pair.eager}) == 3  # every step has a batch, and parameters, of its own
+        for row in pair.planned:
+            assert row.peak_bytes <= row.predicted_peak_bytes <= row.budget_bytes < pair.peak_bytes
+            assert 0 < row.time_s < row.loop_s
+        assert pair.eager[0].peak_bytes < pair.eager[1].peak_bytes  # optimizer state is made at the end of the first step
+
+
+def noticed(spoil: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is noticed of a loop that keeps everything, and does `spoil` to its loss."""
+
+    def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> PlannedStep:
+        eager = TrainingStep(workload.model, workload.loss_fn)
+        found = solve(api.trace(*workload, passes=1), "100%", solver="store_all")
+        return PlannedStep(replace(found, budget_bytes=budget_bytes), lambda *batch: spoil(loss_of(eager(*batch))), None)
+
+    monkeypatch.setattr(training, "plan", plan)
+    monkeypatch.setattr(training, "least", lambda *_: 0)
+    return failures(train("gpt2", RECIPES["gpt2"], CPU, 3))
+
+
+def test_steps_that_take_more_than_their_budget_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = noticed(lambda loss: loss, monkeypatch)
+    assert [line.partition(" took ")[0] for line in said] == [f"gpt2: step {step}" for step in range(3)]
+    assert all("over its budget of" in line for line in said)
+
+
+def test_losses_that_are_not_eagers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, losses, states = noticed(lambda loss: loss * (1 + 1e-6), monkeypatch)
+    assert losses == "gpt2: the losses of 3 of 3 steps are not eager's"
+    assert states == "gpt2: parameters, buffers or random state are not eager's in the end"
+
+
+def test_a_random_state_that_moved_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(loss: torch.Tensor) -> torch.Tensor:
+        torch.rand(1)
+        return loss
+
+    *_, losses, states = noticed(draw, monkeypatch)
+    assert losses == "gpt2: the losses of 2 of 3 steps are not eager's"  # the first has the same dropout still
+    assert "random state" in states
+
+
+def test_one_bad_row_is_named(trained: list[Row]) -> None:
+    at = next(i for i, row in enumerate(trained) if row.loop == PLANNED and row.step == 1)
+    row = trained[at]
+
+    def changed(**values: Any) -> list[str]:
+        rows = [*trained[:at], replace(row, **values), *trained[at + 1 :]]
+        assert ("1 of 3" in table(rows)) == ("peak_bytes" in values)
+        return failures(rows)
+
+    (said,) = changed(peak_bytes=row.budget_bytes + 1)
+    assert said.startswith("gpt2: step 1 took")
+    assert changed(loss=row.loss + 1e-9) == ["gpt2: the losses of 1 of 3 steps are not eager's"]
+    assert changed(loss_again=float("nan")) == ["gpt2: the losses of 1 of 3 steps are not eager's"]
+
+
+def test_eager_that_does_not_repeat_itself_is_said(trained: list[Row]) -> None:
+    rows = [replace(row, loss_again=2.0) if row.loop == EAGER and row.model == "gpt2" else row for row in trained]
+    assert failures(rows) == ["gpt2: the losses of 3 of 3 steps are not eager's; but eager PyTorch does not repeat itself either"]
+
+
+def test_the_budget_is_half_where_that_can_be() -> None:
+    assert half_or_half_way(100, 50) == 50
+    assert half_or_half_way(100, 60) == 80
+
+
+def test_batches_differ_and_come_again() -> None:
+    like = (torch.randn(4, 3), torch.arange(4))
+    first, second = batches(like, 2, seed=1)
+    assert not torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip(first, next(batches(like, 1, seed=1)), strict=True))
+    assert [(t.shape, t.dtype) for t in first] == [(t.shape, t.dtype) for t in like]
+
+
+def test_the_files_hold_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert main(["--models", "resnet50", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr()
+    rows = read_rows(tmp_path / "cpu" / "rows.csv")
+    assert failures(rows) == []
+    assert said.out == (tmp_path / "cpu" / "table.md").read_text() == table(rows)
+
+
+def test_a_failure_is_the_exit_code(trained: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "one_thread", lambda: None)
+    monkeypatch.setattr(training, "train", lambda name, *_: [replace(row, budget_bytes=1) for row in trained])
+    assert main(["--models", "gpt2", "--device", "cpu", "--out", str(tmp_path)]) == 1
+
+
+def test_a_model_that_is_not_there_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--models", "bert"])
+    assert "there is no model 'bert': choose from gpt2, resnet50" in capsys.readouterr().err
+
+
+def test_the_committed_rows_keep_every_promise() -> None:
+    rows = read_rows(COMMITTED / "rows.csv")
+    assert failures(rows) == []
+    assert {(model, len(pair.planned)) for model, pair in pairs(rows).items()} == {("gpt2", 50), ("resnet50", 50)}
+    assert (COMMITTED / "table.md").read_text() == table(rows)

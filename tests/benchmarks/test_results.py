@@ -1,0 +1,124 @@
+"""The committed comparisons: what they claim is proved, and tables are what their rows say."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import FOR_SMALL_GRAPHS
+from benchmarks.compare_summary import BUDGETS, summary_text
+from planner.report.comparisons import table_text
+from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, bound_of, read_rows, simulated
+from solvers.registry import SOLVERS
+from solvers.result import Reason, Status
+
+FOLDER = Path(__file__).parents[2] / "results" / "compare"
+FILES = sorted(FOLDER.glob("*/*/rows.csv"))
+# Each proves an optimum over schedules of a class of its own, which the optimum's includes.
+EXACT = ("checkmate", "rotor")
+FLOATING = 1e-9
+
+
+def named(path: Path) -> str:
+    return str(path.parent.relative_to(FOLDER))
+
+
+@pytest.fixture(params=FILES, ids=named)
+def file(request: pytest.FixtureRequest) -> Path:
+    return Path(request.param)
+
+
+def found(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.time_s is not None]
+
+
+def test_every_suite_is_there() -> None:
+    there = {named(path) for path in FILES}
+    models = ("gpt2", "resnet50", "unet", "vit", "mobilenet_v2")
+    assert {f"{suite}/{model}" for suite in ("h200", "cpu") for model in models} | {"cpu/gpt2-dropout"} <= there
+    assert any(name.startswith("exact/") for name in there)
+
+
+def test_no_method_is_below_the_bound(file: Path) -> None:
+    rows = read_rows(file)
+    checked = found(rows)
+    assert checked
+    for row in checked:
+        assert row.peak_bytes is not None and row.time_s is not None and row.budget_bytes is not None
+        assert row.peak_bytes <= row.budget_bytes
+        # What needs less memory than its budget is not below the bounds of smaller ones that it fits either.
+        assert row.time_s >= max(bound_of(rows, row.peak_bytes) or 0.0, row.base_s) * (1 - FLOATING), row.key
+
+
+def test_the_optimum_is_above_no_other_exact_method_by_more_than_its_gap(file: Path) -> None:
+    rows = simulated(read_rows(file))
+    for optimum in [row for row in rows if row.method == OPTIMUM and row.time_s is not None]:
+        assert optimum.time_s is not None and optimum.bound_s is not None
+        gap = optimum.time_s / optimum.bound_s - 1
+        assert (gap <= optimum.tolerance + FLOATING) == (optimum.status == Status.OPTIMAL)
+        for row in found(rows):
+            if row.method in EXACT and row.budget_bytes == optimum.budget_bytes:
+                assert row.time_s is not None
+                assert optimum.time_s <= row.time_s * (1 + max(gap, optimum.tolerance) + FLOATING), row.key
+
+
+def test_exact_methods_are_compared_where_they_end() -> None:
+    rows = [row for path in FILES if path.parent.parent.name == "exact" for row in read_rows(path)]
+    assert sum(row.method in EXACT and row.status == Status.OPTIMAL for row in rows) >= 8
+
+
+def test_why_a_cell_is_empty_is_in_its_row(file: Path) -> None:
+    rows = read_rows(file)
+    assert all((row.status == Status.LIMIT) == bool(row.reason) for row in rows if row.run_by != RunBy.TORCH)
+    # On a network of convolutions there is no attention to save.
+    if file.parent.name in ("resnet50", "unet", "mobilenet_v2"):
+        attention = [row for row in rows if row.method == "sac-attention"]
+        assert attention
+        assert {row.reason for row in attention} == {Reason.INAPPLICABLE}
+
+
+def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
+    for path in [path for path in FILES if path.parent.parent.name == "h200"]:
+        rows = read_rows(path)
+        there, budgets = {(row.method, row.budget) for row in rows}, {row.budget for row in rows}
+        assert budgets >= set(BUDGETS)
+        assert {(method, budget) for method in set(SOLVERS) - FOR_SMALL_GRAPHS for budget in budgets} <= there
+        assert not [row.key for row in rows if row.reason == Reason.TIME and row.method not in FOR_SMALL_GRAPHS]
+
+
+def test_a_unet_is_checkpointed_by_its_blocks() -> None:
+    rows = {row.key[1:]: row for row in read_rows(FOLDER / "h200" / "unet" / "rows.csv")}
+    row = rows["checkpoint_blocks", "70%"]
+    assert json.loads(row.settings) == {"depth": 1}
+    assert row.peak_bytes is not None and row.overhead is not None
+    assert row.peak_bytes / row.base_peak_bytes < 0.6
+    assert row.overhead < 0.3
+
+
+def test_the_table_is_what_the_rows_say(file: Path) -> None:
+    assert (file.parent / "table.md").read_text() == table_text(read_rows(file))
+    for name in ("overhead.png", "memory.png"):
+        assert 0 < (file.parent / name).stat().st_size < 100_000
+
+
+def test_the_summary_is_what_the_rows_say() -> None:
+    assert (FOLDER / "summary.md").read_text() == summary_text(FOLDER)
+
+
+def test_what_was_measured_is_complete_and_like_eager() -> None:
+    for file in [path for path in FILES if path.parent.parent.name == "cpu"]:
+        rows = read_rows(file)
+        for row in [row for row in rows if row.run_by == RunBy.EXECUTOR and row.time_s is not None]:
+            assert row.exactness in ("identical", "rounded"), (file, row.key)
+            assert row.measured_s is not None and row.eager_s is not None and math.isfinite(row.measured_s / row.eager_s)
+        names = {row.method for row in rows if row.run_by == RunBy.TORCH}
+        assert {"eager", "checkpoint_blocks", "sac", "memory-budget 0.50 aot_eager", "memory-budget 0.50 inductor"} <= names
+
+
+def test_the_memory_budget_is_shown_to_be_wrong_with_dropout() -> None:
+    file = FOLDER / "cpu" / "gpt2-dropout" / "rows.csv"
+    wrong = [row.method for row in read_rows(file) if row.exactness == "wrong"]
+    assert wrong
+    assert all(name.startswith("memory-budget 0.") for name in wrong)
+    assert "| wrong |" in (file.parent / "table.md").read_text()

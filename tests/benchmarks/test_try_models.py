@@ -1,0 +1,188 @@
+"""Trying models: what is measured is so, what must not be is noticed, and no model ends the run."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import try_model, try_models
+from benchmarks.models import by_hand
+from benchmarks.models.by_hand import Residual
+from benchmarks.models_table import failures, table
+from benchmarks.storages import LiveStorages
+from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, MISSING, PLANNED, RAN, REFUSED, Row, Trial
+from benchmarks.try_models import COLUMNS, main
+from graphs.zoo import Workload
+from planner.runtime.measure import loss_of
+from planner.studies.rows import write_csv
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+COMMITTED = Path(__file__).parents[2] / "results" / "models"
+ABOUT = dict.fromkeys(COLUMNS[-8:], "known")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(try_model, "_LEAST_LIMIT_S", 1.0)
+    monkeypatch.setattr(try_model, "_SOLVE_LIMIT_S", 60.0)
+    monkeypatch.setattr(try_model, "_TOLERANCE", 0.5)
+    monkeypatch.setattr(try_model, "SHARES", (0.5,))
+
+
+def tried(make: Callable[[], Workload]) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    Trial(make, Row("tests", "tiny", EAGER, RAN), lambda row: rows.update({row.way: row}), repeats=1).run()
+    return rows
+
+
+def blocks() -> Workload:
+    layers = [Residual(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)]
+    return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(64, 16), torch.randn(64, 16)))
+
+
+class Branching(nn.Module):
+    """Its graph has as many ops as its data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        return hidden[hidden.sum(1) > 0].sum()
+
+
+def test_every_way_to_train_is_a_row() -> None:
+    rows = tried(blocks)
+    at_shares = [f"{PLANNED} at {share:.0%}" for share in try_model.SHARES]
+    assert list(rows) == [EAGER, *at_shares, CHECKPOINTING, AT_ITS_PEAK]
+    assert {row.status for row in rows.values()} == {RAN}
+    assert {row.different for row in rows.values()} == {0}
+    for row in [rows[way] for way in (*at_shares, AT_ITS_PEAK)]:
+        assert row.storages_bytes is not None and row.peak_bytes is not None and row.budget_bytes is not None
+        assert row.storages_bytes <= row.peak_bytes <= row.budget_bytes
+        assert row.ratio is not None and row.ratio > 0
+    assert rows[AT_ITS_PEAK].budget_bytes == rows[CHECKPOINTING].peak_bytes
+    assert rows[AT_ITS_PEAK].ratio_of_checkpointing is not None
+    assert (rows[CHECKPOINTING].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
+
+
+def test_what_is_refused_is_a_row() -> None:
+    rows = tried(lambda: Workload(Branching(), None, (torch.randn(8, 4),)))
+    assert list(rows) == [EAGER, PLANNED]
+    assert rows[PLANNED].status == REFUSED
+    assert "depends on the data" in str(rows[PLANNED].message)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ModuleNotFoundError("No module named 'timm'"), MISSING), (ValueError("wrong"), FAILED), (SystemError("worse"), FAILED)],
+)
+def test_what_cannot_be_made_is_a_row(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def make() -> Workload:
+        raise error
+
+    monkeypatch.setattr(try_model, "sources", lambda: {"tests": {"broken": make}})
+    monkeypatch.setattr(try_model, "one_thread", lambda: None)
+    try_model.main(["tests", "broken", str(tmp_path / "rows.json")])
+    (row,) = (Row(**row) for row in json.loads((tmp_path / "rows.json").read_text()))
+    assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
+
+
+def test_a_process_that_dies_or_does_not_end_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(try_models, "_LIMIT_S", 0.01)
+    (row,) = try_models.try_one("by hand", "mlp", repeats=1)
+    assert (row.status, row.message) == (FAILED, "not ended after 0 s")
+    monkeypatch.setattr(try_models, "_LIMIT_S", 60.0)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    (row,) = try_models.try_one("by hand", "mlp", repeats=1)
+    assert (row.status, row.message) == (FAILED, "exit code 1: it said nothing")
+
+
+def test_storages_count_from_their_first_op_until_they_are_freed() -> None:
+    x = torch.zeros(1000)
+    with LiveStorages([x, x.view(10, 100)]) as storages:
+        assert storages.live_bytes == 4000
+        y = x + 1
+        view = y.view(10, 100)[2:]
+        del y
+        assert storages.live_bytes == 8000
+        del view
+        assert storages.live_bytes == 4000
+        weight = torch.ones(1000, requires_grad=True)
+        (weight.exp().sin()).sum().backward()
+        assert storages.live_bytes == 12000  # with the gradient
+    assert storages.peak_bytes > 16000
+
+
+def rows() -> list[Row]:
+    """One model that is planned, and one whose eager steps do not repeat themselves."""
+    eager = Row("tests", "one", EAGER, RAN, storages_bytes=90, peak_bytes=100, different=0, ratio=1.0)
+    planned = replace(eager, way=f"{PLANNED} at 50%", budget_bytes=60, storages_bytes=50, peak_bytes=60, ratio=1.2)
+    unsteady = [replace(row, model="other", different=3, first_difference="loss of step 1") for row in (eager, planned)]
+    return [eager, planned, *unsteady]
+
+
+def written(folder: Path, *rows: Row) -> Path:
+    write_csv(folder / "rows.csv", COLUMNS, ({**asdict(row), **ABOUT} for row in rows))
+    return folder / "rows.csv"
+
+
+def test_what_must_not_be_is_said(tmp_path: Path) -> None:
+    eager, planned, *unsteady = rows()
+    assert failures(written(tmp_path, eager, planned, *unsteady)) == []
+    wrong = replace(planned, different=2, first_difference="loss of step 0")
+    assert failures(written(tmp_path, eager, wrong)) == ["tests/one, planned at 50%: 2 results are not eager's: loss of step 0"]
+    for over in (replace(planned, storages_bytes=61, peak_bytes=59), replace(planned, peak_bytes=61)):
+        assert failures(written(tmp_path, eager, over)) == ["tests/one, planned at 50%: took 61 B, over its budget of 60 B"]
+    crashed = replace(planned, status=FAILED, message="SystemError: worse", different=None)
+    assert failures(written(tmp_path, eager, crashed)) == ["tests/one, planned at 50%: SystemError: worse"]
+    refused = replace(planned, status=REFUSED, message="no", different=None)
+    assert failures(written(tmp_path, eager, refused)) == []
+
+
+def test_the_table_counts(tmp_path: Path) -> None:
+    text = table(written(tmp_path, *rows(), Row("tests", "last", PLANNED, REFUSED, message="it branches")))
+    assert "3 models were tried, and 2 of them planned: 2 plans, of which 1 have eager PyTorch's" in text
+    assert "planned at 50% of the way from the least budget to the peak: 1.20 times eager's step in the median" in text
+    assert "- tests/last, planned: refused: it branches" in text
+
+
+def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    statuses = iter((RAN, MISSING, RAN, RAN, RAN))
+
+    def try_one(source: str, model: str, *, repeats: int) -> list[Row]:
+        asked.append(f"{source}/{model}")
+        return [Row(source, model, EAGER, next(statuses), storages_bytes=90, peak_bytes=100, different=0)]
+
+    monkeypatch.setattr(try_models, "try_one", try_one)
+    monkeypatch.setattr(try_models, "one_thread", lambda: None)
+    names = ["by hand/mlp", "timm/vit"]
+    words = ["--models", ",".join(names), "--out", str(tmp_path)]
+    for more, expected in (([], names), ([], ["timm/vit"]), ([], []), (["--fresh"], names)):
+        asked.clear()
+        assert main([*words, *more]) == 0
+        assert asked == expected
+
+
+@pytest.mark.parametrize("make", by_hand.MODELS.values(), ids=by_hand.MODELS)
+def test_every_model_by_hand_has_a_loss(make: Callable[[], Workload]) -> None:
+    torch.manual_seed(0)
+    workload = make()
+    loss = loss_of(try_model._whole(workload)(*workload.batch))
+    loss.backward()
+    assert loss.isfinite() and any(p.grad is not None for p in workload.model.parameters())
+
+
+def test_the_committed_table_is_what_the_rows_say() -> None:
+    assert (COMMITTED / "table.md").read_text() == table(COMMITTED / "rows.csv")
+    assert failures(COMMITTED / "rows.csv") == []

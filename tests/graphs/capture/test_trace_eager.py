@@ -1,0 +1,321 @@
+"""What is captured is what eager PyTorch runs: the same ops, and loss and gradients equal to the last bit."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.capture.layouts import laid_out
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture
+from graphs.errors import TraceError
+from planner.runtime.executor import Executor
+from planner.runtime.measure import loss_of, measure_memory, outcome
+from solvers.policies.store_all import store_all
+from tests.support.steps import random_schedule
+
+# Views, and moves that functional graphs have or have not: neither says how something is computed.
+NEITHER = {
+    *(
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "expand",
+        "permute",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+    ),
+    *("unbind", "split", "unsafe_split", "split_with_sizes", "clone", "copy", "_to_copy", "empty", "empty_like", "empty_strided"),
+    *("new_empty_strided", "zeros", "zeros_like", "fill", "full", "stack"),
+}
+
+
+class Run(TorchDispatchMode):
+    """Counts the ops that run inside; one in place counts as the one that returns its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2].removesuffix("_")
+        if name not in NEITHER:
+            self.ops[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Function(nn.Module):
+    """A function of one parameter."""
+
+    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(shape))
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self.value, *inputs)
+
+
+class Last(nn.Module):
+    """The outputs of a recurrent network, or of one that is given its first hidden state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Tensor:
+        out, hidden = self.inner(*inputs)
+        return out.square().mean() + sum(h.sin().sum() for h in (hidden if isinstance(hidden, tuple) else (hidden,)))
+
+
+def weighted(out: Tensor) -> Tensor:
+    """A loss whose gradient is another for each element."""
+    return (out.float() * torch.linspace(0.5, 1.5, out.numel()).reshape(out.shape)).sum()
+
+
+def captured_as_eager(model: nn.Module, loss_fn: Any, batch: Batch) -> tuple[Capture, Counter[str], Counter[str]]:
+    """What is captured, and the ops of eager PyTorch and of the capture; loss and gradients are compared."""
+    captured = capture(model, loss_fn, batch)
+    eager, step = TrainingStep(model, loss_fn), Executor(captured, store_all(captured.graph), model, loss_fn)
+    wanted = outcome(eager, model, batch, seed=3)
+    assert wanted.differences(outcome(step, model, batch, seed=3)) == ()
+    recomputing = Executor(captured, random_schedule(captured.graph, 1), model, loss_fn)
+    assert wanted.differences(outcome(recomputing, model, batch, seed=3)) == ()
+    with Run() as first:
+        outcome(eager, model, batch, seed=3)
+    with Run() as second:
+        outcome(step, model, batch, seed=3)
+    return captured, first.ops, second.ops
+
+
+RESIZES = [
+    ("linear", (2, 3, 7), {"size": 5, "align_corners": True}, torch.float32),
+    ("bilinear", (2, 3, 7, 9), {"scale_factor": 2}, torch.float32),
+    ("bilinear", (2, 3, 7, 9), {"size": 5, "align_corners": True}, torch.bfloat16),
+    ("bilinear", (2, 3, 9, 9), {"size": 5, "antialias": True}, torch.float32),
+    ("bicubic", (2, 3, 7, 9), {"scale_factor": 1.7}, torch.float32),
+    ("trilinear", (1, 2, 4, 5, 6), {"scale_factor": 2}, torch.float32),
+    ("nearest", (2, 3, 7, 9), {"scale_factor": 1.7}, torch.float32),
+    ("nearest-exact", (2, 3, 7), {"size": 12}, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("mode", "shape", "kwargs", "dtype"), RESIZES)
+def test_interpolation_is_one_kernel(mode: str, shape: tuple[int, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Function(lambda x: F.interpolate(x, mode=mode, **kwargs), *shape).to(dtype)
+    _, eager, captured = captured_as_eager(weighted_alone(model), None, ())
+    assert captured == eager
+    assert any("upsample" in name for name in captured)
+
+
+def weighted_alone(model: Function) -> Function:
+    """Let `model` return its loss."""
+    function = model.function
+    model.function = lambda *args: weighted(function(*args))
+    return model
+
+
+def in_place_on_columns(x: Tensor) -> Tensor:
+    gates = (x * 2).unsafe_chunk(3, 1)
+    return gates[0].sigmoid_() * gates[1] + gates[2].tanh()
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[Tensor, ...]]] = {
+    "multi margin": (lambda x, t: F.multi_margin_loss(x, t), (6, 9), (torch.tensor([1, 2, 3, 4, 5, 8]),)),
+    "multi margin, squared": (lambda x, t: F.multi_margin_loss(x, t, p=2, reduction="sum"), (2, 9), (torch.tensor([1, 8]),)),
+    "shrink": (lambda x: F.hardshrink(x) + F.softshrink(x), (6, 9), ()),
+    "addcdiv": (lambda x: torch.addcdiv(x, x, x.abs() + 1, value=0.3), (6, 9), ()),
+    "addcmul in place": (lambda x: (x * 2).addcmul_(x, x, value=0.3), (6, 9), ()),
+    "in place on strided views": (in_place_on_columns, (5, 99), ()),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_computed_as_eager_does(name: str) -> None:
+    torch.manual_seed(0)
+    function, shape, inputs = FUNCTIONS[name]
+    model = Function(function, *shape)
+    _, eager, captured = captured_as_eager(weighted_alone(model), None, inputs)
+    assert captured == eager
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 3])
+@pytest.mark.parametrize("kwargs", [{}, {"dim": 1}, {"dim": 0, "keepdim": True, "dtype": torch.float64}], ids=str)
+def test_the_gradient_of_a_product_is_eagers(zeros: int, kwargs: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Function(lambda x: x.prod(**kwargs), 6, 9)
+    with torch.no_grad():
+        model.value.flatten()[:zeros] = 0
+    weighted_alone(model)
+    captured = capture(model, None, ())
+    assert [op.target for op in captured.graph.ops].count("planner.prod_backward.default") == 1
+    step = Executor(captured, store_all(captured.graph), model, None)
+    assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
+    with torch.no_grad():
+        model.value[2] = 0  # the same plan, zeros elsewhere
+    assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
+
+
+# 33 is no multiple of the widths of vectors: the last elements of a row are computed by other instructions.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
+    "GRU": (lambda: nn.GRU(17, 33), ((3, 5, 17),)),
+    "GRU, layers": (lambda: nn.GRU(17, 33, 2, dropout=0.4, batch_first=True), ((4, 2, 17),)),
+    "GRU, both ways": (lambda: nn.GRU(17, 33, bidirectional=True, bias=False), ((2, 5, 17), (2, 5, 33))),
+    "RNN, layers": (lambda: nn.RNN(17, 33, 2, dropout=0.4), ((3, 5, 17),)),
+    "LSTM": (lambda: nn.LSTM(17, 33), ((6, 5, 17),)),
+    "LSTM, layers": (lambda: nn.LSTM(17, 33, 2, dropout=0.4, batch_first=True, bidirectional=True), ((5, 6, 17),)),
+    "LSTM, projected": (lambda: nn.LSTM(17, 33, proj_size=9), ((3, 5, 17),)),
+    "LSTM, one sequence": (lambda: nn.LSTM(17, 33, bias=False), ((6, 17),)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_recurrent_networks_are_computed_as_eager_does(name: str) -> None:
+    torch.manual_seed(0)
+    make, shapes = NETWORKS[name]
+    captured, eager, ops = captured_as_eager(Last(make()), None, tuple(torch.randn(shape) for shape in shapes))
+    # The fused dropout is captured, which draws and rounds as the three ops do that run on the CPU.
+    dropouts = ops.pop("native_dropout", 0)
+    assert dropouts == eager.pop("bernoulli", 0) == ops.pop("native_dropout_backward", 0)
+    assert dropouts == ("layers" in name)
+    assert ops == eager - Counter({"div": dropouts, "mul": 2 * dropouts})
+    if name in ("LSTM", "LSTM, one sequence"):
+        targets = {op.target for op in captured.graph.ops}
+        assert {"aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"} <= targets
+
+
+def test_an_lstm_is_the_same_graph_every_time() -> None:
+    """PyTorch remembers what kernels return, but not that two results were one tensor."""
+    model, batch = Last(nn.LSTM(17, 33)), (torch.randn(6, 5, 17),)
+    first, second = capture(model, None, batch), capture(model, None, batch)
+    assert first.graph.fingerprint == second.graph.fingerprint
+    for captured in (first, second):
+        model.zero_grad()
+        loss_of(Executor(captured, store_all(captured.graph), model, None)(*batch)).backward()
+        assert model.inner.bias_ih_l0.grad.data_ptr() != model.inner.bias_hh_l0.grad.data_ptr()
+
+
+def test_an_lstm_takes_its_first_states_and_casts() -> None:
+    torch.manual_seed(0)
+    lstm = Last(nn.LSTM(17, 33))
+    states = (torch.randn(1, 5, 33), torch.randn(1, 5, 33))
+    captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
+
+
+def test_cells_are_computed_as_eager_does() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.second = nn.GRUCell(17, 33), nn.LSTMCell(33, 9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden, state = None, None
+            for item in x:
+                hidden = self.cell(item, hidden)
+                state = self.second(hidden, state)
+            return state[0].square().sum() + hidden.sum()
+
+    torch.manual_seed(0)
+    _, eager, ops = captured_as_eager(Loop(), None, (torch.randn(3, 5, 17),))
+    assert ops == eager
+
+
+class Segmentation(nn.Module):
+    """A small encoder and decoder that resizes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.up, self.head = nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.stem(x))
+        small = torch.tanh(self.down(first))
+        large = F.interpolate(self.up(small), size=first.shape[-2:], mode="bilinear", align_corners=False)
+        return F.interpolate(self.head(first + large), scale_factor=2, mode="bicubic")
+
+
+def test_a_segmentation_net_takes_eagers_memory() -> None:
+    torch.manual_seed(0)
+    model, batch = Segmentation(), (torch.randn(2, 3, 32, 32), torch.randint(4, (2, 64, 64)))
+    captured, eager, ops = captured_as_eager(model, F.cross_entropy, batch)
+    assert ops == eager
+    peaks = []
+    for step in (TrainingStep(model, F.cross_entropy), Executor(captured, store_all(captured.graph), model, F.cross_entropy)):
+        model.zero_grad()
+        peaks.append(measure_memory(step, batch, static_bytes=0, device=torch.device("cpu")).peak_bytes)
+    assert peaks[1] <= 1.01 * peaks[0]
+
+
+def test_an_lstm_cannot_be_captured_as_on_cuda() -> None:
+    with pytest.raises(TraceError, match="cuDNN"):
+        capture(Last(nn.LSTM(17, 33)), None, (torch.randn(6, 5, 17),), as_on_cuda=True)
+
+
+def test_capture_leaves_pytorch_as_it_was() -> None:
+    ops = (torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.gru.input, torch.ops.aten.prod.default)
+    before = [dict(op.py_kernels) for op in ops]
+    capture(Function(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), 1, 1, 3, 3), None, ())
+    with pytest.raises(TraceError):
+        capture(Function(lambda x: x[x > 0].sum(), 3), None, ())
+    assert [dict(op.py_kernels) for op in ops] == before
+
+
+@pytest.mark.parametrize("strides", [(99, 1), (1, 5), (0, 1), (1, 0)])
+def test_layouts_keep_values(strides: tuple[int, int]) -> None:
+    value = torch.arange(15.0).reshape(5, 3) if 0 not in strides else torch.ones(5, 3)
+    copied = laid_out(value, strides)
+    assert torch.equal(copied, value)
+    assert copied.stride() == strides
+
+
+@pytest.mark.parametrize("name", ["is_compiling", "is_dynamo_compiling"])
+def test_a_model_that_asks_whether_it_is_compiled_computes_as_in_eager(name: str) -> None:
+    question = getattr(torch.compiler, name)
+    model = Function(lambda x: (x.sin() * 3 / 7 if question() else x.sin() * (3 / 7)).exp().sum(), 99)
+    captured_as_eager(model, None, ())
+
+
+def in_part(x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        x = x * float(os.environ.get("NOT_SET", "1"))  # some way or other this can be captured
+        LOG.append(x.sum().item())
+    return x + 1
+
+
+LOG: list[float] = []
+
+
+def test_what_no_graph_can_hold_is_captured_as_for_a_compiler() -> None:
+    captured = capture(Function(lambda x: in_part(x).exp().sum(), 7), None, ())
+    assert "aten.exp.default" in {str(node.target) for node in captured.nodes if node is not None}
+
+
+def test_data_that_only_eager_looks_at_is_no_condition() -> None:
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and bool(mask.all()):
+            return x.exp().sum()
+        return (x * mask).exp().sum()
+
+    model, mask = Function(masked, 7), torch.ones(7, dtype=torch.bool)
+    captured = capture(model, None, (mask,))
+    assert captured.conditions is None  # another mask can follow
+    mask[3] = False
+    eager, step = TrainingStep(model, None), Executor(captured, store_all(captured.graph), model, None)
+    assert outcome(eager, model, (mask,), seed=3).differences(outcome(step, model, (mask,), seed=3)) == ()

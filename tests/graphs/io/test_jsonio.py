@@ -1,0 +1,504 @@
+"""Graphs and plans in files: exact round trips, and one clear line for everything that is not one."""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphs.errors import FormatError, GraphError, OutputError, PlannerError
+from graphs.io import files
+from graphs.io.fields import plain
+from graphs.io.formats import (
+    graph_from_dict,
+    graph_to_dict,
+    plan_from_dict,
+    plan_to_dict,
+    read_graph,
+    read_graph_or_plan,
+    read_plan,
+    write_graph,
+    write_plan,
+)
+from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from graphs.plan import GraphSummary, Plan
+from graphs.schedule import Compute, Free, Schedule
+from graphs.simulate import simulate
+from planner.solving import solve
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+sizes = st.integers(0, 2**63 - 1)
+times = st.floats(0, allow_nan=False, allow_infinity=False, max_value=2.0**62)
+free = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False) | names,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Any valid graph, with every field that there is."""
+    tensors: list[Tensor] = []
+
+    def tensor(producer: int | None) -> int:
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        kind, dtype = draw(st.sampled_from(Kind)), draw(names)
+        tensors.append(Tensor(len(tensors), f"{draw(names)}{len(tensors)}", draw(sizes), producer, kind, shape, dtype))
+        return len(tensors) - 1
+
+    static = [tensor(None) for _ in range(draw(st.integers(0, 3)))]
+    ops = []
+    for i in range(draw(st.integers(1, 5))):
+        inputs = tuple(draw(st.lists(st.sampled_from(range(len(tensors))), unique=True, max_size=3))) if tensors else ()
+        phase = list(Phase)[draw(st.integers(list(Phase).index(ops[-1].phase) if ops else 0, 2))]
+        op = Op(
+            id=i,
+            name=f"{draw(names)}{i}",
+            target=draw(names),
+            inputs=inputs,
+            outputs=tuple(tensor(i) for _ in range(draw(st.integers(0, 2)))),
+            time_s=draw(times),
+            workspace_bytes=draw(sizes),
+            phase=phase,
+            recomputable=draw(st.booleans()),
+            random=draw(st.booleans()),
+            mutates=tuple(draw(st.lists(st.sampled_from(static), max_size=2))) if static else (),
+            module=draw(names),
+        )
+        ops.append(op)
+    made = [t.id for t in tensors if t.producer is not None]
+    kept = frozenset(draw(st.lists(st.sampled_from(made)))) if made else frozenset()
+    return Graph(tuple(ops), tuple(tensors), kept, draw(st.dictionaries(names, free, max_size=3)))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan that a file can hold; whether its schedule runs is not the file's business."""
+    ops, tensors, budget_bytes = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(sizes)
+    step = st.builds(Compute, st.integers(0, ops - 1)) | st.builds(Free, st.integers(0, tensors - 1))
+    provenance = draw(st.dictionaries(names, free, max_size=2))
+    return Plan(
+        graph=GraphSummary(draw(names), ops, tensors, draw(sizes), draw(sizes), draw(times), provenance),
+        schedule=Schedule(tuple(draw(st.lists(step, max_size=9)))),
+        budget_bytes=budget_bytes,
+        peak_bytes=draw(st.integers(0, budget_bytes)),
+        time_s=draw(times),
+        bound_s=draw(st.none() | times),
+        status=draw(st.sampled_from(["optimal", "feasible"])),
+        solver=draw(names),
+        seconds=draw(times),
+        settings=draw(st.dictionaries(names, free, max_size=2)),
+        versions=draw(st.dictionaries(names, names, max_size=2)),
+        measured_peak_bytes=draw(st.none() | sizes),
+        graph_file=draw(st.none() | st.text()),
+    )
+
+
+def through_text(data: dict[str, object]) -> object:
+    return json.loads(files.layout(data))
+
+
+@given(graphs())
+def test_a_graph_is_read_as_it_was_written(graph: Graph) -> None:
+    again = graph_from_dict(through_text(graph_to_dict(graph)))
+    assert again == graph
+    assert again.fingerprint == graph.fingerprint
+    assert [op.time_s.hex() for op in again.ops] == [op.time_s.hex() for op in graph.ops]
+
+
+@given(plans())
+def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
+    assert plan_from_dict(through_text(plan_to_dict(plan))) == plan
+
+
+@pytest.fixture
+def graph() -> Graph:
+    tensors = (
+        Tensor(0, "x", 8, None, Kind.INPUT, (2,), "float32"),
+        Tensor(1, "h", 16, 0),
+        Tensor(2, "y", 16, 1),
+        Tensor(3, "loss", 4, 2, Kind.OUTPUT),
+    )
+    ops = (
+        Op(0, "f", "aten.f", (0,), (1,), 0.1, workspace_bytes=3, random=True, module="net.0"),
+        Op(1, "g", "aten.g", (1,), (2,), 1 / 3, recomputable=False, mutates=(0,)),
+        Op(2, "l", "aten.l", (2,), (3,), 2.5e-7),
+    )
+    return Graph(ops, tensors, frozenset({3}), {"model": "example", "inputs": ["float32[2]"], "threads": 2})
+
+
+@pytest.fixture
+def plan(graph: Graph) -> Plan:
+    return solve(graph, "100%", solver="store_all")
+
+
+def test_files_hold_one_op_and_one_execution_a_line(graph: Graph, plan: Plan, tmp_path: Path) -> None:
+    write_graph(graph, tmp_path / "graph.json")
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_graph(tmp_path / "graph.json") == graph == read_graph_or_plan(tmp_path / "graph.json")
+    assert read_plan(tmp_path / "plan.json") == plan == read_graph_or_plan(tmp_path / "plan.json")
+    graph_lines = (tmp_path / "graph.json").read_text().splitlines()
+    assert len([line for line in graph_lines if '"target"' in line]) == len(graph.ops)
+    assert '  ["compute", 1], ["free", 1],' in (tmp_path / "plan.json").read_text().splitlines()
+
+
+def test_the_examples_of_the_document_are_read_and_written() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+    examples = dict(re.findall(r"<!-- example: (\w+) -->\n```json\n(.*?)```", document, re.DOTALL))
+    graph, plan = graph_from_dict(json.loads(examples["graph"])), plan_from_dict(json.loads(examples["plan"]))
+    assert files.layout(graph_to_dict(graph)) == examples["graph"]
+    assert files.layout(plan_to_dict(plan)) == examples["plan"]
+    assert plan.graph.fingerprint == graph.fingerprint
+    assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
+
+
+def test_the_document_names_every_field(graph: Graph, plan: Plan) -> None:
+    document = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+    graph_data: Any = graph_to_dict(graph)
+    plan_data: Any = plan_to_dict(plan)
+    rows = [graph_data, *graph_data["tensors"], *graph_data["ops"], plan_data, plan_data["graph"]]
+    fields = {field for row in rows for field in row} | set(Kind) | set(Phase)
+    assert {field for field in fields if f"`{field}`" not in document} == set()
+
+
+@pytest.mark.parametrize("which", ["graph", "plan"])
+def test_a_file_cut_short_anywhere_is_refused(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    text = files.layout(graph_to_dict(graph) if which == "graph" else plan_to_dict(plan))
+    read: Callable[[Path], object] = read_graph if which == "graph" else read_plan
+    for length in range(len(text.rstrip())):
+        path.write_text(text[:length])
+        with pytest.raises(FormatError) as caught:
+            read(path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+        assert "cut short: it ends at line" in str(caught.value) or not text[:length].strip()
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refusal(read: Callable[[Path], object], path: Path) -> str:
+    with pytest.raises(PlannerError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ") and "\n" not in message and len(message) < 400
+    return message.removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the file is empty"),
+        (b" \n", "the file is empty"),
+        (b"\x89PNG\r\n\x1a\n", "not a text file: byte 0 is 0x89"),
+        (b'{"format": "\0"}', "not a text file: byte 12 is 0x00"),
+        (b"hello", "not JSON at line 1, column 1"),
+        (b'{"a": 1,,}', "not JSON at line 1, column 9"),
+        (b'{"a": 1} x}', "not JSON at line 1, column 10"),
+        (b"[]", "holds []: must be an object"),
+        (b"3", "holds 3: must be an object"),
+        (b"NaN", "holds NaN: must be an object"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+        (b'{"a": 1, "a": 2}', 'the field "a" appears twice'),
+        (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
+        (b"{}", 'it has no field "format"'),
+        (b'{"format": 3}', "holds format 3"),
+        (b'{"format": "onnx"}', 'holds format "onnx"'),
+    ],
+)
+@pytest.mark.parametrize("read", [read_graph, read_plan, read_graph_or_plan])
+def test_what_is_no_file_of_the_planner_is_refused(
+    read: Callable[[Path], object], content: bytes, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    assert said in refusal(read, path)
+
+
+@pytest.mark.parametrize("read", [read_graph, read_plan])
+def test_what_cannot_be_read_is_refused(read: Callable[[Path], object], tmp_path: Path) -> None:
+    assert refusal(read, tmp_path / "none.json") == "there is no such file"
+    assert refusal(read, tmp_path / "none" / "none.json") == "there is no such file"
+    assert refusal(read, tmp_path) == "is a folder, not a file"
+    (tmp_path / "file").touch()
+    assert refusal(read, tmp_path / "file" / "below.json") == "cannot be read: Not a directory"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.touch(mode=0)
+    assert refusal(read_graph, path) == "cannot be read: Permission denied"
+
+
+def test_a_plan_is_no_graph_and_a_graph_is_no_plan(graph: Graph, plan: Plan, tmp_path: Path) -> None:
+    write_graph(graph, tmp_path / "graph.json")
+    write_plan(plan, tmp_path / "plan.json")
+    assert refusal(read_graph, tmp_path / "plan.json") == "holds a plan, but a graph is expected, as written by planner trace"
+    assert refusal(read_plan, tmp_path / "graph.json") == "holds a graph, but a plan is expected, as written by planner solve"
+
+
+INFINITE = float("inf")
+
+BROKEN_GRAPHS: list[tuple[str, Any, str]] = [
+    ("version", 7, "is a graph of version 7, this planner reads 1"),
+    ("version", True, "version is true: must be a whole number"),
+    ("version", "1", 'version is "1": must be a whole number'),
+    ("provenance", [], "provenance is []: must be an object"),
+    ("provenance.loss", float("nan"), "provenance.loss is NaN: must be finite"),
+    ("provenance.loss", [1, {"a": -INFINITE}], "provenance.loss[1].a is -Infinity: must be finite"),
+    ("provenance.model", "\ud800", 'provenance.model is "\\ud800": not valid Unicode'),
+    ("tensors", {}, "tensors is {}: must be a list"),
+    ("tensors.0", 3, "tensors[0] is 3: must be an object"),
+    ("tensors.1.id", 2, "tensors[1].id is 2: must be its position in the list, 1"),
+    ("tensors.1.id", True, "tensors[1].id is true: must be a whole number"),
+    ("tensors.1.name", None, "tensors[1].name is null: must be a string"),
+    ("tensors.1.name", "x", "tensor 'x' appears twice"),
+    ("tensors.1.name", "\udfff", 'tensors[1].name is "\\udfff": not valid Unicode'),
+    ("tensors.1.bytes", 1.0, "tensors[1].bytes is 1.0: must be a whole number"),
+    ("tensors.1.bytes", "16", 'tensors[1].bytes is "16": must be a whole number'),
+    ("tensors.1.bytes", -16, "tensor 'h' has size -16"),
+    ("tensors.1.bytes", 2**63, "tensors[1].bytes is 9223372036854775808: must be below 2^63"),
+    ("tensors.1.kind", "Activation", 'tensors[1].kind is "Activation": must be one of parameter, buffer'),
+    ("tensors.1.kind", [], "tensors[1].kind is []: must be one of"),
+    ("tensors.1.shape", [2, -1], "tensors[1].shape is [2, -1]: must be a list of whole numbers"),
+    ("tensors.1.shape", [True], "tensors[1].shape is [true]: must be a list of whole numbers"),
+    ("tensors.1.dtype", 32, "tensors[1].dtype is 32: must be a string"),
+    ("tensors.1.size", 1, 'tensors[1] has the unknown field "size"'),
+    ("ops", None, "ops is null: must be a list"),
+    ("ops", [], "the graph has no ops"),
+    ("ops.1", [], "ops[1] is []: must be an object"),
+    ("ops.1.id", -1, "ops[1].id is -1: must be its position in the list, 1"),
+    ("ops.1.id", 7, "ops[1].id is 7: must be its position in the list, 1"),
+    ("ops.1.name", "f", "op 'f' appears twice"),
+    ("ops.1.target", 1, "ops[1].target is 1: must be a string"),
+    ("ops.1.phase", "sideways", 'ops[1].phase is "sideways": must be one of forward, backward, optimizer'),
+    ("ops.0.phase", "backward", "op 'g' is forward but comes after a backward op"),
+    ("ops.1.inputs", [4], "ops[1].inputs is [4]: must be a list of whole numbers, 0 or more and below 4"),
+    ("ops.1.inputs", [-1], "ops[1].inputs is [-1]: must be a list of whole numbers, 0 or more and below 4"),
+    ("ops.1.inputs", [1, 1], "op 'g' lists a tensor twice"),
+    ("ops.1.inputs", 1, "ops[1].inputs is 1: must be a list"),
+    ("ops.0.inputs", [2], "op 'f' reads 'y', which op 'g' makes at or after it"),
+    ("ops.1.outputs", [2, 4], "ops[1].outputs is [2, 4]: must be a list of whole numbers, 0 or more and below 4"),
+    ("ops.1.outputs", [2, 1], "tensor 'h' is an output of both 'f' and 'g'"),
+    ("ops.1.mutates", [9], "ops[1].mutates is [9]: must be a list of whole numbers, 0 or more and below 4"),
+    ("ops.1.mutates", [1], "op 'g' mutates 'h', which is not static"),
+    ("ops.1.time_s", -1.0, "op 'g' has time -1.0"),
+    ("ops.1.time_s", float("nan"), "ops[1].time_s is NaN: must be finite"),
+    ("ops.1.time_s", INFINITE, "ops[1].time_s is Infinity: must be finite"),
+    ("ops.1.time_s", 10**400, "ops[1].time_s is 1000000"),
+    ("ops.1.time_s", True, "ops[1].time_s is true: must be a number"),
+    ("ops.1.time_s", "3", 'ops[1].time_s is "3": must be a number'),
+    ("ops.1.workspace_bytes", -5, "op 'g' has workspace -5"),
+    ("ops.1.workspace_bytes", 1e3, "ops[1].workspace_bytes is 1000.0: must be a whole number"),
+    ("ops.1.recomputable", 0, "ops[1].recomputable is 0: must be true or false"),
+    ("ops.1.random", None, "ops[1].random is null: must be true or false"),
+    ("ops.1.module", 0, "ops[1].module is 0: must be a string"),
+    ("ops.1.flops", 0, 'ops[1] has the unknown field "flops"'),
+    ("kept", [9], "kept is [9]: must be a list of whole numbers, 0 or more and below 4"),
+    ("kept", [3, 3], "kept is [3, 3]: must be a list without repetition"),
+    ("kept", [0], "kept tensor 'x' has no producer"),
+    ("kept", None, "kept is null: must be a list"),
+    ("budget_bytes", 1, 'the file has the unknown field "budget_bytes"'),
+]
+
+BROKEN_PLANS: list[tuple[str, Any, str]] = [
+    ("version", 0, "is a plan of version 0, this planner reads 1"),
+    ("version", 10**5000, "digits"),
+    ("graph", None, "graph is null: must be an object"),
+    ("graph.fingerprint", 1, "graph.fingerprint is 1: must be a string"),
+    ("graph.ops", -1, "graph.ops is -1: must be 0 or more"),
+    ("graph.static_bytes", 0.5, "graph.static_bytes is 0.5: must be a whole number"),
+    ("graph.time_s", -0.5, "graph.time_s is -0.5: must be seconds, 0 or more"),
+    ("graph.name", "x", 'graph has the unknown field "name"'),
+    ("budget_bytes", "8GB", 'budget_bytes is "8GB": must be a whole number'),
+    ("peak_bytes", 10**9, "peak_bytes is 1000000000: must be within budget_bytes"),
+    ("time_s", None, "time_s is null: must be a number"),
+    ("bound_s", False, "bound_s is false: must be a number"),
+    ("bound_s", INFINITE, "bound_s is Infinity: must be finite"),
+    ("status", "infeasible", 'status is "infeasible": must be one of optimal, feasible'),
+    ("solver", 1, "solver is 1: must be a string"),
+    ("seconds", -1, "seconds is -1: must be seconds, 0 or more"),
+    ("settings", 1, "settings is 1: must be an object"),
+    ("settings.limit", INFINITE, "settings.limit is Infinity: must be finite"),
+    ("versions", {"a": 1}, 'versions is {"a": 1}: must be an object of strings'),
+    ("measured_peak_bytes", "much", 'measured_peak_bytes is "much": must be a whole number'),
+    ("steps", "CCF", 'steps is "CCF": must be a list'),
+    ("steps.1", [], 'steps[1] is []: must be like ["compute", 12]'),
+    ("steps.1", "compute", 'steps[1] is "compute": must be like ["compute", 12]'),
+    ("steps.1", ["compute", 1, 2], 'steps[1] is ["compute", 1, 2]: must be like ["compute", 12]'),
+    ("steps.1", [1, 1], 'steps[1] is [1, 1]: must be like ["compute", 12]'),
+    ("steps.1", ["offload", 1], 'steps[1] is ["offload", 1]: a step is one of compute, free'),
+    ("steps.1", ["compute", 3], 'steps[1] is ["compute", 3]: must name one of the 3 ops of the graph'),
+    ("steps.1", ["compute", -1], 'steps[1] is ["compute", -1]: must name one of the 3 ops of the graph'),
+    ("steps.1", ["compute", True], 'steps[1] is ["compute", true]: must name one of the 3 ops of the graph'),
+    ("steps.1", ["free", 4], 'steps[1] is ["free", 4]: must name one of the 4 tensors of the graph'),
+    ("steps.1", ["free", "h"], 'steps[1] is ["free", "h"]: must name one of the 4 tensors of the graph'),
+    ("best_s", 1, 'the file has the unknown field "best_s"'),
+]
+
+
+def put(data: Any, place: str, value: Any) -> None:
+    *path, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
+    for part in path:
+        data = data[part]
+    data[last] = value
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"), BROKEN_GRAPHS, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN_GRAPHS)]
+)
+def test_a_graph_with_a_defect_is_refused(place: str, value: Any, said: str, graph: Graph, tmp_path: Path) -> None:
+    data: Any = through_text(graph_to_dict(graph))
+    put(data, place, value)
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(data))
+    assert said in refusal(read_graph, path)
+
+
+@pytest.mark.parametrize(("place", "value", "said"), BROKEN_PLANS, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN_PLANS)])
+def test_a_plan_with_a_defect_is_refused(place: str, value: Any, said: str, plan: Plan, tmp_path: Path) -> None:
+    data: Any = through_text(plan_to_dict(plan))
+    digits = "9" * 5000
+    put(data, place, "DIGITS" if value == 10**5000 else value)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data).replace('"DIGITS"', digits))
+    assert said in refusal(read_plan, path)
+
+
+@pytest.mark.parametrize("which", ["graph", "plan"])
+def test_every_field_without_a_default_is_needed(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write: Any = write_graph if which == "graph" else write_plan
+    read: Any = read_graph if which == "graph" else read_plan
+    write(graph if which == "graph" else plan, path)
+    whole = path.read_text()
+    optional = {"shape", "dtype", "workspace_bytes", "recomputable", "random", "mutates", "module"}
+
+    def objects(data: Any) -> list[dict[str, Any]]:
+        return [data, *data["tensors"], *data["ops"]] if which == "graph" else [data, data["graph"]]
+
+    for i in range(len(objects(json.loads(whole)))):
+        for field in objects(json.loads(whole))[i].keys() - optional:
+            data = json.loads(whole)
+            del objects(data)[i][field]
+            path.write_text(json.dumps(data))
+            assert "has no field" in refusal(read, path)
+
+
+def test_a_graph_error_keeps_its_kind(graph: Graph, tmp_path: Path) -> None:
+    data: Any = graph_to_dict(graph)
+    data["ops"][0]["time_s"] = -1.0
+    (tmp_path / "graph.json").write_text(json.dumps(data))
+    with pytest.raises(GraphError, match=r"graph\.json: op 'f' has time -1\.0"):
+        read_graph(tmp_path / "graph.json")
+
+
+def test_free_objects_are_limited_in_depth_and_type() -> None:
+    deep: object = 1
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(FormatError, match="nested more than 100 deep"):
+        plain({"a": deep}, "provenance")
+    with pytest.raises(FormatError, match=r"provenance\.a is of type set"):
+        plain({"a": {1}}, "provenance")
+    with pytest.raises(FormatError, match="provenance has the key 1: keys are strings"):
+        plain({1: 1}, "provenance")
+
+
+@pytest.mark.parametrize("field", ["time_s", "bound_s", "seconds"])
+def test_a_plan_that_has_no_form_leaves_the_file_as_it_was(field: str, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("before")
+    with pytest.raises(FormatError, match="not finite"):
+        write_plan(replace(plan, **{field: float("nan")}), path)
+    assert path.read_text() == "before"
+    assert files_in(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_an_interrupted_write_leaves_the_file_as_it_was(
+    moment: str, error: BaseException, graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text("before")
+
+    def fail(*args: object) -> None:
+        raise error
+
+    if moment == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else OutputError):
+        write_graph(graph, path)
+    assert path.read_text() == "before"
+    assert files_in(tmp_path) == ["graph.json"]
+
+
+def test_unwritable_places_are_refused(graph: Graph, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="is a folder: name a file"):
+        write_graph(graph, tmp_path)
+    with pytest.raises(OutputError, match="there is no folder"):
+        write_graph(graph, tmp_path / "none" / "graph.json")
+    assert files_in(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_folder_without_permission_is_refused(graph: Graph, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OutputError, match="permission denied"):
+        write_graph(graph, tmp_path / "graph.json")
+    tmp_path.chmod(0o700)
+
+
+def test_writing_keeps_links_devices_and_modes(graph: Graph, tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    write_graph(graph, link)
+    assert link.is_symlink() and read_graph(target) == graph
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    write_graph(graph, os.devnull)
+    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        (
+            {"tensors": {"bytes": 2**62}},
+            f"sizes of its tensors and workspaces sum to {4 * 2**62 + 3} bytes: must be below 2^63",
+        ),
+        ({"ops": {"workspace_bytes": 2**62}}, f"workspaces sum to {3 * 2**62 + 44} bytes: must be below 2^63"),
+        ({"ops": {"time_s": 2.0**62}}, "the times of its ops sum to 1.38351e+19 s: must be below 2^63"),
+    ],
+)
+def test_what_cannot_be_added_up_is_refused(edits: dict[str, Any], said: str, graph: Graph, tmp_path: Path) -> None:
+    data: Any = graph_to_dict(graph)
+    for rows, fields in edits.items():
+        data[rows] = [row | fields for row in data[rows]]
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(data))
+    readers: tuple[Any, ...] = (read_graph, read_graph_or_plan)
+    for read in readers:
+        assert said in refusal(read, path)
+    with pytest.raises(GraphError, match="must be below"):
+        write_graph(graph_from_dict(data), tmp_path / "again.json")
+    assert not (tmp_path / "again.json").exists()
+    largest: Any = graph_to_dict(graph)
+    largest["tensors"][0]["bytes"] = 2**63 - 1 - 16 - 16 - 4 - 3
+    path.write_text(json.dumps(largest))
+    assert read_graph(path).static_bytes == 2**63 - 40

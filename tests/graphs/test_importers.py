@@ -1,0 +1,490 @@
+"""Other people's graphs: what is read from each format, and what is refused."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.errors import FormatError
+from graphs.importers import import_graph
+from graphs.io.formats import read_graph, write_graph
+from graphs.ir import Graph, Phase
+from graphs.simulate import simulate
+from graphs.synthetic import chain
+from planner.cli.main import build_parser, main
+from solvers.policies.store_all import store_all
+
+INSTANCES = Path(__file__).parents[2] / ".." / "shared" / "instances"
+
+
+def public(name: str) -> Path:
+    path = INSTANCES / name
+    if not path.exists():
+        pytest.skip(f"the public instances are not here: no {path}")
+    return path
+
+
+def peak_bytes(graph: Graph) -> int:
+    return simulate(graph, store_all(graph)).peak_bytes
+
+
+# --- a log, read line by line ---------------------------------------------------------------------
+
+
+def constant(name: str, size: int) -> list[dict[str, Any]]:
+    return [{"INSTRUCTION": "CONSTANT", "NAME": name}, {"INSTRUCTION": "MEMORY", "NAME": name, "MEMORY": str(size)}]
+
+
+def call(name: str, arguments: str, results: dict[str, tuple[int, int]], time_ns: int = 1000) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = [
+        {"INSTRUCTION": "CALL", "NAME": name, "ARGS": arguments.split(), "RESULT": list(results), "TIME": str(time_ns)}
+    ]
+    for result, (size, alias) in results.items():
+        lines.append({"INSTRUCTION": "MEMORY", "NAME": result, "MEMORY": str(size)})
+        lines.append({"INSTRUCTION": "ALIAS", "NAME": result, "ALIAS": str(alias)})
+    return lines
+
+
+def mutate(name: str, arguments: str, time_ns: int = 1000) -> list[dict[str, Any]]:
+    return [{"INSTRUCTION": "MUTATE", "NAME": name, "ARGS": arguments.split(), "MUTATE": [0], "TIME": str(time_ns)}]
+
+
+def release(*names: str) -> list[dict[str, Any]]:
+    return [{"INSTRUCTION": "RELEASE", "NAME": name} for name in names]
+
+
+def copy(kind: str, dst: str, src: str) -> list[dict[str, Any]]:
+    return [{"INSTRUCTION": kind, "DST": dst, "SRC": src}]
+
+
+def annotate(what: str) -> list[dict[str, Any]]:
+    return [{"INSTRUCTION": "ANNOTATE", "ANNOTATION": what}]
+
+
+SMALL_LOG = [
+    *constant("before", 7),
+    *annotate("START"),
+    *constant("w", 100),
+    *constant("x", 10),
+    *call("t", "w", {"wt": (100, 0)}, 300),
+    *call("mm", "x wt", {"h": (40, -1)}),
+    *call("view", "h", {"hv": (40, 0)}, 20),
+    *copy("COPY", "saved", "h"),  # the storage of h lives on when hv is overwritten
+    *mutate("relu_", "hv"),
+    *constant("step", 8),
+    *call("dropout", "hv", {"d": (40, -1), "mask": (5, -1)}),
+    *annotate("BACKWARD"),
+    *release("mask", "before"),
+    *call("dropout_backward", "d", {"g": (40, -1)}),
+    *release("d", "hv", "h"),
+    *call("mm", "g x", {"gw": (100, -1)}),
+    *release("saved", "g"),
+]
+
+
+def write_log(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def log_peak_bytes(lines: list[dict[str, Any]]) -> int:
+    """Most memory that a log accounts for: sizes come at MEMORY, storages go with their last reference."""
+    start = next(i for i, line in enumerate(lines) if line.get("ANNOTATION") == "START")
+    size: dict[int, int] = {}
+    references: dict[int, int] = {}
+    pinned: set[int] = set()
+    names: dict[str, int] = {}
+    memory = peak = 0
+
+    def new(name: str, size_bytes: int) -> None:
+        nonlocal memory
+        names[name] = storage = len(size)
+        size[storage], references[storage] = size_bytes, 1
+        memory += size_bytes
+
+    def drop(storage: int) -> None:
+        nonlocal memory
+        references[storage] -= 1
+        if not references[storage] and storage not in pinned:
+            memory -= size[storage]
+
+    arguments: list[str] = []
+    pending = 0
+    for line in lines[start + 1 :]:
+        match line["INSTRUCTION"]:
+            case "CONSTANT":
+                new(line["NAME"], 0)
+                pinned.add(names[line["NAME"]])
+            case "MEMORY" if names.get(line["NAME"]) in pinned:
+                size[names[line["NAME"]]] = int(line["MEMORY"])
+                memory += int(line["MEMORY"])
+            case "CALL":
+                arguments = line["ARGS"]
+            case "MEMORY":
+                pending = int(line["MEMORY"])
+            case "ALIAS" if line["ALIAS"] == "-1":
+                new(line["NAME"], pending)
+            case "ALIAS":
+                names[line["NAME"]] = names[arguments[int(line["ALIAS"])]]
+                references[names[line["NAME"]]] += 1
+            case "MUTATE":
+                written = [(line["ARGS"][i], names[line["ARGS"][i]]) for i in line["MUTATE"]]
+                for name, storage in written:
+                    new(name, size[storage])
+                peak = max(peak, memory)
+                for _, storage in written:
+                    drop(storage)
+            case "COPY":
+                names[line["DST"]] = names[line["SRC"]]
+                references[names[line["SRC"]]] += 1
+            case "COPY_FROM":
+                old, names[line["DST"]] = names[line["DST"]], names[line["SRC"]]
+                references[names[line["SRC"]]] += 1
+                drop(old)
+            case "RELEASE" if line["NAME"] in names:
+                drop(names[line["NAME"]])
+        peak = max(peak, memory)
+    return peak
+
+
+def test_a_log_becomes_storages_and_ops(tmp_path: Path) -> None:
+    graph = import_graph(write_log(tmp_path / "small.log", SMALL_LOG))
+    assert {op.name: [graph.tensors[t].name for t in op.inputs] for op in graph.ops} == {
+        "mm.0": ["x", "w"],
+        "relu_.1": ["h"],
+        "hold.h": [],
+        "constant.2": [],
+        "dropout.3": ["hv@1"],
+        "hold.hv@1": [],
+        "dropout_backward.4": ["d"],
+        "release.hv@1": ["hv@1 held"],
+        "mm.5": ["g", "x"],
+        "release.h": ["h held"],
+    }
+    assert {graph.tensors[t].name for t in graph.kept} == {"gw", "step"}
+    assert graph.static_bytes == 110
+    # The view of the constant goes to the op after it, that of h to the op that made h.
+    assert graph.ops[0].time_s == pytest.approx(1320e-9)
+    assert graph.time_s == pytest.approx(5320e-9)
+    assert next(op.name for op in graph.ops if op.phase is Phase.BACKWARD) == "dropout_backward.4"
+    assert [op.name for op in graph.ops if op.random] == ["dropout.3"]
+    assert [op.name for op in graph.ops if not op.recomputable] == ["constant.2"]
+    assert {name: graph.provenance[name] for name in ("log_ops", "constants", "mutations", "views")} == {
+        "log_ops": 10,
+        "constants": 3,
+        "mutations": 1,
+        "views": 2,
+    }
+    assert peak_bytes(graph) == log_peak_bytes(SMALL_LOG) == 298
+
+
+@pytest.mark.parametrize("end", range(len(SMALL_LOG)))
+def test_a_log_that_ends_early_holds_what_it_held(end: int, tmp_path: Path) -> None:
+    lines = SMALL_LOG[: end + 1]
+    path = write_log(tmp_path / "small.log", lines)
+    whole = end + 1 == len(SMALL_LOG) or SMALL_LOG[end + 1]["INSTRUCTION"] not in ("MEMORY", "ALIAS")
+    if whole and any(line["INSTRUCTION"] in ("MUTATE", "CALL") and line["NAME"] != "t" for line in lines):
+        assert peak_bytes(import_graph(path)) == log_peak_bytes(lines)
+    else:
+        with pytest.raises(
+            FormatError, match=r"small.log: the log (is cut short: after line \d+, (MEMORY|ALIAS) of|has no CALL)"
+        ):
+            import_graph(path)
+
+
+def test_references_move(tmp_path: Path) -> None:
+    lines = [
+        *annotate("START"),
+        *constant("x", 1),
+        *call("f", "x", {"a": (10, -1)}),
+        *call("g", "x", {"b": (20, -1)}),
+        *copy("COPY_FROM", "a", "b"),
+        *call("h", "a", {"c": (5, -1)}),
+        *release("a", "b", "c"),
+    ]
+    graph = import_graph(write_log(tmp_path / "copy.log", lines))
+    # The storage of 10 goes once nothing refers to it, though no op reads it.
+    assert [op.name for op in graph.ops] == ["f.0", "hold.a", "g.1", "release.a", "h.2"]
+    assert graph.kept == frozenset()
+    assert peak_bytes(graph) == log_peak_bytes(lines) == 31
+
+
+def test_a_gzipped_log_reads_as_a_plain_one(tmp_path: Path) -> None:
+    plain = write_log(tmp_path / "small.log", SMALL_LOG)
+    (tmp_path / "small.log.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    assert import_graph(tmp_path / "small.log.gz") == import_graph(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak_gb", "base_ms", "log_ops"),
+    [("resnet32", 10.06, 292, 509), ("unet", 8.42, 435, 399), ("transformer", 9.86, 276, 3154)],
+)
+def test_public_logs_take_what_they_account_for(name: str, peak_gb: float, base_ms: int, log_ops: int) -> None:
+    path = public(f"simrd/{name}.log.gz")
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
+    graph = import_graph(path)
+    assert peak_bytes(graph) == log_peak_bytes(lines)
+    assert round(peak_bytes(graph) / 1e9, 2) == peak_gb
+    times_ns = [int(line["TIME"]) for line in lines if "TIME" in line]
+    assert graph.time_s == pytest.approx(sum(times_ns) / 1e9, rel=1e-12)
+    assert round(graph.time_s * 1e3) == base_ms
+    assert graph.provenance["log_ops"] == log_ops == len(times_ns) + sum(line["INSTRUCTION"] == "CONSTANT" for line in lines)
+
+
+# --- the two JSON formats -------------------------------------------------------------------------
+
+CHECKMATE: dict[str, Any] = {
+    "name": "small",
+    "cost": [100, 250, 0, 50],
+    "memory": [4, 2, 0, 1],
+    "parents": [[], [0], [1, 0], [2, 0]],
+    "loss": 1,
+    "fixed_memory": 10,
+    "reference": [
+        {"device_GB": 1, "budget": 6, "gurobi_seconds": 3, "gurobi_cost": 500},
+        {"device_GB": 2, "budget": 5, "gurobi_seconds": 86401, "gurobi_cost": 600},
+    ],
+}
+TRAINING: dict[str, Any] = {
+    "directed": True,
+    "multigraph": False,
+    "graph": {"name": "two layers"},
+    "nodes": [
+        {"name": "f", "backward": False, "cost_cpu": 3, "cost_ram": 100, "id": 0},
+        {"name": "g", "backward": False, "cost_cpu": 4, "cost_ram": 50, "id": 1},
+        {"name": "g_backward", "backward": True, "cost_cpu": 8, "cost_ram": 100, "id": 2},
+    ],
+    "links": [{"source": 0, "target": 1}, {"source": 1, "target": 2}, {"source": 0, "target": 2}],
+}
+LAYERED: dict[str, Any] = {
+    "directed": True,
+    "graph": {"name": "layered", "order": [2, 0, 1]},
+    "nodes": [{"name": i, "out_cost": 10 * i, "duration": i, "param_cost": 1} for i in range(3)],
+    "links": [{"0": 2, "1": 0}, {"0": 0, "1": 1}, {"0": 2, "1": 1}],
+}
+
+
+def write(path: Path, data: object) -> Path:
+    path.write_text(json.dumps(data))
+    return path
+
+
+def shape(graph: Graph) -> list[tuple[str, list[str], int, Phase]]:
+    return [
+        (op.name, [graph.ops[t.producer].name for t in map(graph.tensors.__getitem__, op.inputs) if t.producer is not None],
+         sum(graph.tensors[t].size_bytes for t in op.outputs), op.phase)
+        for op in graph.ops
+    ]  # fmt: skip
+
+
+def test_a_checkmate_instance(tmp_path: Path) -> None:
+    graph = import_graph(write(tmp_path / "small.json", CHECKMATE))
+    assert shape(graph) == [
+        ("op0", [], 4096, Phase.FORWARD),
+        ("loss", ["op0"], 2048, Phase.FORWARD),
+        ("op2", ["loss", "op0"], 0, Phase.BACKWARD),
+        ("op3", ["op2", "op0"], 1024, Phase.BACKWARD),
+    ]
+    assert [op.time_s for op in graph.ops] == [0.001, 0.0025, 0.0, 0.0005]
+    assert (graph.static_bytes, graph.kept) == (10240, frozenset())
+    assert graph.provenance["reference"] == [
+        {"solver": "gurobi", "budget_bytes": 16384, "time_s": 0.005, "seconds": 3.0, "solved": True},
+        {"solver": "gurobi", "budget_bytes": 15360, "time_s": 0.006, "seconds": 86401.0, "solved": False},
+    ]
+
+
+def test_a_training_graph_of_node_links(tmp_path: Path) -> None:
+    graph = import_graph(write(tmp_path / "two.json", TRAINING))
+    assert shape(graph) == [
+        ("f", [], 100, Phase.FORWARD),
+        ("g", ["f"], 50, Phase.FORWARD),
+        ("g_backward", ["f", "g"], 100, Phase.BACKWARD),
+    ]
+    assert [op.time_s for op in graph.ops] == [3e-6, 4e-6, 8e-6]
+    assert (graph.static_bytes, graph.kept, graph.provenance["model"]) == (0, frozenset(), "two layers")
+
+
+def test_a_layered_graph_stands_in_its_order(tmp_path: Path) -> None:
+    graph = import_graph(write(tmp_path / "layered.json", LAYERED))
+    assert shape(graph) == [
+        ("op2", [], 20, Phase.FORWARD),
+        ("op0", ["op2"], 0, Phase.FORWARD),
+        ("op1", ["op2", "op0"], 10, Phase.FORWARD),
+    ]
+    assert graph.static_bytes == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "ops", "peak"),
+    [
+        ("checkmate-24h/vgg16-176", 97, 21_435_766_784),
+        ("checkmate-24h/unet-11", 154, 18_778_968_064),
+        ("checkmate-24h/mobilenet_v2-272", 343, 14_860_000_256),
+        ("moccasin/vgg16_train", 45, 15_825_108_992),
+        ("moccasin/fcn8_train", 73, 13_484_795_520),
+        ("moccasin/random_layered_n500", 500, 284_439),
+    ],
+)
+def test_public_graphs(name: str, ops: int, peak: int) -> None:
+    path = public(f"{name}.json")
+    graph = import_graph(path)
+    data = json.loads(path.read_text())
+    assert (len(graph.ops), peak_bytes(graph)) == (ops, peak)
+    edges = sum(len(op.inputs) for op in graph.ops)
+    if "parents" in data:
+        assert edges == sum(map(len, data["parents"]))
+        # Gurobi's schedules take the first executions into account: none is faster than keeping everything.
+        assert all(row["gurobi_cost"] / 1e5 > graph.time_s * (1 - 1e-12) for row in data["reference"])
+    else:
+        assert edges == len(data["links"])
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def change(data: dict[str, Any], **fields: object) -> dict[str, Any]:
+    return {name: value for name, value in (data | fields).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "not a graph in a format that can be imported"),
+        ({"format": "remat-planner graph"}, "is a file of this planner already"),
+        (change(CHECKMATE, cost=None), "the file has no field 'cost'"),
+        (change(CHECKMATE, cost=[1, 2, -3, 4]), r"cost is \[1, 2, -3, 4\]: must be a list of whole numbers"),
+        (change(CHECKMATE, memory=[1, 2, 3]), "memory has 3 entries for the 4 in cost"),
+        (change(CHECKMATE, loss=4), "loss is 4: must be the index of one of the 4 ops"),
+        (change(CHECKMATE, parents=[[], [0], [3], [2]]), r"op 2.parents is \[3\]: must be .* below 2"),
+        (change(CHECKMATE, parents=[[0], [0], [1], [2]]), r"op 0.parents is \[0\]: must be empty"),
+        (change(CHECKMATE, reference=[{"budget": 1}]), r"reference\[0\] has no field 'gurobi_seconds'"),
+        (change(TRAINING, directed=False), "directed is false: must be true"),
+        (change(TRAINING, links=None), "the file has no field 'links'"),
+        (change(TRAINING, links=[{"source": 0, "target": 9}]), r"links\[0\].target is 9: must be one of the 3 nodes"),
+        (change(TRAINING, links=[{"source": 2, "target": 1}]), r"links\[0\].target is 1: must be a node after the one it reads"),
+        (change(TRAINING, links=[{"from": 2}]), r"links\[0\] has no field 'source'"),
+        (change(TRAINING, nodes=[{"id": 0, "cost_cpu": -1, "cost_ram": 0}]), r"nodes\[0\].cost_cpu is -1: must be 0 or more"),
+        (change(TRAINING, nodes=[{"id": 0, "cost_cpu": 1}]), r"nodes\[0\] has no field 'cost_ram'"),
+        (change(TRAINING, nodes=[{"id": [], "cost_cpu": 1, "cost_ram": 1}]), r"nodes\[0\].id is \[\]"),
+        (change(TRAINING, nodes=TRAINING["nodes"][:1] * 2), "node 0 appears twice"),
+        (change(LAYERED, graph={"order": [0, 1]}), r"graph.order is \[0, 1\]: must be a list of the 3 nodes, each once"),
+        (change(LAYERED, graph={"order": [0, 1, [2]]}), "graph.order is"),
+    ],
+)
+def test_malformed_json_is_named(data: object, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.json", data)
+    with pytest.raises(FormatError, match=message) as refused:
+        import_graph(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"INSTRUCTION": "CAL', "line 4 is not JSON, or cut short"),
+        ("[]", r"line 4 is \[\]: must be an object"),
+        ({"NAME": "a"}, "line 4 has no field 'INSTRUCTION'"),
+        ({"INSTRUCTION": "SWAP"}, 'line 4.INSTRUCTION is "SWAP": must be one of CONSTANT, CALL'),
+        ({"INSTRUCTION": "RELEASE"}, "line 4 has no field 'NAME'"),
+        (copy("COPY", "y", "nothing")[0], r'line 4.SRC is "nothing": must be what is in memory: "nothing" was never made'),
+        (copy("COPY", "x", "x")[0], 'line 4.DST is "x": must be a new name'),
+        (copy("COPY_FROM", "y", "x")[0], 'line 4.DST is "y"'),
+        (call("f", "x", {"x": (1, -1)})[0], 'line 4.RESULT is .*: must be new names: "x" is taken'),
+        ({**call("f", "x", {})[0], "TIME": "-5"}, 'line 4.TIME is "-5": must be a whole number as a string, 0 or more'),
+        ({**call("f", "x", {})[0], "TIME": 5}, "line 4.TIME is 5: must be a string"),
+        ({**call("f", "x", {})[0], "ARGS": "x"}, 'line 4.ARGS is "x": must be a list'),
+        ({**call("f", "x", {})[0], "ARGS": [1]}, r"line 4.ARGS is \[1\]: must be a list of strings"),
+        ({**mutate("f_", "x")[0], "MUTATE": [1]}, r"line 4.MUTATE is \[1\]: must be .* below 1"),
+        ({**mutate("f_", "x")[0], "MUTATE": [0, 0]}, r"line 4.MUTATE is \[0, 0\]: must be a list of different"),
+        (call("f", "x", {"y": (1, -1)})[0], 'line 5.INSTRUCTION is "RELEASE": must be MEMORY of "y"'),
+    ],
+)
+def test_malformed_logs_are_named_by_line(line: object, message: str, tmp_path: Path) -> None:
+    text = line if isinstance(line, str) else json.dumps(line)
+    path = write_log(tmp_path / "bad.log", [*annotate("START"), *constant("x", 8)])
+    path.write_text(path.read_text() + text + "\n" + json.dumps(release("x")[0]) + "\n")
+    with pytest.raises(FormatError, match=message) as refused:
+        import_graph(path)
+    assert str(refused.value).startswith(f"{path}: line ")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*constant("x", 8), *release("x", "x")], r'line 4.NAME is "x": must be .* "x" was released'),
+        ([*call("f", "", {"y": (1, 0)})], 'line 3.ALIAS is "0": must be .* below 0'),
+        ([*call("f", "", {"y": (1, -2)})], 'line 3.ALIAS is "-2": must be .* -1 or more'),
+        ([*constant("x", 8)[:1], *constant("y", 8)[1:]], 'line 2.NAME is "y": must be "x"'),
+        (constant("x", 8), "the log has no CALL"),
+    ],
+)
+def test_logs_that_contradict_themselves(lines: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=message):
+        import_graph(write_log(tmp_path / "bad.log", lines))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda content: content[:-20], "cut short: the gzip stream has no end"),
+        (lambda content: content[:30] + bytes(30) + content[60:], "the gzip stream is damaged"),
+        (lambda content: gzip.compress(b"\xff\xfe{}"), "not a text file: byte 0 is 0xff"),
+        (lambda content: gzip.compress(b"some text"), "line 1 is not JSON"),
+    ],
+)
+def test_damaged_gzip_is_refused(spoil: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    plain = write_log(tmp_path / "small.log", SMALL_LOG)
+    path = tmp_path / "small.log.gz"
+    path.write_bytes(spoil(gzip.compress(plain.read_bytes())))
+    with pytest.raises(FormatError, match=message):
+        import_graph(path)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, model = write_log(tmp_path / "small.log", SMALL_LOG), tmp_path / "model.json"
+    assert main(["import", str(log), "-o", str(model), "--json", "--quiet"]) == 0
+    said = capsys.readouterr()
+    graph = read_graph(model)
+    assert graph == import_graph(log)
+    assert json.loads(said.out) == {
+        "output": str(model),
+        "fingerprint": graph.fingerprint,
+        "ops": 10,
+        "tensors": len(graph.tensors),
+        "static_bytes": 110,
+        "store_all_peak_bytes": 298,
+        "time_s": graph.time_s,
+    }
+    assert said.err == ""
+    assert main(["import", str(log), "-o", str(model), "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith(f"{model}: 10 ops, {len(graph.tensors)} tensors, step time 5.32 us, ")
+
+
+def test_the_command_says_in_one_line_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.json"
+    write_graph(chain(3), model)
+    for file, output, words in [
+        (model, tmp_path / "other.json", "is a file of this planner already"),
+        (tmp_path / "absent.json", tmp_path / "other.json", "there is no such file"),
+        (model, model, "is the file to import itself"),
+        (model, tmp_path / "nowhere" / "other.json", "there is no folder"),
+    ]:
+        assert main(["import", str(file), "-o", str(output), "--quiet"]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert words in said.err
+        assert said.err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == [model]
+
+
+def test_the_help_has_an_example_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "--help"]) == 0
+    examples = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  planner import ")]
+    assert [build_parser().parse_args(words[1:]).command for words in examples] == ["import"]

@@ -1,0 +1,135 @@
+"""What a command's exit code says of a run that took too much or came to something else, and of one that was interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.synthetic import training_chain
+from planner.cli.main import main
+from planner.solving import solve
+from planner.studies.comparison_rows import read_rows
+from tests.support.command import FakeReport, Said, call, refused
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    write_graph(training_chain(6), tmp_path / "model.json")
+    write_plan(replace(solve(training_chain(6), "60%"), graph_file="model.json"), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def ran(report: FakeReport, plan_file: Path, capsys: Any, monkeypatch: Any, *options: str) -> Said:
+    """What ``planner run`` says where the run came to `report`."""
+    import planner
+
+    module = types.ModuleType("planner.api")
+    module.run = lambda *_, **__: report  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "planner.api", module)
+    monkeypatch.setattr(planner, "api", module, raising=False)
+    return call(capsys, "run", plan_file, "--model", "zoo:mlp,batch=2,layers=1,width=4,classes=3", *options)
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "said"),
+    [
+        (FakeReport(identical=True), 0, "within the budget"),
+        (FakeReport(identical=True, measured_peak_bytes=2000), 0, "within the budget"),
+        (FakeReport(identical=True, measured_peak_bytes=2001), 5, "OVER the budget"),
+        (FakeReport(identical=False, differences=("loss",)), 6, "DIFFERENT from keeping everything"),
+        (FakeReport(identical=True, eager_differences=("gradient of 'w'",)), 6, "DIFFERENT from plain PyTorch"),
+        (FakeReport(identical=False, differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
+        (FakeReport(identical=True, eager_differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
+    ],
+)
+def test_a_run_has_codes_of_its_own(
+    report: FakeReport, code: int, said: str, plan_file: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    text = ran(report, plan_file, capsys, monkeypatch)
+    assert (text.code, text.err) == (code, "")
+    assert said in text.out
+    data = ran(report, plan_file, capsys, monkeypatch, "--json")
+    assert data.code == code
+    assert json.loads(data.out)["measured_peak_bytes"] == report.measured_peak_bytes
+
+
+def test_a_plan_that_promises_less_than_its_tensors_take_is_not_run(tmp_path: Path, capsys: Any) -> None:
+    model = "zoo:mlp,batch=64,layers=3,width=16,classes=3"
+    graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"
+    assert call(capsys, "trace", model, "-o", graph_file, "--passes", "1").code == 0
+    assert call(capsys, "solve", graph_file, "--budget", "100%", "-o", plan_file).code == 0
+    plan = read_plan(plan_file)
+    write_plan(replace(plan, peak_bytes=plan.graph.static_bytes), plan_file)
+    refused(call(capsys, "run", plan_file, "--model", model), 1, "says a peak of", "its file was edited")
+    graph_file.unlink()  # without it, what the step allocates tells
+    refused(call(capsys, "run", plan_file, "--model", model), 1, "its tensors alone take")
+
+
+def test_the_codes_are_documented(capsys: Any) -> None:
+    helped = " ".join(call(capsys, "run", "--help").out.split())
+    assert "5 measured peak over its budget" in helped
+    assert "6 loss, gradients, buffers or random state different" in helped
+    readme = (ROOT / "README.md").read_text()
+    assert "5 over its budget" in readme
+    assert "6 different" in readme
+    assert "130 interrupted" in " ".join(call(capsys, "compare", "--help").out.split())
+
+
+# --- a comparison that is interrupted -------------------------------------------------------------
+
+# The first row is done at once; the second takes until it is told to stop.
+SLOW_SECOND = """
+import sys, time, types
+from pathlib import Path
+from planner.cli.main import main
+from solvers.policies import store_all
+from solvers.registry import SOLVERS, Entry
+
+marker, *arguments = sys.argv[1:]
+
+def solve(graph, budget_bytes, *, should_stop, **options):
+    Path(marker).touch()
+    while not should_stop():
+        time.sleep(0.01)
+    return store_all.solve(graph, budget_bytes)
+
+module = types.ModuleType("endless")
+module.solve = solve
+sys.modules["endless"] = module
+SOLVERS["endless"] = Entry("endless", "never ends by itself")
+sys.exit(main(arguments))
+"""
+
+
+def test_an_interrupted_comparison_says_so_and_goes_on_later(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
+    marker, folder, graph_file = tmp_path / "started", tmp_path / "out", plan_file.with_name("model.json")
+    asked = ["compare", graph_file, "--budgets", "100%", "-o", folder, "--jobs", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SECOND, marker, *map(str, asked), "--methods", "store_all,endless"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, err
+    assert "with the rows that are done, to go on with the others next time" in err
+    assert [row.method for row in read_rows(folder / "rows.csv")] == ["store_all"]
+    assert "store_all" in out
+    assert main([str(word) for word in (*asked, "--methods", "store_all,chen-sqrt")]) == 0
+    assert [row.method for row in read_rows(folder / "rows.csv")] == ["store_all", "chen-sqrt"]

@@ -1,0 +1,235 @@
+"""DDP and FSDP2 on two processes: one plan for both, the wrapper's own gradients to the last bit, and an error is everybody's."""
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceError
+from planner.distributed.wrappers import unwrap
+from planner.runtime.measure import measure_memory
+from planner.training import compiler
+from tests.support.processes import on_two
+
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.branch(x))
+
+
+class Net(nn.Module):
+    """Blocks, a batch norm, a frozen bias, and optionally a parameter that is never used."""
+
+    def __init__(self, *, unused: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(2))
+        self.norm = nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, 3)
+        self.head.bias.requires_grad_(requires_grad=False)
+        if unused:
+            self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def pair(wrap: Callable[[nn.Module], nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Net(**options)
+    twin = copy.deepcopy(model)
+    return wrap(model), wrap(twin)
+
+
+def batch_of(rank: int, size: int = 256) -> Batch:
+    torch.manual_seed(rank)
+    return torch.randn(size, 32), torch.randint(3, (size,))
+
+
+def whole(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def state(model: nn.Module) -> list[Tensor | None]:
+    parameters = list(model.parameters())
+    return whole([*parameters, *model.buffers(), *(p.grad for p in parameters)])
+
+
+def assert_trains_as(
+    eager: nn.Module, planned: nn.Module, step: Loss, batch: Batch, *, sync: Callable[[nn.Module, bool], None] | None = None
+) -> None:
+    """Two steps of AdamW, of two batches each where `sync` turns averaging off and on."""
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (eager, planned)]
+    for turn in range(2):
+        for last in (True,) if sync is None else (False, True):
+            losses = []
+            for model, run in ((eager, lambda x, y: F.cross_entropy(eager(x), y)), (planned, step)):
+                torch.manual_seed(10 * turn + last)
+                if sync is not None:
+                    sync(model, last)
+                losses.append(run(*batch))
+                losses[-1].backward()
+            assert torch.equal(*losses)
+        for wanted, found in zip(state(eager), state(planned), strict=True):
+            assert (wanted is found is None) or torch.equal(wanted, found)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def assert_one_plan(step: planner.PlannedStep) -> None:
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, (step.plan.schedule, step.plan.graph, step.plan.budget_bytes))
+    assert plans[0] == plans[1]
+
+
+def assert_within_budget(step: planner.PlannedStep, model: nn.Module, batch: Batch, *, outside_bytes: int) -> None:
+    """`outside_bytes`: what is in memory before the step and behind it."""
+    # On a busy machine gloo's threads let go of what they have sent only a while later: the least of some steps is the step's.
+    peaks = []
+    for _ in range(5):
+        model.zero_grad()
+        peaks.append(measure_memory(step, batch, static_bytes=outside_bytes, device=torch.device("cpu")).peak_bytes)
+    assert min(peaks) <= step.plan.budget_bytes, (peaks, step.plan.budget_bytes)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def check_ddp(rank: int) -> None:
+    batch, profiles = batch_of(rank), []
+    with_times = compiler.with_times
+    compiler.with_times = lambda *args, **kwargs: profiles.append(rank) or with_times(*args, **kwargs)
+
+    eager, planned = pair(DistributedDataParallel)
+    step = planner.compile(planned, F.cross_entropy, batch, budget="80%", optimizer="adamw", passes=1)
+    assert profiles == ([0] if rank == 0 else [])
+    assert all(p.grad is None for p in planned.parameters())
+    assert_one_plan(step)
+    assert len(step.plan.schedule.computed) > step.plan.graph.ops
+    assert_trains_as(eager, planned, step, batch)
+    trained = bytes_of(p for p in planned.parameters() if p.requires_grad)
+    static = bytes_of([*planned.parameters(), *planned.buffers(), *batch]) + 3 * trained  # buckets, and two of AdamW
+    assert_within_budget(step, planned, batch, outside_bytes=static)
+
+    def sync(model: nn.Module, last: bool) -> None:
+        model.require_backward_grad_sync = last  # what no_sync() does
+
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    eager, planned = pair(lambda model: DistributedDataParallel(model, **options), unused=True)
+    step = planner.compile(planned, F.cross_entropy, batch, budget="85%", accumulate=True, passes=1)
+    assert_trains_as(eager, planned, step, batch, sync=sync)
+
+    eager, planned = pair(lambda model: DistributedDataParallel(model, static_graph=True))
+    step = planner.compile(planned, F.cross_entropy, batch, budget="100%", passes=1)
+    assert_trains_as(eager, planned, step, batch)
+
+
+def check_errors(rank: int) -> None:
+    model, batch = DistributedDataParallel(Net()), batch_of(rank)
+    there = "rank 0: " if rank else ""
+    with pytest.raises(InfeasibleError, match=f"^{there}budget 1.00 kB is below .*, the least"):
+        planner.compile(model, F.cross_entropy, batch, budget="1kB", passes=1)
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("by chance")
+
+    kind, said = (PlannerError, "rank 0: ZeroDivisionError: by chance") if rank else (ZeroDivisionError, "by chance")
+    with pytest.raises(kind, match=said):
+        planner.compile(model, F.cross_entropy, batch, budget="90%", passes=1, on_progress=fail)
+    there = "" if rank else "rank 1: "
+    with pytest.raises(MismatchError, match=f"^{there}the plan is for another graph .* inputs"):
+        planner.compile(model, F.cross_entropy, batch_of(rank, size=256 + rank), budget="100%", passes=1)
+    # Nothing of it is left behind.
+    planner.compile(model, F.cross_entropy, batch, budget="100%", passes=1)(*batch).backward()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def check_fsdp2(rank: int) -> None:
+    batch = batch_of(rank)
+    eager, planned = pair(sharded)
+    step = planner.compile(planned, F.cross_entropy, batch, budget="85%", optimizer="adamw", passes=1)
+    assert all(isinstance(p, DTensor) and p.grad is None for p in planned.parameters())
+    assert_one_plan(step)
+    assert len(step.plan.schedule.computed) > step.plan.graph.ops
+    with pytest.raises(MismatchError, match="make another plan for this shape"):
+        step(*batch_of(rank, size=3))
+    assert_trains_as(eager, planned, step, batch)
+    assert all(isinstance(p, DTensor) for p in planned.parameters())
+    with torch.no_grad():  # the model itself, by its own hooks
+        assert torch.equal(planned.eval()(batch[0]), eager.eval()(batch[0]))
+    planned.train().reshard()  # the outermost stays gathered behind a forward pass
+    shards = [p.to_local() for p in planned.parameters()]
+    trained = [p.to_local() for p in planned.parameters() if p.requires_grad]
+    static = bytes_of([*shards, *planned.buffers(), *batch]) + 2 * bytes_of(trained)
+    assert_within_budget(step, planned, batch, outside_bytes=static)
+
+    def sync(model: nn.Module, last: bool) -> None:
+        model.set_requires_gradient_sync(last)
+
+    eager, planned = pair(sharded)
+    step = planner.compile(planned, F.cross_entropy, batch, budget="100%", accumulate=True, passes=1)
+    assert_trains_as(eager, planned, step, batch, sync=sync)
+
+    blocks = Net()
+    fully_shard(blocks.blocks[0])
+    with pytest.raises(TraceError, match=r"parts of the model are sharded, .* call fully_shard\(model\) after its blocks"):
+        planner.compile(blocks, F.cross_entropy, batch, budget="1GB")
+    old = FullyShardedDataParallel(Block(32), device_id=torch.device("cpu"))
+    with pytest.raises(TraceError, match=r"FSDP1\) is not planned: use fully_shard"):
+        planner.compile(old, F.cross_entropy, batch, budget="1GB")
+    half = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(TraceError, match=r"mixed precision policy is not planned: use torch.autocast around the step"):
+        planner.compile(half, F.cross_entropy, batch, budget="1GB")
+
+
+def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    eager, planned = pair(wrap)
+    compiled = torch.compile(planned, backend="planner", dynamic=False, options={"budget": "100%"})
+    assert_trains_as(eager, planned, lambda x, y: F.cross_entropy(compiled(x), y), batch_of(rank))
+
+
+@pytest.mark.parametrize(
+    "checks",
+    [
+        (check_ddp, check_errors, partial(check_backend, wrap=DistributedDataParallel)),
+        (check_fsdp2, partial(check_backend, wrap=sharded)),
+    ],
+    ids=["ddp", "fsdp2"],
+)
+def test_two_processes_train_by_one_plan(checks: tuple[Callable[[int], None], ...], tmp_path: Path) -> None:
+    on_two(checks, tmp_path)
+
+
+def test_one_process_is_left_alone() -> None:
+    model = Net()
+    assert unwrap(model).module is model
+    with pytest.raises(TraceError, match="DataParallel is not planned: start a process for each device"):
+        unwrap(nn.DataParallel(model))

@@ -1,0 +1,246 @@
+"""What a plan does, shown: the figures add up, the page is whole and self-contained, and a browser lays it out at any width."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html import escape
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import planner
+from graphs.errors import OutputError, PlannerError
+from graphs.io.formats import write_graph, write_plan
+from graphs.ir import Graph, Phase
+from graphs.plan import Plan
+from graphs.synthetic import training_chain
+from graphs.zoo import build
+from planner.cli.main import main
+from planner.report.chart import COLUMNS, again_columns, memory_columns
+from planner.report.chrome_trace import chrome_trace
+from planner.report.page import page
+from planner.report.timeline import Timeline, block
+from planner.solving import solve
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
+
+
+def graph(module: str = "model.h.{}.mlp", model: str = "chain") -> Graph:
+    """A chain whose ops belong to blocks."""
+    plain = training_chain(8)
+    ops = tuple(replace(op, module=module.format(op.id % 4), target="aten.relu.default") for op in plain.ops)
+    return Graph(ops, plain.tensors, plain.kept, {"model": model})
+
+
+def plan(of: Graph) -> Plan:
+    return solve(of, "60%")
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return Timeline(graph(), plan(graph()))
+
+
+def test_the_figures_add_up(timeline: Timeline) -> None:
+    assert len(timeline.executions) == len(timeline.plan.schedule.computed)
+    assert timeline.peak.memory_bytes == timeline.plan.peak_bytes == max(memory_columns(timeline))
+    in_use = sum(one.tensor.size_bytes for one in timeline.held) + timeline.graph.static_bytes
+    assert in_use + timeline.peak.op.workspace_bytes == timeline.plan.peak_bytes
+    overhead_s = timeline.plan.time_s - timeline.graph.time_s
+    assert overhead_s > 0
+    assert math.isclose(sum(burst.time_s for burst in timeline.bursts), overhead_s)
+    assert math.isclose(sum(cost.time_s for cost in timeline.module_costs), overhead_s)
+    assert math.isclose(sum(again_columns(timeline)) / COLUMNS * timeline.time_s, overhead_s)
+    assert sum(burst.ops for burst in timeline.bursts) == len(timeline.executions) - len(timeline.graph.ops)
+    assert {cost.module for cost in timeline.module_costs} <= {f"h.{i}" for i in range(4)}
+    assert all(burst.reader is not None and burst.reader.phase is Phase.BACKWARD for burst in timeline.bursts)
+    sizes = [one.tensor.size_bytes for one in timeline.held]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_graph_without_times_is_drawn_evenly() -> None:
+    timed = graph()
+    untimed = Graph(tuple(replace(op, time_s=0.0) for op in timed.ops), timed.tensors, timed.kept)
+    timeline = Timeline(untimed, solve(untimed, "60%"))
+    assert max(memory_columns(timeline)) == timeline.plan.peak_bytes
+    assert "<svg" in page(timeline)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("model.h.3.attn.out", "h.3"),
+        ("model.encoder.layers.0", "encoder.layers.0"),
+        ("model.head", "head"),
+        ("", ""),
+        ("fc1", "fc1"),
+    ],
+)
+def test_modules_belong_to_blocks(module: str, name: str) -> None:
+    assert block(module) == name
+
+
+class Whole(HTMLParser):
+    """Fails where a tag is not closed, and collects what the page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.references += [name for name, _ in attrs if name in ("src", "href", "srcset", "data") or name.startswith("on")]
+        if tag not in ("meta", "wbr", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("model", ["chain", HOSTILE])
+def test_the_page_is_whole_and_needs_nothing_else(model: str) -> None:
+    shown = graph(module=model, model=model)
+    text = page(Timeline(shown, plan(shown)))
+    parser = Whole()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    assert parser.references == []
+    assert not parser.tags & {"script", "link", "img", "iframe", "object"}
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    assert "\x1b" not in text
+    assert escape(model.replace("\x1b", "\\x1b")) in text
+
+
+def test_the_page_says_what_the_plan_says(timeline: Timeline) -> None:
+    text = re.sub(r"<[^>]*>", " ", page(timeline))
+    assert f"{len(timeline.executions) - len(timeline.graph.ops)} of {len(timeline.executions)} executions" in text
+    assert timeline.peak.op.name in text
+    assert timeline.graph.fingerprint in text
+    keeping = Timeline(timeline.graph, solve(timeline.graph, "100%"))
+    assert "Nothing: all that is needed stays in memory" in page(keeping)
+
+
+def test_the_trace_holds_every_execution(timeline: Timeline) -> None:
+    trace = json.loads(chrome_trace(timeline))
+    runs = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [event["name"] for event in runs] == [execution.op.name for execution in timeline.executions]
+    assert math.isclose(sum(event["dur"] for event in runs), 1e6 * timeline.plan.time_s)
+    assert all(math.isclose(b["ts"], a["ts"] + a["dur"]) for a, b in pairwise(runs))
+    memory = [event["args"]["bytes"] for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert max(memory) == timeline.plan.peak_bytes == trace["otherData"]["peak_bytes"]
+    again = {event["tid"] for event, execution in zip(runs, timeline.executions, strict=True) if execution.again}
+    first = {event["tid"] for event, execution in zip(runs, timeline.executions, strict=True) if not execution.again}
+    assert again and not again & first
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    write_graph(graph(), tmp_path / "model.json")
+    write_plan(plan(graph()), tmp_path / "plan.json")
+    return str(tmp_path / "plan.json"), str(tmp_path / "model.json")
+
+
+def test_the_command_writes_both(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    html, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    assert main(["show", files[0], "--graph", files[1], "-o", str(html), "--trace", str(trace)]) == 0
+    assert html.read_text().startswith("<!DOCTYPE html>")
+    assert "traceEvents" in json.loads(trace.read_text())
+    assert f"written to {html}\nwritten to {trace}" in capsys.readouterr().out
+    assert main(["show", files[0], "--graph", files[1], "-o", str(html), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"output": str(html), "trace": None}
+
+
+def test_what_cannot_be_shown_is_one_error(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    write_graph(training_chain(5), other)
+    html = str(tmp_path / "report.html")
+    for arguments, said in (
+        ([files[0], "--graph", files[1]], "nothing to write: name a page (-o report.html)"),
+        ([files[0], "--graph", files[1], "-o", files[0]], "is read for this: name another file"),
+        ([files[0], "--graph", str(other), "-o", html], "the plan is for another graph"),
+        ([files[0], "--graph", files[1], "-o", str(tmp_path / "no" / "r.html")], "there is no folder"),
+    ):
+        assert main(["show", *arguments]) == 1
+        assert said in capsys.readouterr().err
+    assert not Path(html).exists()
+
+
+def test_a_plan_finds_its_graph_wherever_both_are_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "here" / "plans").mkdir(parents=True)
+    write_graph(graph(), tmp_path / "here" / "model.json")
+    solved = ["solve", str(tmp_path / "here" / "model.json"), "--budget", "60%", "--quiet"]
+    assert main([*solved, "-o", str(tmp_path / "here" / "plans" / "plan.json")]) == 0
+    moved, html = (tmp_path / "here").rename(tmp_path / "there"), tmp_path / "report.html"
+    show = ["show", str(moved / "plans" / "plan.json"), "-o", str(html)]
+    assert main(show) == 0
+    assert html.read_text().startswith("<!DOCTYPE html>")
+
+    written = html.read_text()
+    write_graph(training_chain(5), moved / "model.json")
+    assert main(show) == 1
+    assert "the plan is for another graph" in capsys.readouterr().err
+    (moved / "model.json").unlink()
+    assert main(show) == 1
+    assert f"was in {moved / 'plans' / '..' / 'model.json'}, where there is no file now" in capsys.readouterr().err
+    write_graph(graph(), tmp_path / "kept.json")
+    assert main([*show, "--graph", str(tmp_path / "kept.json")]) == 0
+    assert html.read_text() == written
+
+
+def test_a_plan_that_names_no_graph_needs_one(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", files[0], "-o", "report.html"]) == 1
+    assert "does not say where its graph is: name what it was solved for (--graph model.json)" in capsys.readouterr().err
+
+
+def test_a_compiled_step_is_shown_without_a_file(tmp_path: Path) -> None:
+    workload = build("mlp", batch=8, layers=3, width=16, classes=3)
+    html, trace, kept = tmp_path / "report.html", tmp_path / "trace.json", tmp_path / "kept"
+    step = planner.compile(*workload, budget="100%", passes=1, cache=kept)
+    step.report(html, trace=trace)
+    assert step.plan.graph.fingerprint in html.read_text()
+    assert json.loads(trace.read_text())["otherData"]["budget_bytes"] == step.plan.budget_bytes
+    with pytest.raises(OutputError, match="there is no folder"):
+        step.report(tmp_path / "no" / "report.html")
+    with pytest.raises(PlannerError, match="loaded from a cache, and its ops were not measured"):
+        planner.compile(*workload, budget="100%", passes=1, cache=kept).report(html)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (on Debian: apt-get install chromium)")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_lays_the_page_out(width: int, tmp_path: Path) -> None:
+    shown = graph(module="model.a_rather_long_name_of_a_block.{}.attention", model="zoo:gpt2," + "layers=12," * 12)
+    report = escape(page(Timeline(shown, plan(shown))))
+    # The page stands in a frame of this width; the script around it measures, the page itself has none.
+    probe = (
+        f'<iframe id="f" width="{width}" height="800" style="border:0" srcdoc="{report}"></iframe><pre id="said"></pre><script>'
+        "const frame = document.getElementById('f'); frame.onload = () => { const page = frame.contentDocument;"
+        "const [box, budget] = ['.memory', '.budget'].map(name => page.querySelector(name).getBoundingClientRect());"
+        "document.getElementById('said').textContent = JSON.stringify({wide: page.documentElement.scrollWidth,"
+        "left: box.left, right: box.right, tall: box.height, under: box.top >= budget.top - 2,"
+        "ticks: [...page.querySelectorAll('.ys span')].every(s => s.getBoundingClientRect().left >= 0)}); };</script>"
+    )
+    (tmp_path / "probe.html").write_text(probe)
+    browser = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    run = [*browser, "--window-size=1400,900", "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path / 'probe.html'}"]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
+    said = re.search(r'<pre id="said">(.*?)</pre>', ended.stdout)
+    assert said is not None
+    found = json.loads(said[1])
+    assert found["wide"] <= width
+    assert found["right"] <= width
+    assert found["right"] - found["left"] > 0.7 * min(width, 1024)
+    assert found["tall"] > 50
+    assert found["under"]
+    assert found["ticks"]

@@ -1,0 +1,201 @@
+"""The planned step in use: interface, errors, and what it leaves in memory."""
+
+import copy
+import gc
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from benchmarks.storages import LiveStorages
+from graphs.capture.trace import capture
+from graphs.cost.allocator import cpu_allocations
+from graphs.errors import InfeasibleError, MismatchError, ScheduleError
+from graphs.schedule import Free, schedule_of
+from planner.runtime.codegen import compile_schedule
+from planner.runtime.executor import Executor
+from solvers.policies.store_all import store_all
+from tests.support.steps import make, random_schedule
+
+
+def executor(name: str = "gpt2_sdpa") -> tuple[Executor, tuple[torch.Tensor, ...]]:
+    workload = make(name)
+    captured = capture(*workload)
+    return Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn), workload.batch
+
+
+def test_compile_is_one_call() -> None:
+    workload = make("vit")
+    step = planner.compile(*workload, budget="70%", tolerance=0.05, passes=1, time_limit_s=20.0)
+    assert step.plan.measured_peak_bytes is not None
+    assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
+    assert step.plan.overhead > 0
+    torch.manual_seed(3)
+    loss = step(*workload.batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in workload.model.named_parameters()}
+    workload.model.zero_grad()
+    torch.manual_seed(3)
+    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()
+    assert all(torch.equal(gradients[name], p.grad) for name, p in workload.model.named_parameters())
+    assert re.search(r"peak .* predicted, .* measured .* step time \+", str(step.plan))
+
+
+def test_compile_refuses_an_impossible_budget() -> None:
+    with pytest.raises(InfeasibleError, match=r"is below .*, the least any schedule of this graph needs: op"):
+        planner.compile(*make("vit"), budget="5%", passes=1)
+
+
+def test_extra_outputs_are_returned_detached() -> None:
+    model = nn.Linear(4, 3)
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+
+    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return F.cross_entropy(logits, target), logits, (logits.argmax(1) == target).float().mean()
+
+    captured = capture(model, loss_fn, (x, y))
+    loss, logits, accuracy = Executor(captured, store_all(captured.graph), model, loss_fn)(x, y)
+    assert torch.equal(logits, model(x))
+    assert not logits.requires_grad
+    assert not accuracy.requires_grad
+    loss.backward()
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x[:2], y[:2]), "int64\\[2, 48\\], but the step was planned for int64\\[4, 48\\]"),
+        (lambda x, y: (x.int(), y), "int32\\[4, 48\\], but the step was planned for int64"),
+        (lambda x, y: (x,), "the batch has input 0, but the step was planned for input 0, input 1"),
+        (lambda x, y: (x, "target"), "input 1 of the batch is str"),
+    ],
+    ids=["shape", "dtype", "missing", "no tensor"],
+)
+def test_another_batch_is_refused(change, message: str) -> None:
+    step, batch = executor()
+    with pytest.raises(MismatchError, match=message):
+        step(*change(*batch))
+
+
+def test_another_mode_is_refused() -> None:
+    workload = make("gpt2_sdpa")
+    captured = capture(*workload)
+    step = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+    workload.model.eval()
+    with pytest.raises(MismatchError, match=r"train\(\) or eval\(\)"):
+        step(*workload.batch)
+    workload.model.train()
+    step(*workload.batch)
+    next(workload.model.parameters()).requires_grad_(requires_grad=False)
+    with pytest.raises(MismatchError, match="requires_grad"):
+        step(*workload.batch)
+
+
+def test_a_second_backward_is_refused() -> None:
+    step, batch = executor()
+    loss = step(*batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="called twice"):
+        loss.backward()
+
+
+def test_a_parameter_changed_before_backward_is_noticed() -> None:
+    workload = make("gpt2_sdpa")
+    captured = capture(*workload)
+    loss = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)(*workload.batch)
+    with torch.no_grad():
+        for parameter in workload.model.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_forwards_before_one_backward() -> None:
+    workload = make("resnet18")
+    captured = capture(*workload)
+    step = Executor(captured, random_schedule(captured.graph, 0), workload.model, workload.loss_fn)
+    both = step(*workload.batch) + 2 * step(*workload.batch)
+    both.backward()
+    planned = [p.grad for p in workload.model.parameters()]
+    other = make("resnet18")
+    first, second = (other.loss_fn(other.model(other.batch[0]), other.batch[1]) for _ in range(2))
+    (first + 2 * second).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(planned, other.model.parameters(), strict=True))
+
+
+def test_gradients_accumulate() -> None:
+    step, batch = executor("frozen")
+    step(*batch).backward()
+    once = [None if p.grad is None else p.grad.clone() for p in step._step.parameters()]
+    step(*batch).backward()
+    for before, parameter in zip(once, step._step.parameters(), strict=True):
+        assert (before is None and parameter.grad is None) or torch.equal(2 * before, parameter.grad)
+
+
+def test_nothing_is_left_in_memory() -> None:
+    step, batch = executor("mutated")
+    step(*batch).backward()
+    for parameter in step._step.parameters():
+        parameter.grad = None
+    gc.disable()
+    try:
+
+        def run(_: object) -> None:
+            for _ in range(3):
+                step(*batch).backward()
+                for parameter in step._step.parameters():
+                    parameter.grad = None
+
+        events = cpu_allocations(run)
+    finally:
+        gc.enable()
+    assert events
+    assert sum(event.size_bytes or 0 for event in events) == 0
+
+
+def test_the_code_says_what_the_schedule_says() -> None:
+    captured = capture(*make("unet"))
+    schedule = random_schedule(captured.graph, 2)
+    source = compile_schedule(captured.graph, captured.program, schedule).source
+    frees = re.findall(r"^    del t(\d+)$", source, flags=re.MULTILINE)
+    assert [int(t) for t in frees] == [step.tensor for step in schedule.steps if isinstance(step, Free)]
+    for op, call in zip(captured.graph.ops, captured.program.calls, strict=True):
+        assert source.count(call.expression) >= schedule.computed.count(op.id) >= 1
+
+
+def test_an_invalid_schedule_is_refused() -> None:
+    workload = make("frozen")
+    captured = capture(*workload)
+    broken = schedule_of(captured.graph, range(len(captured.graph.ops) - 1))
+    with pytest.raises(ScheduleError, match="never computes"):
+        Executor(captured, broken, workload.model, workload.loss_fn)
+
+
+def test_a_plan_for_another_graph_is_refused() -> None:
+    small, large = make("frozen"), make("mutated")
+    plan = planner.solve(planner.trace(*small, passes=1), "100%")
+    with pytest.raises(MismatchError, match=r"the plan is for another graph .*ops"):
+        planner.run(plan, *large)
+
+
+def test_a_module_that_is_replaced_is_trained_by_the_same_plan() -> None:
+    workload = make("frozen")
+    captured = capture(*workload)
+    step = Executor(captured, schedule_of(captured.graph, range(len(captured.graph.ops))), workload.model, workload.loss_fn)
+    workload.model.head = copy.deepcopy(workload.model.head)
+    step(*workload.batch).backward()
+    planned = workload.model.head.weight.grad
+    workload.model.zero_grad()
+    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()
+    assert torch.equal(planned, workload.model.head.weight.grad)
+
+
+def test_a_mode_around_the_step_is_no_change_of_it() -> None:
+    step, batch = executor("frozen")
+    with LiveStorages([]) as storages:
+        step(*batch).backward()
+    assert storages.peak_bytes > 0

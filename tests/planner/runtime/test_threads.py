@@ -1,0 +1,102 @@
+"""Random ops that are computed again draw what they drew, whatever other threads draw meanwhile."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.capture.redraw import dropout_from
+from graphs.capture.trace import capture
+from graphs.ir import Phase
+from graphs.schedule import schedule_of
+from planner.runtime.executor import Executor
+
+aten = torch.ops.aten
+
+
+class Masks(nn.Module):
+    """Its gradients show the masks of the backward pass, its output those of the forward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight, self.kind = nn.Parameter(torch.ones(32, 64)), kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.weight * x
+        for _ in range(3):
+            match self.kind:
+                case "dropout":
+                    hidden = F.dropout(hidden, 0.3)
+                case "bernoulli":
+                    hidden = hidden * torch.bernoulli(torch.full_like(hidden, 0.7))
+                case "rand_like":
+                    hidden = hidden * (torch.rand_like(hidden) < 0.7)
+        return torch.sin(hidden).sum(), hidden
+
+
+def computed_twice(model: Masks, x: torch.Tensor) -> Executor:
+    """All that the forward pass draws is dropped behind it, and drawn again in the backward pass."""
+    captured = capture(model, None, (x,))
+    forward = [op.id for op in captured.graph.ops if op.phase is Phase.FORWARD]
+    again = [op for op in forward if captured.graph.ops[op].recomputable]
+    assert any(captured.graph.ops[op].random for op in again)
+    schedule = schedule_of(captured.graph, [*forward, *again, *range(len(forward), len(captured.graph.ops))])
+    return Executor(captured, schedule, model, None)
+
+
+def wrong_masks(step: Executor, model: Masks, x: torch.Tensor, steps: int) -> int:
+    """How many of so many steps had a backward pass with another mask than its forward pass."""
+    wrong = 0
+    for _ in range(steps):
+        loss, hidden = step(x)
+        (gradient,) = torch.autograd.grad(loss, model.weight)
+        wrong += not torch.equal(hidden == 0, gradient == 0)
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["dropout", "bernoulli", "rand_like"])
+@pytest.mark.parametrize("drawing", ["a step of the same plan", "somebody else"])
+def test_masks_are_those_of_the_forward_pass(kind: str, drawing: str) -> None:
+    torch.manual_seed(0)
+    model, x = Masks(kind), torch.rand(32, 64) + 0.5
+    step, wrong, done = computed_twice(model, x), [], threading.Event()
+
+    def draw() -> None:
+        while not done.is_set():
+            torch.rand(50)
+
+    def train() -> None:
+        wrong.append(wrong_masks(step, model, x, 150))
+
+    other = threading.Thread(target=train if drawing == "a step of the same plan" else draw)
+    other.start()
+    train()
+    done.set()
+    other.join()
+    assert sum(wrong) == 0
+
+
+def test_alone_the_generator_is_where_eager_mode_leaves_it() -> None:
+    for kind in ("dropout", "bernoulli", "rand_like"):
+        model, x = Masks(kind), torch.rand(32, 64) + 0.5
+        step, found = computed_twice(model, x), []
+        for run in (step, model):
+            torch.manual_seed(3)
+            loss, hidden = run(x)
+            found.append([loss, hidden, *torch.autograd.grad(loss, model.weight), torch.get_rng_state()])
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("x", [torch.randn(4, 6, 8, 10), torch.randn(3, 1).expand(3, 5), torch.randn(())])
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dropout_from_a_generator_is_that_of_the_default_one(x: torch.Tensor, p: float, dtype: torch.dtype) -> None:
+    for layout in (x.to(dtype), x.to(dtype).transpose(0, -1) if x.dim() else x.to(dtype)):
+        before = torch.get_rng_state()
+        expected = aten.native_dropout(layout, p, True)
+        own = torch.Generator().set_state(before)
+        found = dropout_from(layout, p, True, generator=own)
+        assert all(map(torch.equal, expected, found)) and torch.equal(own.get_state(), torch.get_rng_state())
+        assert [t.stride() for t in expected] == [t.stride() for t in found]

@@ -1,0 +1,187 @@
+"""``planner compare``: every method by one judge, rows kept, and table and figures from the rows alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphs.errors import BudgetError, OutputError, PlannerError
+from graphs.io.formats import write_graph
+from graphs.ir import Graph
+from graphs.synthetic import TransformerSize, training_chain, transformer
+from planner.cli.main import main
+from planner.report.comparisons import cell_text, table_text, write_report
+from planner.studies.compare import compare, methods_named
+from planner.studies.comparison_rows import COLUMNS, OPTIMUM, Row, bound_of, read_rows, write_rows
+from solvers.registry import SOLVERS
+from solvers.result import Reason
+
+METHODS = ("windows", "store_all", "chen-sqrt", "dtr", "lru", "rotor")
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return transformer(TransformerSize(layers=3))
+
+
+@pytest.fixture(scope="module")
+def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return compare(graph, ["100%", "75%", "65%"], METHODS, tmp_path_factory.mktemp("rows"), model="three layers")
+
+
+def test_every_method_at_every_budget(rows: list[Row]) -> None:
+    assert len(rows) == 3 * len(METHODS)
+    assert {row.method for row in rows} == set(METHODS)
+    assert all(row.time_s is None or row.peak_bytes is not None for row in rows)
+    assert all(row.message for row in rows if row.time_s is None)
+
+
+def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: list[Row]) -> None:
+    for row in rows:
+        bound_s = bound_of(rows, row.budget_bytes)
+        assert bound_s is not None
+        optimum = next(o for o in rows if o.method == OPTIMUM and o.budget_bytes == row.budget_bytes)
+        assert optimum.time_s is not None
+        if row.time_s is not None and row.peak_bytes is not None:
+            assert row.peak_bytes <= row.budget_bytes
+            assert row.time_s >= bound_s * (1 - 1e-9)
+            assert optimum.time_s <= row.time_s * (1 + row.tolerance)
+
+
+def test_all_methods_can_be_compared(tmp_path: Path) -> None:
+    found = compare(training_chain(6), ["80%"], methods_named("all"), tmp_path, time_limit_s=20)
+    assert found[0].method == OPTIMUM
+    assert {row.method for row in found} == set(SOLVERS)
+    assert all(row.status in {"optimal", "feasible", "infeasible", "limit", "error"} for row in found)
+
+
+def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path) -> None:
+    first = compare(graph, ["80%"], ["windows", "store_all"], tmp_path)
+    write_rows(tmp_path / "rows.csv", [replace(row, message="marked") for row in first])
+    new: list[Row] = []
+    again = compare(graph, ["80%", "70%"], ["windows", "lru"], tmp_path, on_row=lambda row, done, count: new.append(row))
+    assert [(row.method, row.budget) for row in new] == [("lru", "80%"), ("windows", "70%"), ("lru", "70%")]
+    assert [row.message for row in again if row.budget == "80%" and row.method == "windows"] == ["marked"]
+    assert len(read_rows(tmp_path / "rows.csv")) == 5
+    assert len(again) == 4
+
+
+def test_two_at_a_time_find_the_same(graph: Graph, rows: list[Row], tmp_path: Path) -> None:
+    beside = compare(graph, ["75%"], ["store_all", "chen-sqrt", "lru"], tmp_path, model="three layers", jobs=2)
+    times = {row.method: row.time_s for row in rows if row.budget == "75%"}
+    assert {row.method: row.time_s for row in beside} == {name: times[name] for name in ("store_all", "chen-sqrt", "lru")}
+
+
+def test_a_stopped_comparison_goes_on_later(graph: Graph, tmp_path: Path) -> None:
+    done: list[Row] = []
+    compare(
+        graph, ["80%"], ["store_all", "lru"], tmp_path, on_row=lambda row, *_: done.append(row), should_stop=lambda: bool(done)
+    )
+    assert [row.method for row in done] == ["store_all"]
+    assert {row.method for row in compare(graph, ["80%"], ["store_all", "lru"], tmp_path)} == {"store_all", "lru"}
+
+
+def test_rows_are_read_as_they_were_written(rows: list[Row], tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.csv", rows)
+    assert read_rows(tmp_path / "rows.csv") == rows
+
+
+def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Row]) -> None:
+    text = table_text(rows)
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert lines[0] == "| budget | windows | store_all | chen-sqrt | rotor | dtr | lru | bound |"
+    assert lines[2].count("**0.00%**") >= 2  # at the peak, the optimum and keeping everything
+    assert "OOM" in lines[4]
+    assert table_text(rows) == text
+
+
+def test_what_a_cell_says(rows: list[Row]) -> None:
+    row = next(row for row in rows if row.time_s is None)
+    said = {reason: cell_text(replace(row, reason=str(reason), message="it thrashes at the limit")) for reason in Reason}
+    assert said == {
+        Reason.INAPPLICABLE: "does not apply",
+        Reason.MEMORY: "OOM",
+        Reason.THRASHING: "thrash",
+        Reason.SIZE: "too large",
+        Reason.TIME: "time",
+    }
+    assert cell_text(replace(row, status="infeasible", reason="")) == "infeasible"
+
+
+def test_table_and_figures_are_written(rows: list[Row], tmp_path: Path) -> None:
+    write_report(rows, tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"table.md", "overhead.png", "memory.png"}
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", ",".join(COLUMNS) + "\n" + "x," * (len(COLUMNS) - 1) + "x\n"])
+def test_other_csvs_are_refused(graph: Graph, tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(OutputError, match=r"rows.csv (has other columns|is damaged)"):
+        compare(graph, ["80%"], ["store_all"], tmp_path)
+    assert (tmp_path / "rows.csv").read_text() == text
+
+
+def test_rows_of_another_profile_are_not_mixed_with_new_ones(graph: Graph, tmp_path: Path) -> None:
+    before = compare(graph, ["80%"], ["store_all"], tmp_path)
+    slower = Graph(tuple(replace(op, time_s=2 * op.time_s) for op in graph.ops), graph.tensors, graph.kept, graph.provenance)
+    assert compare(slower, ["80%"], ["store_all"], tmp_path) == before
+    with pytest.raises(OutputError, match=r"its ops were measured again, for no graph.json is beside it"):
+        compare(slower, ["80%", "60%"], ["store_all"], tmp_path)
+    assert read_rows(tmp_path / "rows.csv") == before
+
+
+def test_rows_of_another_graph_are_refused(graph: Graph, tmp_path: Path) -> None:
+    compare(training_chain(4), ["80%"], ["store_all"], tmp_path)
+    with pytest.raises(OutputError, match="holds rows of another graph"):
+        compare(graph, ["80%"], ["store_all"], tmp_path)
+
+
+def test_bad_requests(graph: Graph, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="no budget"):
+        compare(graph, [], ["store_all"], tmp_path)
+    with pytest.raises(PlannerError, match="no solver 'magic'"):
+        compare(graph, ["80%"], ["magic"], tmp_path)
+    with pytest.raises(PlannerError, match="jobs is 0"):
+        compare(graph, ["80%"], ["store_all"], tmp_path, jobs=0)
+    with pytest.raises(PlannerError, match="no method 'magic'"):
+        methods_named("windows,magic")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_graph(graph, tmp_path / "model.json")
+    words = [
+        "compare",
+        str(tmp_path / "model.json"),
+        "--budgets",
+        "80%,70%",
+        "--methods",
+        "store_all,windows",
+        "--jobs",
+        "1",
+        "--quiet",
+    ]
+    out = tmp_path / "deep" / "results"
+    assert main([*words, "-o", str(out)]) == 0
+    assert "| budget | windows | store_all | bound |" in capsys.readouterr().out
+    assert {file.name for file in out.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}
+    assert main([*words, "-o", str(out), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["holds"] == "comparison"
+    assert len(data["rows"]) == 4
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tmp_path / "none.json"), "-o", str(tmp_path / "out")]) == 1
+    assert "none.json" in capsys.readouterr().err
+    assert main(["compare", "zoo:gpt2", "--methods", "magic", "-o", str(tmp_path / "out")]) == 1
+    assert "there is no method 'magic'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_figures_where_no_method_fits(rows: list[Row], tmp_path: Path) -> None:
+    none = [replace(row, time_s=None, peak_bytes=None, bound_s=None, status="infeasible") for row in rows]
+    write_report(none, tmp_path)
+    assert (tmp_path / "overhead.png").exists()

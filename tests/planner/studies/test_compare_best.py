@@ -1,0 +1,192 @@
+"""Methods at their best: tuned for each budget, none left out for a reason that is not told."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare_summary import summary_text
+from graphs.ir import Graph
+from graphs.synthetic import TransformerSize, training_chain, transformer
+from planner.report.comparisons import cell_text, simulated_table, table_text
+from planner.studies.best import (
+    HEURISTICS,
+    best_measured,
+    best_schedule,
+    kind_of,
+    tuned_table,
+    undominated,
+    why_none,
+)
+from planner.studies.compare import compare
+from planner.studies.comparison_rows import Row, RunBy, write_rows
+from solvers.registry import SOLVERS
+from solvers.result import Reason
+
+METHODS = ("windows", "checkpoint_blocks", "sac", *HEURISTICS["dtr"], *HEURISTICS["megengine"])
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return transformer(TransformerSize(layers=2))
+
+
+@pytest.fixture(scope="module")
+def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return compare(graph, ["70%", "60%", "50%"], METHODS, tmp_path_factory.mktemp("rows"), model="two layers")
+
+
+@pytest.fixture
+def row(rows: list[Row]) -> Row:
+    return rows[0]
+
+
+def step(row: Row, method: str, ratio: float | None, peak: int | None, exactness: str = "identical", reason: str = "") -> Row:
+    """A row of what PyTorch ran."""
+    return replace(
+        row,
+        run_by=str(RunBy.TORCH),
+        method=method,
+        budget="",
+        budget_bytes=None,
+        status="ran" if ratio else "error",
+        reason=reason,
+        time_s=None,
+        peak_bytes=None,
+        measured_ratio=ratio,
+        measured_peak_bytes=peak,
+        exactness=exactness if ratio else "",
+    )
+
+
+def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[Row]) -> None:
+    # A synthetic graph has neither modules nor ops with PyTorch's names.
+    for method in ("checkpoint_blocks", "sac"):
+        own = [row for row in rows if row.method == method]
+        assert len(own) == 3
+        for row in own:
+            assert (row.status, row.reason) == ("limit", Reason.INAPPLICABLE)
+            assert "does not apply" in row.message
+            assert cell_text(row) == "does not apply"
+    assert table_text(rows).count("| does not apply |") == 3
+    assert "does not apply: the method is not for this model" in table_text(rows)
+
+
+def test_what_needs_more_is_out_of_memory(tmp_path: Path) -> None:
+    found = compare(training_chain(8), ["90%", "30%"], ["store_all", "chen-sqrt", "dtr"], tmp_path)
+    cells = {row.key[1:]: cell_text(row) for row in found}
+    assert cells["store_all", "90%"] == cells["store_all", "30%"] == cells["dtr", "30%"] == "OOM"
+
+
+def test_a_row_that_is_not_there_was_not_tried(rows: list[Row]) -> None:
+    some = [row for row in rows if (row.method, row.budget) != ("dtr", "60%")]
+    header, *lines = simulated_table(some)
+    assert [line[header.index("dtr")] == "not tried" for line in lines] == [False, True, False]
+    assert why_none([]) == "not tried"
+
+
+def test_every_heuristic_is_of_a_kind(row: Row) -> None:
+    evicting = ("solvers.policies.dtr", "solvers.policies.megengine")
+    assert {name for kind in HEURISTICS.values() for name in kind} == {
+        name for name, entry in SOLVERS.items() if entry.module in evicting
+    }
+    assert kind_of(replace(row, run_by="simulator", method="msps")) == "dtr"
+    assert kind_of(replace(row, run_by="simulator", method="megengine-static")) == "megengine"
+    assert kind_of(replace(row, run_by="torch", method="sac-every-second level 2")) == "sac"
+    assert kind_of(replace(row, run_by="torch", method="memory-budget 0.50 inductor")) == "memory-budget inductor"
+
+
+def test_the_best_heuristic_is_the_fastest_that_fits(rows: list[Row]) -> None:
+    kind = [row for row in rows if row.method in HEURISTICS["dtr"]]
+    budgets = sorted({row.budget_bytes or 0 for row in rows})
+    times = []
+    for budget in budgets:
+        best = best_schedule(kind, budget)
+        here = [row.time_s for row in kind if row.budget_bytes == budget and row.time_s is not None]
+        if best is None:
+            assert not here
+            continue
+        assert best.time_s is not None and best.peak_bytes is not None and best.peak_bytes <= budget
+        assert best.time_s <= min(here, default=best.time_s)
+        times.append(best.time_s)
+    assert times
+    assert times == sorted(times, reverse=True)  # with more memory never slower
+
+
+def test_a_schedule_for_less_memory_serves_where_its_own_kind_fails_with_more(row: Row) -> None:
+    small = replace(row, method="lru", budget="50%", budget_bytes=50, time_s=2.0, peak_bytes=50)
+    large = replace(row, method="lru", budget="70%", budget_bytes=70, time_s=None, peak_bytes=None, reason="thrashing")
+    assert best_schedule([small, large], 70) is small
+    assert best_schedule([small, large], 40) is None
+
+
+def test_the_summary_names_the_best_heuristics(rows: list[Row], tmp_path: Path) -> None:
+    write_rows(tmp_path / "h200" / "two-layers" / "rows.csv", rows)
+    lines = [line.strip("| ").split(" | ") for line in summary_text(tmp_path).splitlines() if line.startswith("| ")]
+    cells = dict(zip(lines[0], lines[2], strict=True))
+    assert (cells["model"], cells["budget"], cells["chen-sqrt"]) == ("two-layers", "70%", "not tried")
+    assert cells["checkpoint_blocks"] == cells["sac"] == "does not apply"
+    for kind in HEURISTICS:
+        own = [row for row in rows if row.method in HEURISTICS[kind]]
+        best = best_schedule(own, next(row.budget_bytes or 0 for row in rows if row.budget == "70%"))
+        assert best is not None
+        assert cells[f"{kind} (best)"].strip("*") == f"{cell_text(best)} ({best.method})"
+
+
+def test_what_reads_the_same_is_as_good(row: Row) -> None:
+    base = replace(row, base_s=1.0, budget_bytes=10, peak_bytes=10, bound_s=1.0)
+    table = simulated_table(
+        [
+            replace(base, method="windows", time_s=1.10001),
+            replace(base, method="dtr", time_s=1.10004),
+            replace(base, method="lru", time_s=1.1002),
+        ]
+    )
+    assert table[1][1:4] == ("**10.00%**", "**10.00%**", "10.02%")
+
+
+def test_of_a_kind_what_is_beaten_in_time_and_memory_is_left_out(row: Row) -> None:
+    a = step(row, "sac", 1.2, 80)
+    b = step(row, "sac-attention depth 1", 1.3, 60)
+    beaten = step(row, "sac every second convolution", 1.3, 80)
+    wrong = step(row, "sac matmul", 1.0, 10, "wrong")
+    other = step(row, "checkpoint_blocks", 1.4, 90)
+    failed = step(row, "checkpoint_blocks level 2", None, None)
+    assert undominated([a, b, beaten, wrong, other, failed]) == [a, b, wrong, other]
+    assert undominated([a, replace(a, method="sac level 2")]) == [a]
+
+
+def test_pytorchs_own_methods_are_tuned_for_each_budget(row: Row) -> None:
+    optimum = replace(row, run_by=str(RunBy.EXECUTOR), method="windows", measured_ratio=1.2, measured_peak_bytes=60)
+    found = [
+        replace(optimum, budget="70%", budget_bytes=70),
+        replace(
+            optimum, budget="50%", budget_bytes=50, measured_ratio=None, measured_peak_bytes=None, reason="", status="infeasible"
+        ),
+        step(row, "eager", 1.0, 100),
+        step(row, "checkpoint_blocks", None, None),
+        step(row, "checkpoint_blocks depth 1", 1.3, 65),
+        step(row, "sac", 1.1, 90),
+        step(row, "sac-every-second depth 1", 1.204, 70),
+        step(row, "memory-budget 0.50 aot_eager", 1.1, 40, "wrong"),
+        step(row, "sac-attention", None, None, reason="inapplicable"),
+        step(row, "auto-sac", None, None),
+    ]
+    assert best_measured(found[5:7], 70) is found[6]
+    header, seventy, fifty = tuned_table(found)
+    assert header == ("budget", "optimal schedule", "checkpoint_blocks", "sac", "memory-budget aot_eager", "auto-sac")
+    assert seventy[1:] == (
+        "**1.20x**, 60 B",
+        "1.30x, 65 B (depth 1)",
+        "**1.20x**, 70 B (sac-every-second depth 1)",
+        "wrong",
+        "does not run",
+    )
+    # Saving nothing is checkpointing.
+    assert tuned_table([found[0], found[4], found[5]])[1][2:] == (
+        "1.30x, 65 B (depth 1)",
+        "1.30x, 65 B (checkpoint_blocks depth 1)",
+    )
+    assert fifty[1:] == ("infeasible", "OOM", "OOM", "wrong", "does not run")
+    inapplicable = tuned_table([found[0], found[8]])[1]
+    assert inapplicable[2] == "does not apply"

@@ -1,0 +1,193 @@
+"""Comparisons with real tensors: every row that is promised, each rival beside the optimum at its own peak."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.errors import MismatchError
+from graphs.zoo import Workload
+from planner.cli.main import main
+from planner.models import workload
+from planner.report.comparisons import duel_note, duel_table, duels_of, measured_text, table_text, write_report
+from planner.studies.baselines import Method, auto_sac, checkpoint_blocks, eager, memory_budget, of_policies, sac, stock_methods
+from planner.studies.best import HEURISTICS
+from planner.studies.compare_measured import Settings, compare_measured, profiled
+from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
+from solvers.policies.sac import Rule
+from solvers.result import Reason
+
+SPEC = "zoo:mlp,batch=512,layers=6,width=16,classes=4"
+METHODS = ("windows", "store_all", "dtr")
+SETTINGS = Settings(model="six layers", repeats=1, time_limit_s=60.0)
+STOCK = (eager(), checkpoint_blocks(), memory_budget(0.25), auto_sac())
+
+
+def mlp() -> Workload:
+    return workload.load(workload.parse_spec(SPEC))
+
+
+def measure(folder: Path, *, stock: tuple[Method, ...] = (), done: list[str] | None = None, stop_after: int = 10**9) -> list[Row]:
+    said = [] if done is None else done
+    built = mlp()
+    return compare_measured(
+        built,
+        profiled(built, folder, name="six layers"),
+        ["75%"],
+        METHODS,
+        stock,
+        folder,
+        SETTINGS,
+        on_activity=said.append,
+        should_stop=lambda: len(said) >= stop_after,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("measured")
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> dict[tuple[str, str, str], Row]:
+    return {row.key: row for row in measure(folder, stock=STOCK)}
+
+
+def test_every_method_is_measured(rows: dict[tuple[str, str, str], Row]) -> None:
+    for method in ("windows", "dtr"):
+        row = rows[RunBy.EXECUTOR, method, "75%"]
+        assert row.exactness == "identical"
+        assert row.measured_peak_bytes is not None and row.peak_bytes is not None and row.budget_bytes is not None
+        assert row.measured_peak_bytes <= row.peak_bytes <= row.budget_bytes
+        assert row.measured_s is not None and row.eager_s is not None and row.repeats == 1
+        assert f"torch {torch.__version__.partition('+')[0]}" in row.versions
+    kept = rows[RunBy.EXECUTOR, "store_all", "75%"]
+    assert kept.measured_s is kept.measured_peak_bytes is None
+    assert "needs" in kept.message
+
+
+def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], Row]) -> None:
+    assert rows[RunBy.TORCH, "checkpoint_blocks", ""].exactness == "identical"
+    failed = rows[RunBy.TORCH, "auto-sac", ""]
+    assert failed.status == "error"
+    assert failed.measured_s is None
+    assert "Auto-SAC is not available" in failed.message
+
+
+def test_each_rival_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, str, str], Row]) -> None:
+    rivals = [row for row in rows.values() if row.run_by == RunBy.TORCH and row.status == "ran"]
+    rivals.append(rows[RunBy.EXECUTOR, "dtr", "75%"])
+    for rival in rivals:
+        name = rival.method if rival.run_by == RunBy.TORCH else "dtr at 75%"
+        ours = rows[RunBy.EXECUTOR, OPTIMUM, f"peak of {name}"]
+        assert ours.budget_bytes == rival.measured_peak_bytes
+        assert ours.eager_s == rival.eager_s  # of one round
+        assert ours.measured_peak_bytes is not None and rival.measured_peak_bytes is not None
+        assert ours.measured_peak_bytes <= rival.measured_peak_bytes
+    assert len([key for key in rows if key[2].startswith("peak of")]) == len(rivals)
+
+
+def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> None:
+    """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
+    built = mlp()
+    stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint_blocks level 9"), sac(Rule.ATTENTION))
+    captured = profiled(built, tmp_path, name="six layers")
+    heuristics = ("windows", "dtr", "lru", "largest")
+    found = compare_measured(
+        built, captured, ["75%"], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
+    )
+    rows = {row.key: row for row in found}
+    replayed = [row for row in found if row.method in HEURISTICS["dtr"]]
+    assert {row.method for row in replayed} == {"dtr", "lru", "largest"}
+    times = {row.method: row.time_s for row in replayed if row.time_s is not None}
+    met = {row.budget.removeprefix("peak of ") for row in found if row.budget.startswith("peak of ")}
+    of_dtr = [name for name in met if name.endswith("at 75%")]
+    assert len(of_dtr) == 1
+    assert times[of_dtr[0].split()[0]] == min(times.values())
+    # Both take the same memory: of equal ones, or of the slower one, there is no duel, unless beside the optimum it is faster.
+    assert met & {"checkpoint_blocks", "checkpoint_blocks level 9"}
+    failed = rows[RunBy.TORCH, "sac-attention", ""]
+    assert (failed.status, failed.reason) == ("error", Reason.INAPPLICABLE)
+    assert "| sac-attention | does not apply: sac-attention saves nothing" in table_text(found)
+    assert "## PyTorch's own, tuned for each budget" in table_text(found)
+
+
+def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str], Row]) -> None:
+    wrong = rows[RunBy.TORCH, "memory-budget 0.25 aot_eager", ""]
+    assert wrong.exactness == "wrong"
+    assert measured_text(wrong) == "wrong"
+    fast = replace(wrong, measured_ratio=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget="75%", budget_bytes=10**9)
+    text = table_text([*rows.values(), fast])
+    assert "**wrong**" not in text
+    cells = {line[0]: line for line in duel_table(duels_of(list(rows.values())))}
+    assert cells[wrong.method][1] == "wrong"
+    assert "**" in cells[wrong.method][5]
+
+
+def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Row]) -> None:
+    found = list(rows.values())
+    slow = [replace(row, measured_ratio=9.0 if row.method == OPTIMUM else 1.0) for row in found]
+    said = duel_note(duels_of(slow))
+    assert "checkpoint_blocks (" in said and "eager (" in said
+    assert "memory-budget" not in said  # faster, but wrong
+    fast = [replace(row, measured_ratio=0.1 if row.method == OPTIMUM else 1.0) for row in found]
+    assert duel_note(duels_of(fast)) == "Nowhere was the optimal schedule slower."
+
+
+def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], Row], folder: Path) -> None:
+    write_rows(
+        folder / "rows.csv", [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint_blocks"]
+    )
+    said: list[str] = []
+    again = {row.key: row for row in measure(folder, stock=STOCK, done=said)}
+    assert again.keys() == rows.keys()
+    assert {key for key, row in again.items() if row.message != "marked"} == {
+        (RunBy.TORCH, "checkpoint_blocks", ""),
+        (RunBy.EXECUTOR, OPTIMUM, "peak of checkpoint_blocks"),
+    }
+    assert not any("dtr" in text for text in said)
+    assert len({row.base_s for row in again.values()}) == 1  # times of ops are not measured again
+
+
+def test_a_stopped_comparison_keeps_nothing_half_done(tmp_path: Path) -> None:
+    assert measure(tmp_path, stop_after=1) == []
+    found = measure(tmp_path)
+    assert {row.method for row in found} == set(METHODS)
+
+
+def test_times_of_another_graph_are_refused(folder: Path, rows: dict[tuple[str, str, str], Row]) -> None:
+    other = workload.load(workload.parse_spec(SPEC.replace("batch=512", "batch=500")))
+    with pytest.raises(MismatchError, match="another graph"):
+        profiled(other, folder)
+
+
+def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str], Row], folder: Path, tmp_path: Path) -> None:
+    text = table_text(list(rows.values()))
+    assert "## Measured" in text and "## At equal peak" in text
+    assert "| auto-sac | does not run: Auto-SAC is not available" in text
+    write_rows(tmp_path / "rows.csv", list(rows.values()))
+    write_report(read_rows(tmp_path / "rows.csv"), tmp_path)
+    assert (tmp_path / "table.md").read_text() == text
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png", "measured.png"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(("model.json",), "is a graph"), (("zoo:mlp", "--roofline", "h200"), "nothing is run")]
+)
+def test_only_models_that_run_are_measured(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *words, "--measure", "-o", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_with_methods_named_only_pytorchs_own_of_these_names_run() -> None:
+    methods = stock_methods(nn.Sequential(nn.Linear(2, 2)))
+    names = [method.name for method in of_policies(methods, ("windows", "sac", "memory-budget"))]
+    assert names[:2] == ["eager", "sac"]
+    assert names[-1] == "auto-sac"
+    assert {name.split()[0] for name in names} == {"eager", "sac", "memory-budget", "auto-sac"}
+    assert [method.name for method in of_policies(methods, ("windows", "dtr"))] == ["eager"]

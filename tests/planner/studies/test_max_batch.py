@@ -1,0 +1,253 @@
+"""The largest batch: equal to trying them all, honest about what is not known, and refused in one line."""
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphs.cost.scaling import Fit, same_ops
+from graphs.errors import GraphError, InfeasibleError, LimitError
+from graphs.ir import Graph, Phase
+from graphs.simulate import simulate
+from graphs.synthetic import Draft
+from planner.cli.main import main
+from planner.models.batches import Batches
+from planner.models.tracing import Tracing
+from planner.models.workload import parse_spec
+from planner.studies.max_batch import METHODS, Answer, Enough, Wanted, largest, max_batch
+from solvers.policies.store_all import store_all
+from solvers.registry import SOLVERS, Entry, get_solver
+from solvers.result import Progress, Result, Status
+
+MLP = "zoo:mlp,layers=4,width=32,classes=8"
+
+
+def chain(batch: int) -> Graph:
+    """Six layers in two blocks and their backward: 1000 bytes of weights, sizes and times affine in the batch."""
+    draft = Draft()
+    draft.static("weights", 1000)
+    f: list[int] = []
+    for i in range(6):
+        f += draft.op(f"f{i}", f[-1:], [100 * batch], time_s=1 + 0.5 * batch)
+    gradient: tuple[int, ...] = ()
+    for i in range(5, -1, -1):
+        inputs = [*f[max(0, i - 1) : i + 1], *gradient]
+        gradient = draft.op(f"g{i}", inputs, [100 * batch], time_s=2 + batch, phase=Phase.BACKWARD)
+    graph = draft.graph(gradient, batch=batch)
+    return replace(graph, ops=tuple(replace(op, module=f"h.{int(op.name[1:]) // 3}") for op in graph.ops))
+
+
+def by_method(answers: tuple[Answer, ...]) -> dict[str, Answer]:
+    assert [answer.method for answer in answers] == [method for method, _ in METHODS]
+    return {answer.method: answer for answer in answers}
+
+
+def brute_force(graph_of: Callable[[int], Graph], solver: str, wanted: Wanted, upto: int) -> int:
+    """The largest batch up to `upto` that `solver` fits, each tried to the end."""
+    best = 0
+    for batch in range(1, upto + 1):
+        graph = graph_of(batch)
+        result = get_solver(solver)(graph, wanted.budget_bytes, tolerance=1e-4)
+        cap = float("inf") if wanted.max_overhead is None else (1 + wanted.max_overhead) * graph.time_s
+        if result.time_s is not None and result.time_s <= cap:
+            best = batch
+    return best
+
+
+@pytest.mark.parametrize("limit", [9, 30])
+@pytest.mark.parametrize("max_overhead", [None, 0.05, 0.5])
+@pytest.mark.parametrize("budget", [3_000, 9_000])
+def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None, limit: int) -> None:
+    wanted = Wanted(budget, max_overhead, limit)
+    answers = by_method(max_batch(chain, wanted))
+    for method, solver in METHODS:
+        answer = answers[method]
+        expected = brute_force(chain, solver, wanted, min(limit, 25))
+        assert (answer.batch or 0) == expected, method
+        assert answer.at_limit == (expected == limit)
+        assert (answer.complete, answer.undecided, answer.extrapolated) == (True, None, False)
+        if answer.batch is not None:
+            assert answer.result is not None and answer.result.schedule is not None and answer.overhead is not None
+            simulation = simulate(chain(answer.batch), answer.result.schedule)
+            assert simulation.peak_bytes == answer.result.peak_bytes <= budget
+            assert answer.overhead <= (max_overhead if max_overhead is not None else 10)
+    assert answers["keep everything"].overhead == 0
+    assert (answers["optimal"].batch or 0) >= (answers["checkpoint every block"].batch or 0)
+
+
+def test_it_equals_brute_force_on_a_traced_model() -> None:
+    batches = Batches(parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(roofline="h200"))
+    kept = cached(batches.graph)
+    graph = kept(20)
+    wanted = Wanted(simulate(graph, store_all(graph)).peak_bytes, 0.3, limit=30)
+    answers = by_method(max_batch(kept, wanted))
+    for method, solver in METHODS:
+        assert (answers[method].batch or 0) == brute_force(kept, solver, wanted, 30), method
+    assert answers["keep everything"].batch in range(20, 30)
+
+
+def cached(graph_of: Callable[[int], Graph]) -> Callable[[int], Graph]:
+    graphs: dict[int, Graph] = {}
+
+    def get(batch: int) -> Graph:
+        if batch not in graphs:
+            graphs[batch] = graph_of(batch)
+        return graphs[batch]
+
+    return get
+
+
+@given(st.integers(1, 70), st.integers(1, 60), st.integers(0, 60), st.integers(0, 60))
+def test_the_largest_number_is_found_from_anywhere(first: int, limit: int, low: int, answer: int) -> None:
+    low = min(low, limit)
+    asked: list[int] = []
+
+    def fits(n: int) -> bool:
+        assert low < n <= limit and n not in asked
+        asked.append(n)
+        return n <= answer
+
+    assert largest(fits, first=first, limit=limit, low=low) == max(low, min(answer, limit))
+
+
+def test_few_graphs_are_traced() -> None:
+    traced: list[int] = []
+
+    def graph_of(batch: int) -> Graph:
+        traced.append(batch)
+        return chain(batch)
+
+    answers = by_method(max_batch(graph_of, Wanted(1_000_000, limit=10_000)))
+    assert answers["keep everything"].batch is not None and answers["keep everything"].batch > 500
+    assert len(traced) == len(set(traced)) <= 8
+
+
+def test_a_budget_too_small_for_one_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match=r"not even a batch of 1: budget 1\.10 kB is below"):
+        max_batch(chain, Wanted(1100))
+    with pytest.raises(InfeasibleError, match=r"overhead of at most 1.00%: raise --budget or --max-overhead"):
+        max_batch(chain, Wanted(1500, 0.01))
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, solve: Callable[..., Result]) -> None:
+    module = types.ModuleType("scripted")
+    module.solve = solve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "scripted", module)
+    monkeypatch.setitem(SOLVERS, "windows", Entry("scripted", "answers as told"))
+
+
+def test_what_is_not_decided_in_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(graph: Graph, budget_bytes: int, **_: Any) -> Result:
+        return Result(graph, budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, message="out of time")
+
+    scripted(monkeypatch, solve)
+    answer = by_method(max_batch(chain, Wanted(4_000, 0.01, limit=10)))["optimal"]
+    # What keeping everything fits, the optimal schedule does.
+    assert (answer.batch, answer.undecided) == (4, 5)
+    with pytest.raises(LimitError, match="not even a batch of 1: out of time"):
+        max_batch(chain, Wanted(1350))
+
+
+def test_a_solve_ends_once_the_question_is_answered() -> None:
+    def after(progress: Progress, *, any_time: bool = False) -> bool:
+        enough = Enough(10.0, any_time, lambda: False)
+        enough(progress)
+        return enough.reached()
+
+    assert after(Progress(1, "", 10.0, 9.0))
+    assert not after(Progress(1, "", 10.5, 9.0))
+    assert not after(Progress(1, "", None, 10.0))
+    assert after(Progress(1, "", None, 10.5))
+    assert after(Progress(1, "", 99.0, 50.0), any_time=True)
+    assert not after(Progress(1, "", None, 50.0), any_time=True)
+
+
+def test_a_stopped_search_keeps_what_it_has() -> None:
+    asked: list[str] = []
+    answers = max_batch(chain, Wanted(4_000, limit=10), on_activity=asked.append, should_stop=lambda: len(asked) > 6)
+    assert answers[0].batch is not None
+    assert not answers[-1].complete
+    with pytest.raises(LimitError, match="stopped before any batch"):
+        max_batch(chain, Wanted(4_000), should_stop=lambda: True)
+
+
+def test_beyond_the_memory_of_the_device_lines_do() -> None:
+    def graph_of(batch: int) -> Graph:
+        if batch > 16:
+            raise MemoryError
+        return chain(batch)
+
+    budget = Wanted(30_000, limit=100)
+    exact, lines = by_method(max_batch(chain, budget)), by_method(max_batch(graph_of, budget))
+    for method, _ in METHODS:
+        assert lines[method].batch == exact[method].batch
+        assert lines[method].extrapolated == ((exact[method].batch or 0) > 16)
+
+    def nothing(batch: int) -> Graph:
+        raise MemoryError
+
+    with pytest.raises(LimitError, match="ran out of memory: use --roofline"):
+        max_batch(nothing, budget)
+
+
+def test_a_line_through_two_graphs_gives_the_third() -> None:
+    line = Fit({(2,): chain(2), (4,): chain(4)})
+    for batch in (1, 2, 3, 4, 50):
+        graph = line.graph((batch,))
+        assert graph.tensors == chain(batch).tensors
+        assert [op.time_s for op in graph.ops] == pytest.approx([op.time_s for op in chain(batch).ops])
+        assert same_ops(graph, chain(batch))
+    other = replace(chain(4), kept=frozenset())
+    with pytest.raises(GraphError, match=r"other ops at sizes \(4,\)"):
+        Fit({(2,): chain(2), (4,): other})
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_row_for_each_method(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["max-batch", MLP, "--roofline", "h200", "--budget", "200kB", "--limit", "15"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("largest batch within 200.00 kB\nmethod")
+    assert main([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in data["methods"]] == [method for method, _ in METHODS]
+    assert all(row["batch"] == 15 and row["at_limit"] for row in data["methods"])
+    assert "raise --limit" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (["zoo:mlp"], 2, "--budget"),
+        (["zoo:mlp", "--budget", "60%"], 2, "a part of a peak that changes with the batch"),
+        (["zoo:mlp", "--budget", "8"], 2, "has no unit"),
+        (["zoo:mlp", "--budget", "8GB", "--limit", "0"], 2, "--limit"),
+        (["zoo:mlp,batch=x", "--budget", "8GB"], 1, "a batch size is a whole number above 0"),
+        (["zoo:none", "--budget", "8GB"], 1, "gpt2"),
+        (["zoo:mlp", "--budget", "8GB", "--batch-option", "size"], 1, "name the one that is the batch size with --batch-option"),
+        (["{file}:build", "--budget", "8GB"], 1, "has no option 'batch'"),
+        (["zoo:mlp,width=64", "--budget", "1kB", "--limit", "4"], 3, "not even a batch of 1"),
+    ],
+)
+def test_it_is_refused_in_one_line(
+    arguments: list[str], code: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\ndef build(width: int = 4):\n    return torch.nn.Linear(width, 1), None, (torch.ones(2, width),)\n"
+    )
+    assert main(["max-batch", *(a.format(file=file) for a in arguments), "--roofline", "h200"]) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("planner: error: ")
+    assert word in err

@@ -1,0 +1,223 @@
+"""PyTorch's own methods, measured: what they leave behind is eager's, they take less memory, and failures are rows."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.errors import ModelError
+from graphs.zoo import Workload
+from planner.models import workload
+from planner.runtime.measure import Outcome
+from planner.studies.baselines import (
+    Method,
+    auto_sac,
+    checkpoint_blocks,
+    eager,
+    memory_budget,
+    sac,
+    stock_methods,
+    unnamed_lists,
+)
+from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
+from planner.studies.measured import Contest, Exactness, Measured, relative_error
+from solvers.policies.sac import Rule
+
+SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
+
+
+def gpt2(options: str = "") -> Workload:
+    return workload.load(workload.parse_spec(SPEC + options))
+
+
+def measure(built: Workload, *methods: Method) -> list[Measured]:
+    contest = Contest(built)
+    return [contest.enter(method) for method in methods]
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Measured]:
+    found = measure(gpt2(), eager(), checkpoint_blocks(), sac(), sac(Rule.EVERY_SECOND), auto_sac())
+    return {row.method: row for row in found}
+
+
+def test_checkpointing_leaves_what_eager_leaves(rows: dict[str, Measured]) -> None:
+    for name in ("eager", "checkpoint_blocks", "sac", "sac-every-second"):
+        assert rows[name].error is None
+        assert rows[name].exactness is Exactness.IDENTICAL
+        assert rows[name].differences == ()
+        assert rows[name].gradient_error == 0.0
+        assert rows[name].reserved_bytes is None
+
+
+def test_what_is_not_saved_takes_no_memory(rows: dict[str, Measured]) -> None:
+    peaks = {name: row.peak_bytes or 0 for name, row in rows.items() if row.error is None}
+    assert peaks["checkpoint_blocks"] < peaks["eager"]
+    assert peaks["checkpoint_blocks"] <= peaks["sac-every-second"] <= peaks["sac"] <= peaks["eager"]
+
+
+def test_a_method_that_fails_has_its_reason(rows: dict[str, Measured]) -> None:
+    assert rows["auto-sac"].peak_bytes is None
+    assert "Auto-SAC is not available" in (rows["auto-sac"].error or "")
+
+
+def test_the_memory_budget_is_exact_without_random_ops() -> None:
+    row = measure(gpt2(",dropout=0"), memory_budget(0.5))[0]
+    assert row.error is None
+    assert row.exactness in {Exactness.IDENTICAL, Exactness.ROUNDED}
+
+
+def test_the_memory_budget_goes_wrong_with_dropout() -> None:
+    """A bug of torch 2.11 to 2.13: below 1, dropout is drawn anew where it is recomputed, and gradients are of another mask.
+
+    When this fails, a release of PyTorch has mended it: say from which on in README.md and in ``memory_budget``,
+    measure results/compare/cpu/gpt2-dropout again, and turn this test round.
+    """
+    whole, half = measure(gpt2(), memory_budget(1.0), memory_budget(0.5))
+    assert whole.exactness is not Exactness.WRONG
+    assert half.error is None
+    assert half.exactness is Exactness.WRONG
+    assert half.gradient_error is not None and half.gradient_error > 0.1
+    # The forward pass is as it should be: nothing tells the user.
+    assert half.loss_error is not None and half.loss_error < 1e-6
+
+
+def test_model_and_random_state_are_as_before() -> None:
+    built = gpt2()
+    model = built[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    contest = Contest(built)
+    for method in (eager(), checkpoint_blocks()):
+        contest.enter(method)
+    times = contest.times(["eager", "checkpoint_blocks"], repeats=1)
+    assert {name: len(values) for name, values in times.items()} == {"eager": 1, "checkpoint_blocks": 1}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_wrong_gradients_are_told() -> None:
+    def prepare(model: nn.Module, loss_fn: object) -> object:
+        step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
+        return lambda *batch: 1.01 * step(*batch)[0]
+
+    row = measure(gpt2(), Method("wrong", prepare))[0]  # type: ignore[arg-type]
+    assert row.exactness is Exactness.WRONG
+    assert row.gradient_error == pytest.approx(0.01, rel=1e-3)
+    assert "loss" in row.differences
+
+
+class Steep(nn.Module):
+    """A step whose gradient changes by some percent when its parameters are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+        self.error = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(1e5 * self.weight * (1 + self.error) * x).sum()
+
+
+def test_what_any_rounding_changes_is_not_wrong() -> None:
+    def off_by(error: float) -> Method:
+        def prepare(model: nn.Module, loss_fn: object) -> object:
+            def run(*batch: object) -> object:
+                model.error = error
+                try:
+                    return eager().prepare(model, None)(*batch)
+                finally:
+                    model.error = 0.0
+
+            return run
+
+        return Method(f"off by {error}", prepare)  # type: ignore[arg-type]
+
+    found = measure(Workload(Steep(), None, (torch.ones(64),)), off_by(2e-7), off_by(1e-2))
+    assert [row.exactness for row in found] == [Exactness.ROUNDED, Exactness.WRONG]
+    assert found[0].gradient_error is not None and found[0].gradient_error > 1e-3
+
+
+def test_blocks_are_numbered_modules() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert block_levels(model) == 2
+    assert blocks(model, 1) == [model[0], model[1]]
+    assert blocks(model, 2) == [model[0], model[1][0], model[1][1]]
+    with pytest.raises(ModelError, match="Linear has no blocks"):
+        blocks(nn.Linear(2, 2), 1)
+
+
+def test_a_list_that_saves_nothing_is_an_error() -> None:
+    # With dropout, attention is written out in other ops on the CPU.
+    for row in measure(gpt2(), sac(save=["aten.nothing"]), sac(Rule.ATTENTION)):
+        assert "saves nothing" in (row.error or "")
+
+
+def test_blocks_some_steps_below_the_model() -> None:
+    model = workload.load(workload.parse_spec("zoo:unet,batch=1,size=32,channels=4")).model
+    assert blocks_at(model, 1) == [model.stem, *model.down, *model.up]
+    assert {"depth": 1} in block_choices(model)
+    with pytest.raises(ModelError, match="UNet has no blocks: nothing 2 steps inside"):
+        blocks_at(model, 2)
+
+
+def test_choices_whose_blocks_differ_in_single_layers_only_are_one() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert block_choices(layers) == [{"level": 1}]
+    assert block_choices(nn.Linear(2, 2)) == [{"level": 1}]  # of which it is said that there is none
+
+
+def test_an_activation_in_place_is_no_block_by_itself() -> None:
+    layers = [nn.ReLU(inplace=True), nn.ReLU(), nn.Sequential(nn.ReLU(inplace=True))]
+    assert checkpointable(list(layers)) == layers[1:]
+
+
+def test_a_unet_is_checkpointed_by_its_blocks() -> None:
+    """PyTorch's own method on blocks of stem, down and up, whose activations are in place, and with lists of SAC."""
+    built = workload.load(workload.parse_spec("zoo:unet,batch=4,size=64,channels=8"))
+    targets = ["aten.convolution.default"] * 3
+    methods = stock_methods(built.model, budgets={}, targets=targets)
+    found = {row.method: row for row in measure(built, *methods)}
+    assert [name for name, row in found.items() if row.error is not None] == ["sac-attention", "auto-sac"]
+    assert (found["sac-attention"].applies, found["auto-sac"].applies) == (False, True)
+    for row in found.values():
+        assert row.error is not None or row.exactness is Exactness.IDENTICAL
+    peaks = {name: row.peak_bytes for name, row in found.items() if row.peak_bytes is not None}
+    assert peaks["checkpoint_blocks depth 1"] < 0.8 * peaks["eager"]
+    assert (
+        peaks["checkpoint_blocks depth 1"]
+        <= peaks["sac every second convolution depth 1"]
+        <= peaks["sac depth 1"]
+        < peaks["eager"]
+    )
+
+
+def test_lists_that_have_a_name_are_not_tried_twice() -> None:
+    names = [known.name for known in unnamed_lists(["aten.addmm.default", "aten.addmm.default", "aten.convolution.default"])]
+    assert names == ["convolution", "matmul", "every second matmul"]
+    assert unnamed_lists(["aten.convolution.default"]) == unnamed_lists([]) == []
+
+
+def test_a_model_without_blocks_is_one_the_method_does_not_apply_to() -> None:
+    built = Workload(Steep(), None, (torch.ones(64),))
+    (row,) = measure(built, checkpoint_blocks())
+    assert not row.applies
+    assert "Steep has no blocks" in (row.error or "")
+
+
+def test_all_methods_have_names_of_their_own() -> None:
+    names = [method.name for method in stock_methods(gpt2()[0], save=["mm"])]
+    assert len(set(names)) == len(names)
+    assert {"eager", "checkpoint_blocks", "sac", "memory-budget 0.50 inductor", "auto-sac"} <= set(names)
+
+
+def test_relative_errors() -> None:
+    a = Outcome({"x": torch.tensor([3.0, 4.0]), "y": None})
+    assert relative_error(a, a, ["x", "y"]) == 0.0
+    assert relative_error(a, Outcome({"x": torch.tensor([3.0, 4.5]), "y": None}), ["x", "y"]) == pytest.approx(0.1)
+    assert math.isinf(relative_error(a, Outcome({"x": None, "y": None}), ["x"]))
+    assert math.isnan(relative_error(a, Outcome({"x": torch.tensor([3.0, math.nan]), "y": None}), ["x"]))

@@ -1,0 +1,112 @@
+"""Training by a plan in PyTorch Lightning: what is logged and learnt equals that without a plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from graphs.errors import PlannerError, TraceError
+from planner.lightning import PlannedTraining
+from tests.support.lightning_loop import QUICK, Module, pl, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Returning(Module):
+    """Returns more than the loss, and takes no index."""
+
+    seen: list[torch.Tensor]
+
+    def training_step(self, batch: Any) -> Any:
+        logits = self(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1]), "best": logits.max()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = [*getattr(self, "seen", []), outputs["best"].clone()]
+
+
+@pytest.mark.parametrize("make", [Module, Returning])
+@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}], ids=["plain", "mixed"])
+def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: Path) -> None:
+    eager, eager_logs = trained(make(), tmp_path, **more)
+    callback = PlannedTraining("75%", **QUICK)
+    planned, planned_logs = trained(make(), tmp_path, callback, **more)
+    assert planned_logs == eager_logs
+    pairs = zip(planned.state_dict().items(), eager.state_dict().items(), strict=True)
+    assert [name for (name, a), (_, b) in pairs if not torch.equal(a, b)] == []
+    if make is Returning:
+        assert torch.equal(torch.stack(planned.seen), torch.stack(eager.seen))
+    plan = callback.planned.plan
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert len(plan.schedule.computed) > plan.graph.ops
+    assert plan.graph.provenance["optimizer"] == "momentum"
+    assert plan.graph.provenance["accumulate"] is bool(more)
+    assert planned.training_step.__func__ is make.training_step  # as it was
+    assert planned.log.__func__ is pl.LightningModule.log
+
+
+class Indexed(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).mean() * (batch_idx + 1)
+
+
+class LogsNumber(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("epoch", self.current_epoch)
+        return self(batch[0]).mean()
+
+
+class ByHand(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OtherOptimizer(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Rprop(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (Indexed, TraceError, "batch_idx"),
+        (LogsNumber, TraceError, "training_step logs 'epoch', which is no tensor but int"),
+        (ByHand, PlannerError, "automatic_optimization=False is not planned"),
+        (OtherOptimizer, PlannerError, "what memory Rprop takes is not known"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(make: type, kind: type, message: str, tmp_path: Path) -> None:
+    module = make()
+    with pytest.raises(kind, match=message):
+        trained(module, tmp_path, PlannedTraining("75%", **QUICK), gradient_clip_val=None)
+    assert module.training_step.__func__ is make.training_step
+    assert module.log.__func__ is pl.LightningModule.log
+
+
+class Wrapping(SingleDeviceStrategy):
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        self.model = nn.DataParallel(self.model)
+
+
+def test_other_strategies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlannerError, match="strategy Wrapping is not planned: use a single device or strategy='ddp'"):
+        trained(Module(), tmp_path, PlannedTraining("75%", **QUICK), accelerator="auto", strategy=Wrapping("cpu"))
+
+
+def test_another_module_gets_another_plan(tmp_path: Path) -> None:
+    callback = PlannedTraining("75%", **QUICK)
+    first, _ = trained(Module(), tmp_path, callback)
+    second, _ = trained(Module(), tmp_path, callback)
+    assert first is not second
+    assert all(map(torch.equal, second.parameters(), first.parameters()))
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(PlannerError, match=r"unknown option 'buget' of planner\.compile: choose of accumulate, cache, "):
+        PlannedTraining("75%", buget=1)

@@ -1,0 +1,101 @@
+"""PyTorch Lightning on two processes: as under its DDP without a plan, to the last bit, and so are its logs."""
+
+import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from graphs.errors import PlannerError  # noqa: E402
+from planner.lightning import PlannedTraining  # noqa: E402
+from tests.support.lightning_loop import QUICK, Module, trained  # noqa: E402
+from tests.support.processes import on_two  # noqa: E402
+
+
+class Loaded(Module):
+    """Has three batches for each of two processes, and logs over both."""
+
+    def train_dataloader(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        inputs = torch.randn(48, 3, 16, 16, generator=draw), torch.randint(5, (48,), generator=draw)
+        return DataLoader(TensorDataset(*inputs), batch_size=8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("together", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("alone", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "most": loss.exp()}
+
+
+class Unused(Loaded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+class Uneven(Loaded):
+    """The second batch of rank 1 is smaller."""
+
+    def train_dataloader(self) -> Any:
+        sizes = (8, 4, 8) if self.global_rank else (8, 8, 8)
+        return DataLoader([(torch.randn(size, 3, 16, 16), torch.randint(5, (size,))) for size in sizes], batch_size=None)
+
+
+def fitted(module: Any, *callbacks: Any, strategy: Any, **more: Any) -> tuple[Any, list[dict[str, float]]]:
+    with TemporaryDirectory() as folder:
+        return trained(
+            module, Path(folder), *callbacks, data=(), accelerator="auto", devices=2, strategy=copy.copy(strategy), **more
+        )
+
+
+def compared(make: type, **more: Any) -> PlannedTraining:
+    eager, eager_logs = fitted(make(), **more)
+    callback = PlannedTraining("75%", **QUICK)
+    planned, planned_logs = fitted(make(), callback, **more)
+    assert planned_logs == eager_logs
+    assert_same(planned, eager)
+    assert "training_step" not in vars(planned)
+    return callback
+
+
+def assert_same(planned: nn.Module, eager: nn.Module) -> None:
+    pairs = zip(planned.state_dict().items(), eager.state_dict().items(), strict=True)
+    assert [name for (name, a), (_, b) in pairs if not torch.equal(a, b)] == []
+
+
+def check_ddp(rank: int) -> None:
+    callback = compared(Loaded, strategy="ddp")
+    plan = callback.planned.plan
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert len(plan.schedule.computed) > plan.graph.ops
+    assert "gradient_buckets" in {tensor.name for tensor in callback.planned.measured.tensors}
+
+
+def check_variants(rank: int) -> None:
+    more = {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}
+    compared(Unused, strategy="ddp_find_unused_parameters_true", **more)
+    compared(Loaded, strategy=pl.strategies.DDPStrategy(static_graph=True))
+
+
+def check_differing_sizes(rank: int) -> None:
+    found = r"rank 0: \[8, 3, 16, 16\], \[8\]; rank 1: \[4, 3, 16, 16\], \[4\]"
+    with pytest.raises(PlannerError, match=rf"the batches of the processes differ \({found}\), but one plan is for all"):
+        fitted(Uneven(), PlannedTraining("75%", **QUICK), strategy="ddp", use_distributed_sampler=False)
+
+
+def test_trains_as_lightning_alone_under_ddp(tmp_path: Path) -> None:
+    on_two((check_ddp, check_variants, check_differing_sizes), tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_that_lightning_starts() -> None:
+    eager, _ = fitted(Loaded(), strategy="ddp_spawn")
+    planned, _ = fitted(Loaded(), PlannedTraining("75%", **QUICK), strategy="ddp_spawn")
+    assert_same(planned, eager)

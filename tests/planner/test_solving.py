@@ -1,0 +1,132 @@
+"""From a graph and a budget to a plan: what is passed on, and what is refused."""
+
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import planner
+from graphs import synthetic
+from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, PlannerError
+from graphs.io.formats import plan_from_dict, plan_to_dict
+from graphs.ir import Graph
+from graphs.simulate import simulate
+from planner.report.describe import plan_text
+from planner.solving import summarize
+from solvers.policies.store_all import store_all
+from solvers.registry import SOLVERS, Entry
+from solvers.result import Progress, Result, Status
+
+
+@pytest.fixture
+def graph() -> Graph:
+    return synthetic.training_chain(6)
+
+
+def test_a_plan_says_what_it_is_for_and_what_it_promises(graph: Graph) -> None:
+    plan = planner.solve(graph, "80%")
+    peak_bytes = simulate(graph, store_all(graph)).peak_bytes
+    assert plan.graph == summarize(graph)
+    assert plan.graph.store_all_peak_bytes == peak_bytes
+    assert plan.budget_bytes == int(0.8 * peak_bytes)
+    assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    assert plan.status == "optimal"
+    assert plan.solver == "windows"
+    assert plan.overhead > 0
+    assert plan.gap is not None and plan.gap <= 1e-3
+
+
+def test_a_budget_is_bytes_or_text(graph: Graph) -> None:
+    peak_bytes = summarize(graph).store_all_peak_bytes
+    for budget in (peak_bytes, f"{peak_bytes}B", "100%"):
+        assert planner.solve(graph, budget, solver="store_all").budget_bytes == peak_bytes
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 8.5, None, "8", ""])
+def test_what_is_no_budget_is_refused(budget: Any, graph: Graph) -> None:
+    with pytest.raises(BudgetError, match="budget"):
+        planner.solve(graph, budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"solver": "magic"}, "no solver 'magic': choose one of windows, store_all"),
+        ({"tolerance": -1.0}, "tolerance is -1.0: must be"),
+        ({"tolerance": float("nan")}, "tolerance is nan: must be"),
+        ({"time_limit_s": 0.0}, "time limit is 0.0: must be"),
+        ({"time_limit_s": float("inf")}, "time limit is inf: must be"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], said: str, graph: Graph) -> None:
+    with pytest.raises(PlannerError, match=said):
+        planner.solve(graph, "80%", **options)
+
+
+def test_a_budget_that_nothing_meets_is_an_error(graph: Graph) -> None:
+    with pytest.raises(InfeasibleError, match=r"is below .* A schedule is known for (\d+) B\.") as refused:
+        planner.solve(graph, 1)
+    known_bytes = int(str(refused.value).split()[-2])
+    assert planner.solve(graph, known_bytes).peak_bytes <= known_bytes
+    with pytest.raises(LimitError, match="keeping everything needs"):
+        planner.solve(graph, "80%", solver="store_all")
+
+
+@pytest.mark.parametrize("budget", [2**63 - 1, 2**63, 10**39, "1e30GB", "1e30%"])
+@pytest.mark.parametrize("solver", ["windows", "checkmate", "dtr"])
+def test_a_budget_of_any_size_is_one(budget: str | int, solver: str, graph: Graph) -> None:
+    plan = planner.solve(graph, budget, solver=solver)
+    assert (plan.budget_bytes, plan.status, plan.time_s) == (2**63 - 1, "optimal", graph.time_s)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
+def test_a_graph_that_cannot_be_added_up_is_refused(graph: Graph) -> None:
+    large = Graph(graph.ops, tuple(replace(t, size_bytes=2**61) for t in graph.tensors), graph.kept)
+    with pytest.raises(GraphError, match=rf"sum to {2**61 * len(graph.tensors)} bytes: must be below 2\^63"):
+        planner.solve(large, "80%")
+    slow = Graph(tuple(replace(op, time_s=1e308) for op in graph.ops), graph.tensors, graph.kept)
+    with pytest.raises(GraphError, match="the times of its ops sum to inf s"):
+        planner.solve(slow, "80%")
+
+
+def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def least(graph: Graph, *, time_limit_s: float, **_: object) -> None:
+        asked.append(time_limit_s)
+
+    monkeypatch.setattr("planner.solving.least_evicting_schedule", least)
+    for limit_s in (0.25, 3600.0):
+        with pytest.raises(InfeasibleError, match="A schedule is known for"):
+            planner.solve(graph, 1, time_limit_s=limit_s)
+    assert asked[0] <= 0.25
+    assert asked[1] == 5.0
+
+
+def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def solve(graph: Graph, budget_bytes: int, *, on_progress: Any, should_stop: Any, **options: object) -> Result:
+        seen.extend((budget_bytes, should_stop(), options))
+        on_progress(Progress(seconds=1, activity="failing", best_s=None, bound_s=None))
+        return Result(graph, budget_bytes, Status.ERROR, None, None, "failing", 1.0, message="out of luck")
+
+    module = types.ModuleType("failing")
+    module.solve = solve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "failing", module)
+    monkeypatch.setitem(SOLVERS, "failing", Entry("failing", "fails"))
+    with pytest.raises(PlannerError, match="the solver failing failed: out of luck"):
+        planner.solve(
+            graph, 99, solver="failing", tolerance=0.5, time_limit_s=7, on_progress=seen.append, should_stop=lambda: True
+        )
+    assert seen[:3] == [99, True, {"tolerance": 0.5, "time_limit_s": 7}]
+    assert isinstance(seen[3], Progress)
+
+
+def test_the_bound_is_said_to_be_of_the_class_that_was_searched(graph: Graph) -> None:
+    exact = plan_text(planner.solve(graph, "80%"))
+    reference = plan_text(planner.solve(graph, "80%", solver="checkmate"))
+    assert "takes each op first in program order, is faster" in exact
+    assert "takes each op at most once per stage, in program order, is faster" in reference

@@ -1,0 +1,115 @@
+"""Training by a plan in the ``Trainer`` of Hugging Face: losses and parameters equal those of the trainer alone."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("accelerate")
+
+from graphs.errors import PlannerError
+from planner.huggingface import PlannedTrainer, PlannedTrainerMixin
+from tests.support.trainer import arguments, assert_same, model, planned_options, sentences, summed, trained, transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_trains_as_the_trainer_alone(tmp_path: Path) -> None:
+    data = sentences(20)
+    more = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    eager = trained(transformers.Trainer, tmp_path, data, options={"eval_dataset": sentences(4)}, **more)
+    planned = trained(PlannedTrainer, tmp_path, data, options={"eval_dataset": sentences(4), **planned_options()}, **more)
+    assert_same(planned, eager)
+    plan = planned.planned.plan
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert len(plan.schedule.computed) > plan.graph.ops
+    assert plan.graph.provenance["accumulate"] is True
+    assert plan.graph.provenance["optimizer"] == "adamw"
+
+
+def test_half_precision_is_part_of_the_plan(tmp_path: Path) -> None:
+    data = sentences(8)
+    planned = trained(PlannedTrainer, tmp_path, data, options=planned_options(), bf16=True, max_steps=2)
+    assert_same(planned, trained(transformers.Trainer, tmp_path, data, bf16=True, max_steps=2))
+
+
+def test_a_smaller_last_batch_is_planned_for(tmp_path: Path) -> None:
+    data = sentences(6)
+    eager = trained(transformers.Trainer, tmp_path, data)
+    with pytest.warns(UserWarning, match=r"planning again, for \[2, 16\]"):
+        planned = trained(PlannedTrainer, tmp_path, data, options=planned_options())
+    assert_same(planned, eager)
+
+
+def test_batches_of_many_lengths(tmp_path: Path) -> None:
+    data = sentences(16, longer=4)
+    eager = trained(transformers.Trainer, tmp_path, data)
+    assert_same(trained(PlannedTrainer, tmp_path, data, options=planned_options("3MB", dynamic=True)), eager)
+
+
+def test_smoothed_labels(tmp_path: Path) -> None:
+    data = [{**sentence, "labels": sentence["labels"].clone()} for sentence in sentences(16)]
+    for i, sentence in enumerate(data):
+        sentence["labels"][-(1 + i % 3) :] = -100
+    more = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2, "max_steps": 2}
+    eager = trained(transformers.Trainer, tmp_path, data, **more)
+    planned = trained(PlannedTrainer, tmp_path, data, options=planned_options(), **more)
+    assert_same(planned, eager)
+    assert planned.label_smoother == eager.label_smoother
+
+
+def test_another_model_gets_another_plan(tmp_path: Path) -> None:
+    def runs(make: type, **options: Any) -> list[Any]:
+        given = {"args": arguments(tmp_path, max_steps=2), "train_dataset": sentences(8), **options}
+        trainer, ends = make(model_init=lambda trial: model(), **given), []
+        for seed in (1, 2):
+            trainer.args.seed = seed
+            trainer.train()
+            ends.append([p.detach().clone() for p in trainer.model.parameters()])
+        return ends
+
+    for planned, eager in zip(runs(PlannedTrainer, **planned_options()), runs(transformers.Trainer), strict=True):
+        assert all(map(torch.equal, planned, eager))
+
+
+class Weighted(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs)
+        loss = 2 * F.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+class PlannedWeighted(PlannedTrainerMixin, Weighted):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("eager", "planned", "options"),
+    [(Weighted, PlannedWeighted, {}), (transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed})],
+    ids=["overridden", "function"],
+)
+def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any], tmp_path: Path) -> None:
+    data = sentences(8)
+    alone = trained(eager, tmp_path, data, options=options, max_steps=2)
+    assert_same(trained(planned, tmp_path, data, options={**options, **planned_options()}, max_steps=2), alone)
+
+
+def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
+    class Before(PlannedTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(PlannerError, match=r"Before\.compute_loss would go before the planned one"):
+        trained(Before, tmp_path, sentences(4), options=planned_options())
+    with pytest.raises(PlannerError, match=r"unknown option 'time_limit' of planner\.compile: choose of accumulate, "):
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(time_limit=3))
+    with pytest.raises(PlannerError, match="what memory Adafactor takes is not known: name the optimizer"):
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), optim="adafactor")
+    with pytest.raises(PlannerError, match=r"label_smoothing_factor is not planned with Weighted\.compute_loss: leave it out"):
+        trained(PlannedWeighted, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
+    with pytest.raises(PlannerError, match="below"):
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB"))

@@ -1,0 +1,75 @@
+"""The ``Trainer`` of Hugging Face on two processes: as under DDP without a plan, to the last bit."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from graphs.errors import PlannerError  # noqa: E402
+from planner.huggingface import PlannedTrainer  # noqa: E402
+from tests.support.processes import on_two  # noqa: E402
+from tests.support.trainer import arguments, assert_same, model, planned_options, sentences, summed, trained  # noqa: E402
+
+SHORT, LONG = sentences(8), sentences(8, longer=4)[4:]  # two batches of 16 tokens, one of 20
+
+
+def run(make: type, data: Any, **more: Any) -> Any:
+    """A trainer that has trained; each batch of four sentences went to the other process."""
+    with TemporaryDirectory() as folder:
+        return trained(make, Path(folder), data, ddp_backend="gloo", **{"max_steps": 2, **more})
+
+
+def compared(data: Any, budget: str, *, options: dict[str, Any] | None = None, **more: Any) -> Any:
+    """The planned trainer, which did as the one alone."""
+    eager = run(transformers.Trainer, data, options=options, **more)
+    planned = run(PlannedTrainer, data, options={**planned_options(budget), **(options or {})}, **more)
+    assert isinstance(planned.model_wrapped, DistributedDataParallel)
+    assert_same(planned, eager)
+    return planned
+
+
+def check_accumulation(rank: int) -> None:
+    planned = compared([*SHORT, *SHORT, *SHORT, *SHORT], "80%", gradient_accumulation_steps=2, max_grad_norm=0.5)
+    plan = planned.planned.plan
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert len(plan.schedule.computed) > plan.graph.ops
+    assert "gradient_buckets" in {tensor.name for tensor in planned.planned.measured.tensors}
+
+
+def check_smoothed_labels(rank: int) -> None:
+    compared([*SHORT, *SHORT], "90%", label_smoothing_factor=0.1, ddp_find_unused_parameters=True, bf16=True)
+
+
+def check_other_sizes(rank: int) -> None:
+    with pytest.warns(UserWarning, match=r"planning again, for \[4, 20\]"):
+        compared([*SHORT, *LONG, *LONG], "1MB", options={"compute_loss_func": summed})
+
+
+def check_differing_sizes(rank: int) -> None:
+    """Rank 0 has a plan for its batch, rank 1 none: both say so, and neither waits for the other."""
+    found = r"rank 0: \[4, 16\], .*; rank 1: \[4, 20\], .*"
+    with pytest.raises(PlannerError, match=rf"the batches of the processes differ \({found}\), but one plan is for all"):
+        run(PlannedTrainer, [*SHORT, *SHORT[:4], *LONG], options=planned_options("100%"))
+
+
+def check_sharded(rank: int) -> None:
+    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (2,)))
+    with TemporaryDirectory() as folder:
+        trainer = PlannedTrainer(model(), arguments(Path(folder), ddp_backend="gloo"), **planned_options())
+    batch = {name: value[None] for name, value in SHORT[0].items()}
+    with pytest.raises(PlannerError, match="FSDP is not planned in the trainer: leave out fsdp, so that it trains under DDP"):
+        trainer.compute_loss(sharded, batch)
+
+
+def test_trains_as_the_trainer_alone_under_ddp(tmp_path: Path) -> None:
+    on_two((check_accumulation, check_smoothed_labels, check_other_sizes, check_sharded, check_differing_sizes), tmp_path)

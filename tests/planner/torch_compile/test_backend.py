@@ -1,0 +1,243 @@
+"""``torch.compile(model, backend="planner")``: exact, within its budget, and at home among Dynamo's guards and graph breaks."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from graphs.capture.step import TrainingStep
+from graphs.errors import InfeasibleError, PlannerError, TraceError
+from planner.runtime.measure import measure_memory, outcome
+from planner.torch_compile import backend
+from tests.support.norms import norm_twice
+from tests.support.steps import make
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
+
+
+@pytest.fixture
+def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The budgets that were solved for."""
+    asked: list[int] = []
+    solve = backend.solve
+
+    def counted(graph: Any, budget: int, **options: Any) -> Any:
+        asked.append(budget)
+        return solve(graph, budget, **options)
+
+    monkeypatch.setattr(backend, "solve", counted)
+    return asked
+
+
+def compiled(model: nn.Module, **options: object) -> Callable[..., Any]:
+    return torch.compile(model, backend="planner", dynamic=False, options={"time_limit": 10, "tolerance": 0.05, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "most"),
+    [("gpt2_sdpa", "60%", 0.6), ("resnet18", "96%", 1.0), ("mutated", "97%", 1.0), ("tied", "75%", 0.8), ("unet", "80%", 0.85)],
+)
+def test_a_compiled_model_trains_as_eager_does(name: str, budget: str, most: float) -> None:
+    workload = make(name)
+    twin = copy.deepcopy(workload.model)
+    model = compiled(twin, budget=budget)
+
+    def step(*batch: Any) -> Any:
+        return workload.loss_fn(model(*batch[:-1]), batch[-1])
+
+    eager = TrainingStep(workload.model, workload.loss_fn)
+    wanted = outcome(eager, workload.model, workload.batch, seed=1)
+    assert wanted.differences(outcome(step, twin, workload.batch, seed=1)) == ()
+    peaks = []
+    for run, of in ((eager, workload.model), (step, twin)):
+        of.zero_grad()
+        peaks.append(measure_memory(run, workload.batch, static_bytes=0, device=torch.device("cpu")).peak_bytes)
+    assert peaks[1] <= most * peaks[0]
+
+
+class Altered(nn.Module):
+    """A convolution whose result goes through `alter`."""
+
+    def __init__(self, alter: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convolution, self.alter = nn.Conv2d(3, 8, 3, padding=1), alter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.alter(self.convolution(x))
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        pytest.param(lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"), id="bilinear"),
+        pytest.param(lambda x: F.interpolate(x, scale_factor=1.7, mode="bicubic"), id="bicubic"),
+        pytest.param(lambda x: x * x.tanh().prod(1, keepdim=True), id="prod"),
+        pytest.param(lambda x: torch.addcdiv(x, x.tanh(), x.exp(), value=0.3), id="addcdiv"),
+        pytest.param(lambda x: x.clone().addcmul_(x.tanh(), x.exp(), value=0.3), id="addcmul_"),
+        pytest.param(lambda x: x.clone().addcdiv_(x.tanh(), x.exp(), value=0.3), id="addcdiv_"),
+    ],
+)
+def test_ops_that_compilers_take_apart_are_eagers(alter: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Altered(alter), torch.randn(2, 3, 16, 16)
+    twin = copy.deepcopy(model)
+    for run, of in ((model, model), (compiled(twin, budget="100%"), twin)):
+        run(x).square().sum().backward()
+        assert of.convolution.weight.grad is not None
+    assert torch.equal(model.convolution.weight.grad, twin.convolution.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(model(x), twin(x))
+
+
+def test_a_cell_runs_as_in_eager_pytorch() -> None:
+    torch.manual_seed(0)
+    model, x, state = nn.GRUCell(12, 20), torch.randn(5, 12), torch.randn(5, 20)
+    twin = copy.deepcopy(model)
+    outputs = [run(x, state) for run in (model, compiled(twin, budget="100%"))]
+    for output in outputs:
+        output.square().sum().backward()
+    assert torch.equal(*outputs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_another_backend_takes_ops_apart_as_it_likes() -> None:
+    names = []
+
+    def note(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        names.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    torch.compile(lambda x: torch.addcdiv(x, x, x, value=0.3), backend=note)(torch.ones(3))
+    assert not any("addcdiv" in name for name in names)
+
+
+def test_a_norm_that_is_used_twice_is_recomputed() -> None:
+    torch.manual_seed(0)
+    workload = norm_twice()
+    twin = copy.deepcopy(workload.model)
+    model = compiled(twin, budget="97%")
+    wanted = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=1)
+    found = outcome(lambda x, y: workload.loss_fn(model(x), y), twin, workload.batch, seed=1)
+    assert wanted.differences(found) == ()
+
+
+class Halves(nn.Module):
+    """Two stacks of layers, with something between them that Dynamo cannot capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+        self.second = copy.deepcopy(self.first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(hidden)
+
+
+def test_graphs_share_the_budget_and_say_so(solves: list[int]) -> None:
+    torch.manual_seed(0)
+    model, x = Halves(), torch.randn(256, 32)
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"several graphs: this one gets .* of the budget of 1.00 MB, for those before it keep"):
+        compiled(twin, budget="1MB")(x).sum().backward()
+    assert len(solves) == 2
+    unseen_bytes = sum(p.nbytes for p in model.second.parameters())
+    assert solves[1] < solves[0] == 10**6 - 2 * unseen_bytes  # they, and their gradients
+    model(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_later_graph_that_does_not_fit_says_that_there_are_several() -> None:
+    with (
+        pytest.warns(UserWarning, match="this one gets"),
+        pytest.raises(BackendCompilerFailed, match="captured as several graphs, and this is not the first"),
+    ):
+        compiled(Halves(), budget="260kB")(torch.randn(256, 32)).sum().backward()
+
+
+def test_each_shape_gets_a_plan_once(solves: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+    step = compiled(model, budget="100MB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for size in (3, 5, 3, 5, 7):
+            step(torch.randn(size, 8)).sum().backward()
+    assert solves == [10**8] * 3
+
+
+def test_sizes_that_are_not_fixed_are_refused() -> None:
+    model = torch.compile(nn.Linear(8, 1), backend="planner", dynamic=True, options={"budget": "1GB"})
+    with pytest.raises(
+        BackendCompilerFailed, match=r"sizes that are not fixed: use torch.compile\(..., dynamic=False\)"
+    ) as caught:
+        model(torch.randn(3, 8)).sum().backward()
+    assert isinstance(caught.value.inner_exception, TraceError)
+
+
+def test_evaluation_is_not_planned(solves: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).eval()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert torch.equal(compiled(model, budget="1 GB")(x), model(x))
+    assert solves == []
+
+
+def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 3))
+    twin, x = copy.deepcopy(model), torch.randn(32, 16)
+    step = compiled(twin, budget="1GB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # the two share no budget: one of them runs at a time
+        for training in (True, False, True, False):
+            for run, of in ((model, model), (step, twin)):
+                of.train(training).zero_grad()
+                torch.manual_seed(1)
+                run(x).sum().backward()
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    assert solves == [10**9, 10**9]
+    assert torch.equal(compiled(twin.requires_grad_(requires_grad=False), budget="1GB")(x), model(x))
+    assert len(solves) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (None, "the backend planner needs a budget"),
+        ({"tolerance": 0.1}, "the backend planner needs a budget"),
+        ({"budget": "1GB", "speed": 3}, "unknown option 'speed' of the backend planner: choose from budget"),
+        ({"budget": "1GB", "time_limit": "x"}, "option 'time_limit' is 'x': must be a number"),
+        ({"budget": "1GB", "compile": "gcc"}, "option 'compile' is 'gcc': choose from eager, inductor"),
+        ({"budget": "1GB", "roofline": "abacus"}, "unknown device 'abacus'"),
+    ],
+)
+def test_wrong_options_are_refused(options: Any, message: str) -> None:
+    model = torch.compile(nn.Linear(8, 1), backend="planner", options=options)
+    with pytest.raises(BackendCompilerFailed, match=message) as caught:
+        model(torch.randn(3, 8)).sum().backward()
+    assert isinstance(caught.value.inner_exception, PlannerError)
+
+
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match="the least any schedule of this graph needs") as caught:
+        compiled(nn.Linear(8, 1), budget="10 B")(torch.randn(3, 8)).sum().backward()
+    assert isinstance(caught.value.inner_exception, InfeasibleError)
+
+
+def test_autocast_around_a_compiled_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 3))
+    twin, x, y = copy.deepcopy(model), torch.randn(32, 16), torch.randint(3, (32,))
+    for run in (model, compiled(twin, budget="100%")):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(run(x), y)
+        loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

@@ -1,0 +1,176 @@
+"""Plans that are kept: loaded instead of solved again, replaced where they are of no use, shared between processes."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from graphs.errors import OutputError
+from graphs.io.formats import write_plan
+from graphs.synthetic import training_chain
+from planner.training import compile as train
+from planner.training.cache import PlanCache
+from tests.support.cached_plans import compiled, workload
+
+
+@pytest.fixture
+def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was solved, in order."""
+    asked: list[object] = []
+    solve = train.solve
+
+    def counted(graph: Any, budget: Any, **options: Any) -> Any:
+        asked.append(budget)
+        return solve(graph, budget, **options)
+
+    monkeypatch.setattr(train, "solve", counted)
+    return asked
+
+
+def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
+    folder = tmp_path / "not" / "there"
+    first = compiled(folder)
+    again = compiled(folder)
+    assert solves == ["100%"]
+    assert again.plan == first.plan
+    model, loss_fn, batch = workload()
+    torch.manual_seed(1)
+    found = again(*batch)
+    torch.manual_seed(1)
+    assert torch.equal(found, loss_fn(model(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("other", [{"budget": "99%"}, {"batch": 9}, {"optimizer": "adamw"}, {"tolerance": 0.5}])
+def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
+    compiled(tmp_path)
+    compiled(tmp_path, **other)
+    assert len(solves) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def spoil_fingerprint(text: str) -> str:
+    data = json.loads(text)
+    data["graph"]["fingerprint"] = "0" * 32
+    return json.dumps(data)
+
+
+def spoil_schedule(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"steps": data["steps"][1:]})
+
+
+def spoil_budget(text: str) -> str:
+    return json.dumps(json.loads(text) | {"budget_bytes": 1, "peak_bytes": 1})
+
+
+def spoil_budget_upwards(text: str) -> str:
+    return json.dumps(json.loads(text) | {"budget_bytes": 10**12, "peak_bytes": 10**12, "measured_peak_bytes": 10**11})
+
+
+def spoil_measured_peak(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"measured_peak_bytes": data["budget_bytes"] + 1})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "cut short"),
+        (lambda text: "", "the file is empty"),
+        (spoil_fingerprint, "the plan is for another graph"),
+        (spoil_schedule, "not in memory|never computes"),
+        (spoil_budget, "its measured peak here is .*, over its budget of 1 B"),
+        (spoil_budget_upwards, r"its budget is 1000000000000 B, and \d+ B was asked for"),
+        (spoil_measured_peak, "its measured peak here is .*, over its budget of"),
+    ],
+    ids=["cut short", "empty", "another graph", "no schedule", "over budget", "another budget", "measured over budget"],
+)
+def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solves: list[object]) -> None:
+    compiled(tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(spoil(path.read_text()))
+    with pytest.warns(UserWarning, match=f"cannot be used and is made again: .*({said})"):
+        compiled(tmp_path)
+    assert len(solves) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(tmp_path)
+    assert len(solves) == 2
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "circle of links", "pipe", "link to a folder"])
+def test_what_is_no_file_is_replaced_and_not_followed(kind: str, tmp_path: Path) -> None:
+    cache, elsewhere = PlanCache(tmp_path / "cache"), tmp_path / "elsewhere.json"
+    plan = planner.solve(training_chain(4), "100%")
+    path = cache.path({"budget": "100%"})
+    write_plan(replace(plan, seconds=7.0), elsewhere)
+    kept = elsewhere.read_text()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(
+            {"link": elsewhere, "dangling link": tmp_path / "none", "circle of links": path, "link to a folder": tmp_path}[kind]
+        )
+    with pytest.warns(UserWarning, match=r"cannot be used and is made again: it is (a symbolic link|no file)"):
+        assert cache.load(path, "100%") is None
+    cache.store(plan, path)
+    assert cache.load(path, "100%") == plan
+    assert path.is_file() and not path.is_symlink()
+    assert elsewhere.read_text() == kept
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache", "elsewhere.json"]
+
+
+def test_a_folder_in_the_place_of_a_plan_is_left_alone(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    path = cache.path({})
+    path.mkdir()
+    with pytest.warns(UserWarning, match="is made again: it is no file"):
+        assert cache.load(path, "100%") is None
+    with pytest.warns(UserWarning, match="the plan is not kept: .* is a folder"):
+        cache.store(planner.solve(training_chain(4), "100%"), path)
+    assert path.is_dir()
+
+
+def test_a_plan_is_of_use_for_the_budget_it_was_made_for(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    graph = training_chain(6)
+    plan = planner.solve(graph, "80%")
+    path = cache.path({})
+    cache.store(plan, path)
+    for budget in ("80%", plan.budget_bytes, f"{plan.budget_bytes}B"):
+        assert cache.load(path, budget) == plan
+    for budget in ("60%", "100%", plan.budget_bytes - 1, plan.budget_bytes + 1):
+        with pytest.warns(UserWarning, match=rf"its budget is {plan.budget_bytes} B, and \d+ B was asked for"):
+            assert cache.load(path, budget) is None
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, solves: list[object]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"plans cannot be kept in .*file"):
+        compiled(tmp_path / "file")
+    assert solves == []
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"
+        "from pathlib import Path\n"
+        "from tests.support.cached_plans import compiled\n"
+        "print(compiled(Path(sys.argv[1])).plan.graph.fingerprint)"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path)]
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda _: subprocess.run(run, capture_output=True, text=True, check=False), range(2)))
+    assert [process.returncode for process in ended] == [0, 0], ended
+    assert len({process.stdout for process in ended}) == 1
+    (path,) = tmp_path.iterdir()
+    assert path.suffix == ".json"

@@ -1,0 +1,309 @@
+"""What planner.compile finds beside plain eager PyTorch: bits, time and peak, in the plan, in words, and as a warning."""
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture
+from graphs.eager import Difference, DifferingOp, EagerComparison
+from graphs.errors import EagerWarning, FormatError
+from graphs.io.formats import plan_from_dict, plan_to_dict, read_plan, write_plan
+from graphs.plan import Plan
+from graphs.zoo import Workload, build
+from planner.report.describe import plan_data, plan_text
+from planner.runtime.executor import Executor
+from planner.training import compare_eager
+from planner.training.compare_eager import compare_with_eager, warn_of_differences
+from solvers.policies.store_all import store_all
+from tests.support.steps import random_schedule
+
+
+def gpt2() -> Workload:
+    torch.manual_seed(0)
+    return build("gpt2", layers=1, width=32, heads=2, vocab=61, seq=24, batch=4, dropout=0.1)
+
+
+def plain() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
+    return Workload(model, F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
+
+
+def compiled(workload: Workload, **options: object) -> planner.PlannedStep:
+    return planner.compile(*workload, budget="100%", passes=1, **options)
+
+
+def test_a_step_is_compared_with_eager() -> None:
+    workload = gpt2()
+    random_state = torch.get_rng_state()
+    step = compiled(workload)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    found = step.plan.eager
+    assert found is not None
+    assert found.identical and found.differences == () and found.first_op is None and found.failure == ""
+    assert found.time_s > 0 and found.planned_time_s > 0
+    assert found.overhead == found.planned_time_s / found.time_s - 1
+    assert step.plan.measured_peak_bytes is not None
+    assert found.peak_bytes == pytest.approx(step.plan.measured_peak_bytes, rel=0.25)
+    assert f"step time {100 * found.overhead:+.1f}% over eager, measured (+0.00% over keeping everything" in str(step.plan)
+    assert "identical to eager; eager takes" in str(step.plan)
+
+
+def test_the_peak_of_eager_is_what_it_allocates() -> None:
+    width, batch = 512, 256
+    model = nn.Sequential(nn.Linear(width, width), nn.Sigmoid(), nn.Linear(width, 1))
+    workload = Workload(model, F.mse_loss, (torch.randn(batch, width), torch.randn(batch, 1)))
+    found = compiled(workload).plan.eager
+    assert found is not None
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    kept = 4 * batch * width
+    assert 2 * parameters + 2 * kept <= found.peak_bytes <= 2 * parameters + 6 * kept
+
+
+def test_the_option_turns_it_off() -> None:
+    step = compiled(plain(), compare_eager=False)
+    assert step.plan.eager is None
+    assert "step time +0.00% over keeping everything, predicted, optimal" in str(step.plan)
+    assert "eager" not in str(step.plan)
+
+
+class Wrong(nn.Module):
+    """Its two halves are alike; one op of the second is exchanged where a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sin(self.second(torch.tanh(self.first(x)))))
+
+
+def wrong(target: torch._ops.OpOverload, instead: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Workload, EagerComparison]:
+    """What is found where the capture calls something else instead of `target`."""
+    torch.manual_seed(0)
+    workload = Workload(Wrong(), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
+    captured = capture(*workload)
+    names = [name for name, value in captured.program.namespace.items() if value is target]
+    assert len(names) == 1
+    captured = replace(captured, program=replace(captured.program, namespace={**captured.program.namespace, names[0]: instead}))
+    executor = Executor(captured, random_schedule(captured.graph, 1), workload.model, workload.loss_fn)
+    step = TrainingStep(workload.model, workload.loss_fn)
+    return workload, compare_with_eager(captured, executor, step, workload.batch)
+
+
+def test_what_differs_is_named_with_the_op_that_it_comes_from() -> None:
+    workload, found = wrong(torch.ops.aten.sin.default, lambda x: torch.sin(x) * (1 + 1e-3))
+    assert not found.identical
+    assert found.reproducible
+    by_name = {difference.name: difference for difference in found.differences}
+    assert by_name.keys() == {"loss", *(f"gradient of {name}" for name, _ in workload.model.named_parameters())}
+    assert all(d.max_abs is not None and 0 < d.max_abs < 0.1 and 0 < (d.relative or 0) < 1 for d in found.differences)
+    assert found.first_op == DifferingOp("sin", "aten.sin.default", "")
+    assert all(p.grad is None for p in workload.model.parameters())
+
+
+def test_an_op_of_the_backward_pass_is_found_too() -> None:
+    _, found = wrong(torch.ops.aten.cos.default, lambda x: torch.cos(x) + 1e-3)
+    assert found.first_op is not None
+    assert found.first_op.target == "aten.cos.default"
+    assert {difference.name for difference in found.differences} == {
+        f"gradient of {module}.{kind}" for module in ("first", "second") for kind in ("weight", "bias")
+    }
+
+
+def test_a_difference_is_measured() -> None:
+    _, found = wrong(torch.ops.aten.sin.default, lambda x: torch.sin(x) * float("nan"))
+    assert [(d.max_abs, d.relative) for d in found.differences if d.name == "loss"] == [(None, None)]
+    assert "differs from eager in loss; gradient of first.weight" in str(found)
+
+
+class Replaced(nn.Module):
+    """Its second call in a process computes something else: eager PyTorch itself does not repeat its numbers."""
+
+    calls = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            vars(Replaced)  # read, so that it is no constant
+            setattr(Replaced, "calls", Replaced.calls + 1)  # noqa: B010
+            x = x * Replaced.calls
+        return self.linear(x)
+
+
+def test_eager_that_does_not_repeat_itself_is_said() -> None:
+    workload = Workload(Replaced(), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
+    captured = capture(*workload)
+    executor = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+    found = compare_with_eager(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+    assert not found.reproducible
+    assert "but eager itself does not make the same numbers twice" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "it needs more memory than there is"),
+        (ValueError("no\nway"), "ValueError: no"),
+    ],
+)
+def test_eager_that_fails_does_not_stop_the_plan(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compare_eager.outcome
+
+    def fails(step: object, *args: object, **options: object) -> object:
+        if isinstance(step, TrainingStep):
+            raise error
+        return run(step, *args, **options)
+
+    monkeypatch.setattr(compare_eager, "outcome", fails)
+    workload = plain()
+    step = compiled(workload)
+    assert step.plan.eager == EagerComparison(failure=said)
+    assert step.plan.eager.overhead is None
+    assert not step.plan.eager.identical
+    assert f"not compared with eager: {said}" in str(step.plan)
+    assert "over keeping everything, predicted" in str(step.plan)
+    step(*workload.batch).backward()
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return compiled(plain(), compare_eager=False).plan
+
+
+DIFFERS = EagerComparison(
+    differences=(
+        Difference("loss", 0.5, 0.25),
+        Difference("buffer mean"),
+        *(Difference(f"gradient of {i}", 1e-7) for i in range(3)),
+    ),
+    first_op=DifferingOp("mm_3", "aten.mm.default", "h.0"),
+    reproducible=False,
+    peak_bytes=1000,
+    time_s=0.01,
+    planned_time_s=0.02,
+)
+
+
+def test_a_difference_is_a_warning(plan: Plan) -> None:
+    said = (
+        r"the planned step differs from eager in loss by up to 5.0e-01, 2.5e-01 of its largest element; buffer mean; gradient of "
+        r"0 by up to 1.0e-07 and 2 more, from op 'mm_3' \(aten.mm.default\) in h.0 on; but eager itself"
+    )
+    with pytest.warns(EagerWarning, match=said):
+        warn_of_differences(replace(plan, eager=replace(DIFFERS, peak_bytes=10**6)))
+
+
+def test_what_is_much_dearer_is_a_warning(plan: Plan) -> None:
+    same = EagerComparison(peak_bytes=10**9, time_s=1.0, planned_time_s=1.4)
+    large = replace(plan, graph=replace(plan.graph, store_all_peak_bytes=2 * 10**9))
+    with pytest.warns(EagerWarning, match=r"takes 2.00 GB with everything kept, and eager 1.00 GB"):
+        warn_of_differences(replace(large, eager=same))
+    with pytest.warns(EagerWarning, match=r"takes 1.6 s with everything kept, and eager 1 s: some op was captured as several"):
+        warn_of_differences(replace(plan, eager=replace(same, planned_time_s=1.6)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_differences(replace(plan, eager=same))
+        warn_of_differences(replace(plan, eager=replace(same, time_s=1e-4, planned_time_s=1e-3)))  # of no weight
+        warn_of_differences(replace(plan, eager=EagerComparison(failure="no memory")))
+        warn_of_differences(plan)
+
+
+@pytest.mark.parametrize("eager", [None, DIFFERS, EagerComparison(failure="no memory"), EagerComparison(time_s=1e-3)])
+def test_the_comparison_is_kept_in_files(plan: Plan, eager: EagerComparison | None, tmp_path: Path) -> None:
+    compared = replace(plan, eager=eager)
+    write_plan(compared, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == compared
+    assert ("eager" in json.loads((tmp_path / "plan.json").read_text())) == (eager is not None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"time_s": -1.0}, r"eager.time_s is -1.0: must be seconds, 0 or more"),
+        ({"more": 1}, r"eager has the unknown field"),
+        (
+            {"differences": [{"name": "loss", "max_abs": -1, "relative": None}]},
+            r"eager.differences\[0\].max_abs is -1: must be 0",
+        ),
+        ({"differences": [{"name": "loss", "max_abs": None}]}, r"eager.differences\[0\] has no field 'relative'"),
+        ({"first_op": {"name": "a"}}, r"eager.first_op has no field 'target'"),
+        ({"reproducible": 1}, r"eager.reproducible is 1: must be true or false"),
+    ],
+)
+def test_a_comparison_that_is_none_is_refused(plan: Plan, change: dict[str, object], said: str) -> None:
+    data = plan_to_dict(replace(plan, eager=DIFFERS))
+    with pytest.raises(FormatError, match=said):
+        plan_from_dict({**data, "eager": {**data["eager"], **change}})
+
+
+def test_a_plan_says_what_was_measured(plan: Plan, tmp_path: Path) -> None:
+    compared = replace(plan, eager=DIFFERS)
+    assert "+100.00%, measured" in plan_text(compared)
+    assert "differs from eager in loss" in plan_text(compared)
+    assert "eager" not in plan_text(plan)
+    assert plan_data(compared)["eager"]["overhead"] == 1.0
+    assert plan_data(compared)["eager"]["identical"] is False
+    assert plan_data(plan)["eager"] is None
+    step = compiled(plain())
+    step.report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "Over eager, measured" in text
+    assert "identical to eager" in text
+
+
+def test_a_kept_plan_is_compared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiled(plain(), cache=tmp_path)
+    again = compiled(plain(), cache=tmp_path)
+    assert again.plan == first.plan
+    (path,) = tmp_path.iterdir()
+    write_plan(replace(first.plan, eager=DIFFERS), path)
+    found = compiled(plain(), cache=tmp_path).plan.eager  # what another process found does not hold here
+    assert found is not None
+    assert found.identical
+    assert compiled(plain(), cache=tmp_path, compare_eager=False).plan.eager is None
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(compare_eager.Outcome, "differences", lambda *_: ("loss",))
+    write_plan(first.plan, path)
+    with pytest.warns(EagerWarning, match="differs from eager in loss"):
+        assert not compiled(plain(), cache=tmp_path).plan.eager.identical
+
+
+def test_of_varying_sizes_the_first_is_compared() -> None:
+    workload = plain()
+    step = compiled(workload, dynamic=True)
+    assert step.plan.eager is not None
+    assert step.plan.eager.identical
+    step(torch.randn(6, 16), torch.randint(3, (6,))).backward()
+    assert step.plan.eager is None
+    step(*workload.batch).backward()
+    assert step.plan.eager is not None
+
+
+def test_reentrant_checkpoints_are_compared_too() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.utils.checkpoint.checkpoint(F.gelu, self.first(x), use_reentrant=True)
+            return self.last(hidden)
+
+    workload = plain()._replace(model=Checkpointed())
+    found = compiled(workload).plan.eager
+    assert found is not None
+    assert found.identical
+    assert all(p.grad is None for p in workload.model.parameters())

@@ -1,0 +1,197 @@
+"""Training loops as people write them: precision, accumulation, clipping, schedules, evaluation; and a thousand steps."""
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture
+from graphs.errors import MismatchError
+from graphs.zoo import Workload, build
+from planner.runtime.executor import Executor
+from planner.runtime.measure import loss_of
+from tests.support.steps import make, random_schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+AUTOCAST = {dtype: partial(torch.autocast, "cpu", dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+_GPT2 = {"layers": 1, "width": 32, "heads": 4, "vocab": 97, "seq": 24, "batch": 4}
+
+
+def gpt2() -> Workload:
+    return build("gpt2", **_GPT2)
+
+
+def vit() -> Workload:
+    return build("vit", layers=1, width=32, heads=4, size=32, patch=8, classes=10, batch=8, dropout=0.3)
+
+
+def pure_gpt2() -> Workload:
+    workload = gpt2()
+    return workload._replace(model=workload.model.bfloat16())
+
+
+def planned(workload: Workload, context: Callable[[], AbstractContextManager[Any]] = nullcontext, seed: int = 1) -> Executor:
+    with context():
+        captured = capture(*workload)
+        return Executor(captured, random_schedule(captured.graph, seed), workload.model, workload.loss_fn)
+
+
+def train(
+    run: Callable[..., Any],
+    workload: Workload,
+    *,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    scale: bool = False,
+    batches: int = 1,
+    clip: float | None = None,
+    set_to_none: bool = True,
+) -> dict[str, torch.Tensor]:
+    """All that three steps leave behind, with a learning rate that falls."""
+    torch.manual_seed(3)
+    stepper = optimizer(workload.model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=scale)
+    left: dict[str, torch.Tensor] = {}
+    for i in range(3):
+        for _ in range(batches):
+            with context():
+                loss = loss_of(run(*workload.batch))
+            scaler.scale(loss / batches).backward()
+            left[f"loss {i}"] = loss.detach()
+        if clip is not None:
+            scaler.unscale_(stepper)
+            left[f"norm {i}"] = nn.utils.clip_grad_norm_(workload.model.parameters(), clip)
+        scaler.step(stepper)
+        scaler.update()
+        schedule.step()
+        stepper.zero_grad(set_to_none=set_to_none)
+    return left | {name: value.detach() for name, value in workload.model.state_dict().items()}
+
+
+LOOPS: dict[str, tuple[Callable[[], Workload], dict[str, Any]]] = {
+    "autocast bf16": (vit, {"context": AUTOCAST[torch.bfloat16]}),
+    "autocast fp16, scaled": (vit, {"context": AUTOCAST[torch.float16], "scale": True, "clip": 0.5}),
+    "pure bf16, momentum": (pure_gpt2, {"optimizer": partial(torch.optim.SGD, momentum=0.9), "clip": 0.5}),
+    "accumulated": (vit, {"batches": 3, "clip": 0.5}),
+    "gradients zeroed": (gpt2, {"set_to_none": False, "optimizer": torch.optim.SGD}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_as_eager_does(name: str) -> None:
+    make_workload, options = LOOPS[name]
+    torch.manual_seed(7)
+    workload = make_workload()
+    eager = workload._replace(model=copy.deepcopy(workload.model))
+    found = train(planned(workload, options.get("context", nullcontext)), workload, **options)
+    wanted = train(TrainingStep(eager.model, eager.loss_fn), eager, **options)
+    assert found.keys() == wanted.keys()
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
+def test_another_precision_is_refused() -> None:
+    workload = gpt2()
+    step, cast = planned(workload), planned(workload, AUTOCAST[torch.bfloat16])
+    with (
+        AUTOCAST[torch.bfloat16](),
+        pytest.raises(MismatchError, match=r"autocast is to bfloat16, but .* planned with autocast off"),
+    ):
+        step(*workload.batch)
+    with (
+        AUTOCAST[torch.float16](),
+        pytest.raises(MismatchError, match=r"autocast is to float16, .* planned with autocast to bfloat16"),
+    ):
+        cast(*workload.batch)
+    with pytest.raises(MismatchError, match="autocast is off, but the step was planned with autocast to bfloat16"):
+        cast(*workload.batch)
+
+
+def test_two_planned_models_take_turns() -> None:
+    one, two = make("frozen"), make("mutated")
+    steps = {id(w): planned(w) for w in (one, two)}
+    alone = {}
+    for workload in (one, two):
+        torch.manual_seed(0)
+        steps[id(workload)](*workload.batch).backward()
+        alone[id(workload)] = [None if p.grad is None else p.grad.clone() for p in workload.model.parameters()]
+        workload.model.zero_grad()
+    for buffer in two.model.buffers():
+        buffer.zero_()
+    first = steps[id(one)](*one.batch)
+    torch.manual_seed(0)
+    second = steps[id(two)](*two.batch)
+    first.backward()
+    second.backward()
+    for workload in (one, two):
+        for before, parameter in zip(alone[id(workload)], workload.model.parameters(), strict=True):
+            assert (before is None and parameter.grad is None) or torch.equal(before, parameter.grad)
+
+
+def test_evaluation_between_steps() -> None:
+    workload = make("resnet18")
+    step, model = planned(workload), workload.model
+    step(*workload.batch).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    model.eval()
+    with torch.no_grad():
+        model(workload.batch[0][:3])
+    model.train()
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    model.zero_grad()
+    step(*workload.batch).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
+
+
+def test_a_step_without_gradients_is_a_forward_pass() -> None:
+    workload = make("tied")
+    with torch.no_grad():
+        loss = planned(workload)(*workload.batch)
+    assert not loss.requires_grad
+    assert torch.equal(loss, workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]))
+
+
+def test_a_thousand_steps_take_no_more_memory_than_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.1), nn.GELU(), nn.Linear(128, 3))
+    workload = Workload(model, F.cross_entropy, (torch.randn(128, 64), torch.randint(3, (128,))))
+    step, optimizer = planned(workload), torch.optim.AdamW(model.parameters())
+
+    def train_for(steps: int) -> None:
+        for _ in range(steps):
+            step(*workload.batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train_for(20)
+    gc.collect()
+    gc.disable()  # what only the collector would find counts as left behind
+    try:
+        tensors, resident = live_tensors(), resident_bytes()
+        train_for(1000)
+        assert live_tensors() == tensors
+        # A step's tensors are 0.3 MB: had each left half of that, it would be 150 MB.
+        assert resident_bytes() < resident + 30e6
+    finally:
+        gc.enable()
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0

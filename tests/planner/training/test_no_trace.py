@@ -1,0 +1,392 @@
+"""Planning leaves no trace: parameters, gradients, buffers, optimizer and random states, and what Python objects hold."""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import Optimizer
+
+import planner
+from graphs.capture.step import TrainingStep
+from graphs.capture.unchanged import WritesUndone, unchanged
+from graphs.errors import PlannerError, TraceError
+from planner.runtime.measure import outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change
+
+CALLS: list[int] = []
+BATCH = (torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3)
+
+
+class Remembers(nn.Module):
+    """Changes all kinds of state where it is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 3)
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.count, self.cache, self.history, self.by_name = 0, None, [1], {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = 1
+        self.cache = x
+        hidden = F.dropout(torch.relu(self.norm(self.first(x))), 0.2)
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return self.last(hidden) * self.scale
+
+
+class Fails(Remembers):
+    """Stops the capture after it has changed what it can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        self.count += 1
+        self.history.append(2)
+        self.by_name["calls"] += 1
+        CALLS.append(1)
+        return hidden if hidden.sum().item() > 0 else -hidden
+
+
+def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """All that could change, as it is now."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "x": BATCH[0]}
+    found: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    found |= {f"{name} itself": (id(tensor), tensor._version) for name, tensor in tensors.items()}
+    found |= {f"{name}.grad": (id(p.grad), None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()}
+    found |= {f"{name} hooks": dict(p._backward_hooks or {}) for name, p in model.named_parameters()}
+    found |= {f"{name} later hooks": dict(p._post_accumulate_grad_hooks or {}) for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        found[f"attributes of {name}"] = {k: list(v) if isinstance(v, list) else v for k, v in plain.items()}
+    if isinstance(model, Remembers):
+        found["by name"] = dict(model.by_name)
+    found["calls"] = list(CALLS)
+    found["random"] = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    if optimizer is not None:
+        found["optimizer"] = {i: dict(values) for i, values in enumerate(optimizer.state.values())}
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def assert_no_trace(model: nn.Module, act: Callable[[], object], optimizer: Optimizer | None = None) -> None:
+    before = state_of(model, optimizer)
+    act()
+    after = state_of(model, optimizer)
+    assert [name for name in before if not same(before[name], after[name])] == []
+
+
+def plan(model: nn.Module, batch: Any = BATCH, **options: Any) -> planner.PlannedStep:
+    return planner.compile(model, F.cross_entropy, batch, budget="100%", passes=1, **options)
+
+
+def steps_behind_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+
+def steps_in_tensor_hooks(model: nn.Module, optimizer: Optimizer) -> None:
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        optimizer.step()
+        CALLS.append(2)
+        return 2 * gradient
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(hook)
+
+
+def steps_behind_accumulation(model: nn.Module, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.accumulation = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+            parameter.accumulation.register_hook(lambda *_: optimizer.step())
+
+
+@pytest.mark.parametrize("hook", [steps_behind_parameters, steps_in_tensor_hooks, steps_behind_accumulation])
+def test_an_optimizer_in_the_backward_pass_does_not_step(hook: Callable[[nn.Module, Optimizer], None]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    F.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+    optimizer.step()
+    hook(model, optimizer)
+    step = None
+
+    def act() -> None:
+        nonlocal step
+        step = plan(model)
+        planner.run(step.plan, model, F.cross_entropy, BATCH, repeats=1)
+
+    assert_no_trace(model, act, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert step is not None
+    step(*BATCH).backward()
+    assert not any(torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))  # in training, hooks act
+
+
+def test_what_forward_changes_is_put_back() -> None:
+    torch.manual_seed(0)
+    model = Remembers()
+    assert_no_trace(model, lambda: plan(model))
+    assert_no_trace(model, lambda: planner.trace(model, F.cross_entropy, BATCH, passes=1))
+
+
+def test_hooks_of_modules_leave_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    seen: list[Any] = []
+    counted = 0
+
+    def hook(_: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal counted
+        counted += 1
+        seen.append(output)
+        CALLS.append(3)
+        return 2 * output
+
+    model[0].register_forward_hook(hook)
+
+    def act() -> None:
+        with pytest.raises(TraceError, match="changes at every step"):
+            plan(model)
+        with unchanged(model, BATCH):
+            model(BATCH[0])
+            assert counted == len(seen) == 1
+
+    assert_no_trace(model, act)
+    assert seen == []
+    assert counted == 0
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C is no ``Exception``."""
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("compile.solve", Interrupted),
+        ("compiler.measured_peak", RuntimeError),
+        ("compiler.with_times", Interrupted),
+    ],
+)
+def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Remembers()
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"planner.training.{where}", fail)
+
+    def act() -> None:
+        with pytest.raises(error):
+            plan(model)
+
+    assert_no_trace(model, act)
+
+
+def test_a_failure_inside_a_step_leaves_nothing() -> None:
+    torch.manual_seed(0)
+    model = Remembers()
+
+    def changes() -> None:
+        model.train(mode=False)
+        model(BATCH[0]).sum().backward()
+        model.norm.running_mean.add_(1)
+        model.extra = 3
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        raise Interrupted
+
+    def act() -> None:
+        with pytest.raises(Interrupted), unchanged(model, BATCH, written=[model.scale]):
+            changes()
+
+    assert_no_trace(model, act)
+
+
+def test_a_capture_that_fails_leaves_nothing() -> None:
+    torch.manual_seed(0)
+    model = Fails()
+
+    def act() -> None:
+        with pytest.raises(TraceError):
+            plan(model)
+
+    assert_no_trace(model, act)
+
+
+class Accumulates(nn.Module):
+    """Writes to a tensor that is no buffer, which no capture takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.total = nn.Linear(16, 3), torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(1)
+        return self.linear(x)
+
+
+def test_tensors_that_are_no_buffers_are_put_back() -> None:
+    model = Accumulates()
+    with pytest.raises(TraceError):
+        plan(model)
+    assert torch.equal(model.total, torch.zeros(3))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_call_without_gradients_is_refused(mode: Callable[[], Any]) -> None:
+    model = Remembers()
+
+    def act() -> None:
+        with mode(), pytest.raises(PlannerError, match=rf"called under torch\.{mode.__name__}\(\), where nothing is trained"):
+            plan(model)
+
+    assert_no_trace(model, act)
+    with torch.inference_mode(), pytest.raises(TraceError, match=r"under torch\.inference_mode\(\) nothing is trained"):
+        planner.trace(model, F.cross_entropy, BATCH)
+
+
+class Embeds(nn.Module):
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.last = embedding, nn.Linear(16, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        return self.last(hidden.mean(1) if hidden.dim() == 3 else hidden)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: nn.Embedding(20, 16, sparse=True), "the gradient of 'embedding.weight' is sparse.*leave out sparse=True"),
+        (lambda: nn.EmbeddingBag(20, 16, sparse=True), "the gradient of 'embedding.weight' is sparse.*leave out sparse=True"),
+        (
+            lambda: nn.Embedding(20, 16, max_norm=1.0),
+            r"writes to 'embedding.weight', to keep within max_norm=.*leave out max_norm=",
+        ),
+        (lambda: nn.EmbeddingBag(20, 16, max_norm=1.0), r"writes to 'embedding.weight', to keep within max_norm="),
+        (lambda: nn.Embedding(20, 16, max_norm=1.0, sparse=True), "is sparse"),
+    ],
+)
+def test_embeddings_that_cannot_be_planned_are_one_error(make: Callable[[], nn.Module], said: str) -> None:
+    torch.manual_seed(0)
+    model = Embeds(make())
+
+    def act() -> None:
+        with pytest.raises(TraceError, match=said) as caught:
+            plan(model, (torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(1)), BATCH[1]))
+        assert "\n" not in str(caught.value)
+
+    assert_no_trace(model, act)
+
+
+def test_a_frozen_embedding_with_max_norm_trains_as_eager_does() -> None:
+    torch.manual_seed(0)
+    model = Embeds(nn.Embedding(20, 16, max_norm=1.0).requires_grad_(requires_grad=False))
+    batch = (torch.randint(20, (8, 5)), BATCH[1])
+    assert_no_trace(model, lambda: plan(model, batch))
+    step, before = plan(model, batch), model.embedding.weight.clone()
+    found = outcome(step, model, batch, seed=1, written=[model.embedding.weight])
+    planned = step(*batch).detach()
+    after = model.embedding.weight.clone()
+    with torch.no_grad():
+        model.embedding.weight.copy_(before)
+    assert torch.equal(F.cross_entropy(model(batch[0]), batch[1]), planned)
+    assert torch.equal(model.embedding.weight, after)
+    assert not torch.equal(before, after)
+    assert torch.equal(found.values["loss"], planned)
+
+
+def test_the_graph_behind_an_input_is_left_for_the_loop() -> None:
+    torch.manual_seed(0)
+    encoder, model = nn.Linear(16, 16), nn.Linear(16, 3)
+    x = torch.sigmoid(encoder(BATCH[0]))  # autograd has saved it
+    plan(model, (x, BATCH[1]))
+    assert encoder.weight.grad is None
+    x.sum().backward()
+    assert encoder.weight.grad is not None
+
+
+def test_writes_are_undone_wherever_they_go() -> None:
+    kept, wide = torch.arange(6.0), torch.zeros(2, 3)
+    versions = kept._version, wide._version
+    with WritesUndone() as undone:
+        made = torch.ones(3)
+        made.add_(1)
+        wide[0].add_(made)
+        wide[1].mul_(0).sub_(1)
+        torch._foreach_add_([kept[2:]], 1)
+        kept.data.zero_()
+    assert torch.equal(kept, torch.arange(6.0))
+    assert torch.equal(wide, torch.zeros(2, 3))
+    assert (kept._version, wide._version) == versions
+    assert len(undone.written) == 2
+
+
+class Stats:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_generators_and_objects_of_the_users_are_put_back() -> None:
+    generator, stats, groups = torch.Generator().manual_seed(3), Stats(), {1, 2}
+
+    def loss_fn(y: torch.Tensor) -> torch.Tensor:
+        stats.count += 1
+        groups.add(3)
+        return (y * torch.rand(3, generator=generator)).sum()
+
+    model = TrainingStep(nn.Linear(16, 3), loss_fn)
+    with unchanged(model, BATCH):
+        expected = loss_fn(torch.ones(3))
+    assert (stats.count, groups) == (0, {1, 2})
+    assert torch.equal(loss_fn(torch.ones(3)), expected)
+
+
+@functools.lru_cache
+def ramp(size: int) -> torch.Tensor:
+    return torch.arange(float(size))
+
+
+@functools.cache
+def named(size: int) -> dict[str, torch.Tensor]:
+    return {"ones": torch.ones(size)}
+
+
+class Cached(nn.Linear):
+    """Takes tensors from caches, and remembers something that asks for runs on fake tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = 1
+        return super().forward(x) + ramp(3) * named(3)["ones"]
+
+
+def test_no_cache_keeps_a_fake_tensor() -> None:
+    torch.manual_seed(0)
+    model = Cached(16, 3)
+    x, y = BATCH
+    planner.compile(model, F.cross_entropy, BATCH, budget="1MB", compare_eager=False, time_limit_s=1.0)
+    assert type(ramp(3)) is torch.Tensor and type(named(3)["ones"]) is torch.Tensor
+    F.cross_entropy(model(x), y).backward()
+    assert type(model.weight.grad) is torch.Tensor

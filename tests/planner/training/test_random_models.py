@@ -1,0 +1,53 @@
+"""Random models under random budgets: results are eager PyTorch's to the last bit, and the budget holds."""
+
+from functools import partial
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from benchmarks.try_model import Runner
+from graphs.capture.step import TrainingStep
+from planner.distributed.wrappers import unwrap
+from planner.solving import solve, summarize
+from planner.training.compiler import Compiler
+from solvers.least import least_budget
+from tests.support.random_models import Recipe, build, recipes
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+_SHARES = st.sampled_from((0.05, 0.2, 0.4, 0.6, 0.8, 1.0))  # of the way from the least budget to the peak
+
+
+def check(recipe: Recipe, share: float) -> None:
+    """Train by a plan beside eager PyTorch."""
+    workload, plain = build(recipe), build(recipe)
+    eager = Runner(plain, TrainingStep(plain.model, plain.loss_fn))
+    try:
+        expected = eager.train(plain.batch)
+    except RuntimeError:  # what its backward pass reads was overwritten: there is no such model
+        reject()
+    # As planner.compile does; in between it is seen which budgets are possible.
+    compiler = Compiler(unwrap(workload.model), workload.loss_fn, "none", False, 1, partial(solve, tolerance=0.5))
+    captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
+    peak = summarize(captured.graph).store_all_peak_bytes
+    least = least_budget(captured.graph, time_limit_s=1.0).found_bytes
+    budget = int(least + share * (peak - least))
+    planned = Runner(workload, compiler.solve(captured, workload.batch, budget))
+    differences = expected.differences(planned.train(plain.batch))
+    assert not differences, differences
+    storages, allocated = planned.storages_bytes(plain.batch), planned.peak_bytes(plain.batch)
+    assert max(storages, allocated) <= budget, (storages, allocated, budget, least, peak)
+
+
+@settings(max_examples=15)
+@given(recipes(), _SHARES)
+def test_some_random_models(recipe: Recipe, share: float) -> None:
+    check(recipe, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=500)
+@given(recipes(), _SHARES)
+def test_many_random_models(recipe: Recipe, share: float) -> None:
+    check(recipe, share)

@@ -1,0 +1,86 @@
+"""``replan=True``: a plan for what has changed, in the middle of training."""
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.capture.step import LossFn
+from graphs.errors import PlannerError
+from planner.training.compiler import Compiler
+from tests.support.steps import MutatedBuffer
+
+
+def settings_and_loss() -> tuple[SimpleNamespace, LossFn]:
+    settings = SimpleNamespace(alpha=1.0)
+    return settings, lambda output, target: F.mse_loss(output, target) * settings.alpha
+
+
+def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rows)
+    return torch.randn(rows, 48), torch.randn(rows, 3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_trains_as_eager_while_things_change(dynamic: bool) -> None:
+    planned, eager = MutatedBuffer(), MutatedBuffer()
+    eager.load_state_dict(planned.state_dict())
+    settings, loss_fn = settings_and_loss()
+    step = planner.compile(planned, loss_fn, batch_of(8), budget="100%", replan=True, dynamic=dynamic)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (planned, eager)]
+
+    def compare(rows: int = 8) -> None:
+        batch, states = batch_of(rows), []
+        for model, run, optimizer in zip((planned, eager), (step, lambda x, y: loss_fn(eager(x), y)), optimizers, strict=True):
+            torch.manual_seed(5)
+            run(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append([*model.parameters(), *model.buffers(), torch.get_rng_state()])
+        assert all(map(torch.equal, *states))
+
+    compare()
+    settings.alpha = 0.5
+    with pytest.warns(UserWarning, match=r"planned again: settings.alpha was 1.0 .* and is 0.5 now"):
+        compare()
+    planned.outer.bias.requires_grad_(False), eager.outer.bias.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"planned again: model.outer.bias.requires_grad was True"):
+        compare()
+    planned.outer.bias.requires_grad_(True), eager.outer.bias.requires_grad_(True)
+    with warnings.catch_warnings():  # both plans are kept
+        warnings.simplefilter("error")
+        compare()
+        settings.alpha = 1.0
+        compare()
+
+
+def test_the_second_plan_comes_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, loss_fn = settings_and_loss()
+    step = planner.compile(MutatedBuffer(), loss_fn, batch_of(8), budget="1MB", replan=True, cache=tmp_path)
+    monkeypatch.setattr(Compiler, "solve", lambda *_: pytest.fail("solved again"))
+    settings.alpha = 0.5
+    with pytest.warns(UserWarning, match="planned again: settings.alpha"):
+        step(*batch_of(8))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_module_that_is_replaced_and_a_batch_of_another_size() -> None:
+    model = MutatedBuffer()
+    step = planner.compile(model, F.mse_loss, batch_of(8), budget="1MB", replan=True)
+    model.outer = nn.Sequential(nn.Linear(96, 8), nn.Tanh(), nn.Linear(8, 3))
+    with pytest.warns(UserWarning, match="planned again: model.outer was a .*Linear"):
+        step(*batch_of(8)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.warns(UserWarning, match="planned again: input 0 of the batch is"):
+        step(*batch_of(4))
+
+
+@pytest.mark.parametrize(("options", "message"), [({"cuda_graph": True}, "cuda_graph"), ({"max_plans": 0}, "max_plans is 0")])
+def test_what_does_not_go_together(options: dict[str, object], message: str) -> None:
+    with pytest.raises(PlannerError, match=message):
+        planner.compile(MutatedBuffer(), F.mse_loss, batch_of(8), budget="100%", replan=True, **options)

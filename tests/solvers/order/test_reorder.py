@@ -1,0 +1,237 @@
+"""An order of the ops that needs less memory: it is one, it is never worse, and what runs in it is the same step."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import planner
+from graphs import synthetic
+from graphs.capture.trace import capture
+from graphs.errors import GraphError
+from graphs.io.formats import write_graph
+from graphs.ir import Graph, Phase
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.synthetic import Draft
+from planner.cli.main import main
+from planner.runtime.executor import Executor
+from planner.runtime.measure import outcome
+from planner.solving import summarize
+from planner.studies.curve import curve
+from planner.studies.max_batch import Wanted, max_batch
+from solvers.bounds import least_budget_bound
+from solvers.order.reorder import Reordering, permuted, reordered
+from solvers.policies.store_all import store_all
+from solvers.registry import get_solver
+from solvers.result import Status
+from tests.support.steps import make, random_schedule
+
+
+def peak_of(graph: Graph) -> int:
+    return simulate(graph, store_all(graph)).peak_bytes
+
+
+def weight_gradients() -> Graph:
+    """Two layers whose weight gradients come after the gradients of their inputs.
+
+    The second's frees a large activation, so it is best early; the first's frees little and is large, so it is
+    best last.
+    """
+    draft = Draft()
+    (a,) = draft.op("a", [], [2_000])
+    (b,) = draft.op("b", [a], [20_000])
+    (c,) = draft.op("c", [b], [2_000])
+    (loss,) = draft.op("loss", [c], [1_000])
+    (dc,) = draft.op("dc", [loss], [2_000], phase=Phase.BACKWARD)
+    (db,) = draft.op("db", [dc], [20_000], phase=Phase.BACKWARD)
+    (w2,) = draft.op("w2", [dc, b], [1_000], phase=Phase.BACKWARD)
+    (w1,) = draft.op("w1", [loss, a], [30_000], phase=Phase.BACKWARD)
+    (da,) = draft.op("da", [db], [2_000], phase=Phase.BACKWARD)
+    (dx,) = draft.op("dx", [da], [2_000], phase=Phase.BACKWARD)
+    return draft.graph([w2, w1, dx])
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+def test_weight_gradients_go_where_they_need_least() -> None:
+    graph = weight_gradients()
+    found = reordered(graph)
+    assert [op.name for op in found.graph.ops] == ["a", "b", "c", "loss", "dc", "w2", "db", "da", "dx", "w1"]
+    assert peak_of(graph) == 54_000
+    assert peak_of(found.graph) == 36_000
+    assert found.changed
+
+
+def test_a_chain_stays_as_it_is() -> None:
+    graph = synthetic.training_chain(6)
+    found = reordered(graph)
+    assert not found.changed
+    assert found.graph is graph
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    with pytest.raises(GraphError, match="topological order"):
+        permuted(synthetic.chain(3), [1, 0, 2])
+
+
+def any_graph(seed: int, size: int) -> Graph:
+    """A random graph with effects, writes in place, several phases and random ops."""
+    if seed % 2:
+        graph = synthetic.random_training_step(seed, size)
+    else:
+        graph = synthetic.random_graph(seed, 2 * size)
+        half = seed % (2 * size)
+        graph = replace(
+            graph, ops=tuple(replace(op, phase=Phase.FORWARD if op.id <= half else Phase.BACKWARD) for op in graph.ops)
+        )
+    return replace(graph, ops=tuple(replace(op, random=(op.id * 7 + seed) % 5 == 0) for op in graph.ops))
+
+
+graphs = st.builds(any_graph, st.integers(0, 10**6), st.integers(3, 14))
+
+
+@given(graph=graphs)
+@settings(max_examples=150)
+def test_the_order_is_never_worse_and_finding_it_again_changes_nothing(graph: Graph) -> None:
+    found = reordered(graph)
+    assert peak_of(found.graph) <= peak_of(graph)
+    assert least_budget_bound(found.graph).budget_bytes <= least_budget_bound(graph).budget_bytes
+    assert found.graph.time_s == graph.time_s
+    assert reordered(graph) == found
+    assert not reordered(found.graph).changed
+
+
+@given(graph=graphs)
+@settings(max_examples=150)
+def test_effects_random_ops_and_phases_keep_their_order(graph: Graph) -> None:
+    found = reordered(graph)
+    assert sorted(found.original) == [op.id for op in graph.ops]
+    assert [op.phase for op in found.graph.ops] == [op.phase for op in graph.ops]
+    place = {op: position for position, op in enumerate(found.original)}
+    written = {t for op in graph.ops for t in op.mutates}
+    effects = [op.id for op in graph.ops if op.random or not (op.recomputable or op.mutates or written.intersection(op.inputs))]
+    assert all(place[one] < place[other] for one, other in pairwise(effects))
+    for writer in (op for op in graph.ops if op.mutates):
+        for op in graph.ops:
+            if op is not writer and set(writer.mutates).intersection((*op.inputs, *op.mutates)):
+                assert (op.id < writer.id) == (place[op.id] < place[writer.id])
+
+
+@given(graph=graphs, seed=st.integers(0, 10**6))
+@settings(max_examples=100)
+def test_a_schedule_means_the_same_on_the_original(graph: Graph, seed: int) -> None:
+    found = reordered(graph)
+    schedule = random_schedule(replace_writers(found.graph), seed)
+    there, here = simulate(found.graph, schedule), simulate(graph, found.schedule_of_source(schedule))
+    assert here == there
+
+
+def replace_writers(graph: Graph) -> Graph:
+    """`graph` where nothing that touches what is written in place is executed again: any order of the rest runs."""
+    written = {t for op in graph.ops for t in op.mutates}
+    return replace(
+        graph, ops=tuple(replace(op, recomputable=op.recomputable and not written.intersection(op.inputs)) for op in graph.ops)
+    )
+
+
+def test_an_op_that_may_write_what_it_reads_stays_among_its_readers() -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [9])
+    draft.op("before", [a], [50])
+    draft.op("effect", [a], [1], recomputable=False)
+    draft.op("after", [a], [1])
+    (last,) = draft.op("last", [], [1])
+    assert [op.name for op in reordered(draft.graph([1, 2, 3, last])).graph.ops][1:4] != ["effect", "after", "before"]
+    place = {op.name: op.id for op in reordered(draft.graph([1, 2, 3, last])).graph.ops}
+    assert place["before"] < place["effect"] < place["after"]
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_for_the_graph_as_it_was() -> None:
+    graph = weight_gradients()
+    plan = planner.solve(graph, 36_000)
+    assert plan.graph == summarize(graph)
+    assert (plan.settings["reordered"], plan.overhead) == (True, 0)
+    simulation = simulate(graph, plan.schedule)
+    assert (simulation.peak_bytes, simulation.time_s) == (plan.peak_bytes, plan.time_s)
+    kept = planner.solve(graph, 53_000, reorder=False)
+    assert kept.settings["reordered"] is False
+    assert kept.overhead > 0
+
+
+def test_what_fits_only_in_program_order_is_found_there() -> None:
+    graph, budget_bytes = synthetic.random_graph(350, 12), 27
+    in_new_order = get_solver("windows")(reordered(graph).graph, budget_bytes)
+    assert in_new_order.status is Status.INFEASIBLE
+    plan = planner.solve(graph, budget_bytes)
+    assert (plan.status, plan.settings["reordered"]) == ("optimal", False)
+
+
+def test_what_others_do_is_in_program_order_unless_told() -> None:
+    graph = weight_gradients()
+    assert planner.solve(graph, 54_000, solver="store_all").peak_bytes == 54_000
+    assert planner.solve(graph, 54_000, solver="store_all", reorder=True).peak_bytes == 36_000
+
+
+def test_a_curve_is_of_the_reordered_graph_and_its_schedules_of_the_original() -> None:
+    graph = weight_gradients()
+    better, program = curve(graph, 4), curve(graph, 4, reorder=False)
+    assert (better.reordered, program.reordered) == (True, False)
+    assert better.least is not None and program.least is not None
+    assert better.least.found_bytes < program.least.found_bytes
+    assert simulate(graph, better.least.schedule).peak_bytes == better.least.found_bytes
+    for point in better.points:
+        assert point.schedule is not None
+        assert simulate(graph, point.schedule).peak_bytes == point.peak_bytes
+
+
+def test_the_largest_batch_is_that_of_the_reordered_graph() -> None:
+    def graph_of(batch: int) -> Graph:
+        graph = weight_gradients()
+        return replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * batch) for t in graph.tensors))
+
+    wanted = Wanted(budget_bytes=80_000, limit=20, max_overhead=0.0)
+    answers = {answer.method: answer.batch for answer in max_batch(graph_of, wanted)}
+    assert (answers["keep everything"], answers["optimal"]) == (1, 2)
+    answers = {answer.method: answer.batch for answer in max_batch(graph_of, replace(wanted, reorder=False))}
+    assert answers["optimal"] == 1
+
+
+def test_the_command_reorders_says_so_and_can_be_told_not_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "model.json")
+    write_graph(weight_gradients(), path)
+    assert main(["solve", path, "--budget", "36kB"]) == 0
+    assert "takes each op first in program order as reordered, is faster" in capsys.readouterr().out
+    assert main(["solve", path, "--budget", "36kB", "--no-reorder"]) == 3
+    assert main(["info", path]) == 0
+    assert "54.00 kB without recomputation, 36.00 kB with the ops in a better order" in capsys.readouterr().out
+
+
+# --- real steps -----------------------------------------------------------------------------------
+
+
+def schedules(found: Reordering) -> list[Schedule]:
+    """In the new order: keeping everything, and with many ops again."""
+    return [found.schedule_of_source(schedule) for schedule in (store_all(found.graph), random_schedule(found.graph, 1))]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "mutated"])
+def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
+    workload = make(name)
+    captured = capture(*workload)
+    found = reordered(captured.graph)
+    assert found.changed
+    eager = outcome(
+        lambda *batch: workload.loss_fn(workload.model(*batch[:-1]), batch[-1]), workload.model, workload.batch, seed=3
+    )
+    for schedule in schedules(found):
+        step = Executor(captured, schedule, workload.model, workload.loss_fn)
+        assert eager.differences(outcome(step, workload.model, workload.batch, seed=3)) == ()

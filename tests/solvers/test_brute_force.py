@@ -1,0 +1,98 @@
+"""The exact solver against all schedules of small graphs."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphs.ir import Graph
+from graphs.simulate import simulate
+from graphs.synthetic import random_graph
+from solvers.bounds import least_budget_bound
+from solvers.highs import Outcome, solve_program
+from solvers.least import least_budget
+from solvers.policies.store_all import store_all
+from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.result import Result, Status
+from solvers.windows import solve
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.precedence import build_relaxation
+from tests.support.brute_force import fastest
+
+EXACT = settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+TOLERANCE = 1e-3
+SLACK = 1e-6  # what HiGHS's arithmetic may be off by
+
+
+def check(graph: Graph, budget_bytes: int, optimum: float | None) -> Result:
+    """Everything a result promises, given the optimum."""
+    result = solve(graph, budget_bytes, tolerance=TOLERANCE, time_limit_s=60)
+    if optimum is None:
+        # A graph of this size is always decided.
+        assert result.status is Status.INFEASIBLE
+        assert result.message
+        return result
+    assert result.status is Status.OPTIMAL
+    assert result.schedule is not None
+    assert result.bound_s is not None
+    assert result.time_s is not None
+    assert result.bound_s <= optimum * (1 + SLACK)
+    simulation = simulate(graph, result.schedule)
+    assert simulation.peak_bytes <= budget_bytes
+    assert optimum * (1 - SLACK) <= simulation.time_s <= optimum * (1 + TOLERANCE) + SLACK
+    return result
+
+
+@EXACT
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 7), tightness=st.floats(0, 1))
+def test_equals_brute_force(seed: int, ops: int, tightness: float) -> None:
+    graph = random_graph(seed, ops)
+    least = least_budget_bound(graph).budget_bytes
+    peak = simulate(graph, store_all(graph)).peak_bytes
+    # Tight budgets are the hard ones.
+    budget = least + round((peak - least) * tightness**2)
+    check(graph, budget, fastest(graph, budget))
+
+
+@settings(EXACT, max_examples=120)
+@given(seed=st.integers(0, 10**6), ops=st.integers(4, 7))
+def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
+    graph = random_graph(seed, ops)
+    least = least_budget_bound(graph).budget_bytes
+    peak = simulate(graph, store_all(graph)).peak_bytes
+    best: float | None = None
+    for budget in range(peak, least - 1, -max(1, (peak - least) // 6)):
+        optimum = fastest(graph, budget)
+        result = check(graph, budget, optimum)
+        if best is not None and result.time_s is not None:
+            assert result.time_s >= best * (1 - TOLERANCE) - SLACK
+        best = result.time_s if result.time_s is not None else float("inf")
+
+
+@settings(EXACT, max_examples=200)
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 7))
+def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
+    graph = random_graph(seed, ops)
+    bracket = least_budget(graph, precision=0.0)
+    assert bracket.exact
+    assert simulate(graph, bracket.schedule).peak_bytes == bracket.found_bytes
+    assert fastest(graph, bracket.found_bytes) is not None
+    assert fastest(graph, bracket.found_bytes - 1) is None
+
+
+@settings(EXACT, max_examples=500)
+@given(seed=st.integers(0, 10**6), ops=st.integers(2, 7), share=st.floats(0, 1))
+def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float) -> None:
+    """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
+    graph = random_graph(seed, ops)
+    least = least_budget_bound(graph).budget_bytes
+    peak = simulate(graph, store_all(graph)).peak_bytes
+    budget = least + round((peak - least) * share)
+    optimum = fastest(graph, budget)
+    for ends in (tuple(range(ops)), (ops // 2, ops - 1) if ops > 1 else (0,), (ops - 1,)):
+        pairs = frozenset((end, x) for end in ends for x in range(end))
+        chains = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
+        detail = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, chains)
+        model = build_relaxation(problem_of(graph, budget), detail)
+        answer = solve_program(model.program, time_limit_s=60)
+        if optimum is not None:
+            assert answer.outcome is Outcome.OPTIMAL
+            assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK

@@ -1,0 +1,439 @@
+"""The reference program: known optima, agreement with all schedules and with the exact solver, export."""
+
+import heapq
+import subprocess
+import sys
+from pathlib import Path
+
+import highspy
+import pytest
+
+from graphs.errors import BudgetError, OutputError, PlannerError
+from graphs.io.formats import read_plan, write_graph
+from graphs.ir import Graph
+from graphs.simulate import simulate
+from graphs.synthetic import (
+    Draft,
+    TransformerSize,
+    chain,
+    diamond,
+    kept_output,
+    random_graph,
+    random_training_step,
+    skips,
+    training_chain,
+    transformer,
+    two_outputs,
+)
+from planner.cli.main import main
+from solvers import checkmate, windows
+from solvers.bounds import least_budget_bound
+from solvers.checkmate import solve, write_model
+from solvers.checkmate.model import PUBLISHED, Frees, Model, UnusedOutputs, Variant
+from solvers.checkmate.run import Answer
+from solvers.highs import Outcome
+from solvers.policies.store_all import store_all
+from solvers.registry import get_solver
+from solvers.result import Progress, Status
+from tests.support.brute_force import fastest, may_repeat
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-3
+SPLIT = Variant(frees=Frees.SPLIT)
+CBC = pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
+
+
+def budget_at(graph: Graph, share: float) -> int:
+    """`share` of the way from the least that single ops need to the peak without recomputation."""
+    least_bytes = least_budget_bound(graph).budget_bytes
+    return least_bytes + int(share * (simulate(graph, store_all(graph)).peak_bytes - least_bytes))
+
+
+# --- optima ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", [PUBLISHED, SPLIT], ids=["hazards", "split"])
+@pytest.mark.parametrize(
+    ("graph", "budget", "optimum_s"),
+    [
+        (chain(1), 1, 1),
+        (chain(5), 2, 5),
+        (training_chain(3), 4, 6),
+        (training_chain(3), 3, 7),
+        (training_chain(8), 8, 17),
+        (training_chain(6), 3, 12 + 5 * 4 // 2),
+        (diamond(), 9, 9),
+        (diamond(), 8, 10),
+        (two_outputs(), 7, 3),
+        (kept_output(), 8, 4),
+        (kept_output(), 7, 5),
+        (kept_output(), 6, 5),
+    ],
+)
+def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: Variant) -> None:
+    result = solve(graph, budget, tolerance=1e-6, variant=variant)
+    assert result.status is Status.OPTIMAL
+    assert result.time_s == pytest.approx(optimum_s)
+    assert result.bound_s == pytest.approx(optimum_s, rel=1e-5)
+
+
+@CBC
+@pytest.mark.parametrize(
+    "graph", [chain(1), training_chain(4), diamond(), kept_output()], ids=["one", "chain", "diamond", "kept"]
+)
+def test_another_solver_finds_the_same(graph: Graph) -> None:
+    budget = simulate(graph, store_all(graph)).peak_bytes - 1 if len(graph.ops) > 1 else 1
+    highs, cbc = (solve(graph, budget, tolerance=1e-6, milp_solver=name) for name in ("HiGHS", "PULP_CBC_CMD"))
+    assert (highs.status, cbc.status) == (Status.OPTIMAL, Status.OPTIMAL)
+    assert cbc.time_s == pytest.approx(highs.time_s)
+    assert cbc.bound_s == pytest.approx(highs.bound_s, rel=1e-5)
+    assert (cbc.settings["milp_solver"], "highs" in cbc.versions) == ("PULP_CBC_CMD", False)
+
+
+def fastest_in_stages(graph: Graph, budget_bytes: int) -> float | None:
+    """Time of the fastest schedule of the program's class, found without it; None if none fits.
+
+    A state is the stage, the last op executed in it, and which tensors are in memory.
+    """
+    size = [0 if t.producer is None else t.size_bytes for t in graph.tensors]
+    start = (0, -1, frozenset[int]())
+    spent = {start: 0.0}
+    queue = [(0.0, 0, start)]
+    while queue:
+        time_s, _, state = heapq.heappop(queue)
+        stage, last, live = state
+        if stage == len(graph.ops):
+            return time_s
+        used_bytes = graph.static_bytes + sum(size[t] for t in live)
+        after = [(0.0, (stage, last, live - {t})) for t in live - graph.kept]
+        for op in graph.ops[last + 1 : stage + 1]:
+            reads = {t for t in op.inputs if graph.tensors[t].producer is not None}
+            need_bytes = used_bytes + sum(size[t] for t in op.outputs) + op.workspace_bytes
+            if reads <= live and need_bytes <= budget_bytes and (op.id == stage or may_repeat(graph, op.id, stage)):
+                where = (stage + 1, -1) if op.id == stage else (stage, op.id)
+                after.append((op.time_s, (*where, live | set(op.outputs))))
+        for more_s, reached in after:
+            if time_s + more_s < spent.get(reached, float("inf")):
+                spent[reached] = time_s + more_s
+                heapq.heappush(queue, (time_s + more_s, len(spent), reached))
+    return None
+
+
+def test_against_all_schedules() -> None:
+    outside = inside = 0
+    for seed in range(40):
+        graph = random_graph(seed, 5)
+        for share in (0.0, 0.4, 0.8):
+            budget = budget_at(graph, share)
+            optimum_s, overall_s = fastest_in_stages(graph, budget), fastest(graph, budget)
+            result = solve(graph, budget, tolerance=0.0)
+            if optimum_s is None:
+                assert result.status is Status.LIMIT
+            else:
+                assert result.status is Status.OPTIMAL
+                assert result.time_s == pytest.approx(optimum_s)
+                inside += 1
+            outside += overall_s != optimum_s
+    assert inside > 80
+    # Of some graphs every schedule that fits is outside the class, or the fastest is.
+    assert outside > 0
+
+
+def assert_agreement(graph: Graph, share: float, variant: Variant = PUBLISHED, *, time_limit_s: float = 600.0) -> bool:
+    """The two solvers agree to the tolerance, or the exact one is better by a schedule outside the reference's class.
+
+    Returns whether a schedule exists.
+    """
+    budget = budget_at(graph, share)
+    exact = windows.solve(graph, budget, tolerance=TOLERANCE, time_limit_s=time_limit_s)
+    reference = solve(graph, budget, tolerance=TOLERANCE, time_limit_s=time_limit_s, variant=variant)
+    if exact.status is Status.INFEASIBLE:
+        assert reference.status in (Status.LIMIT, Status.INFEASIBLE)
+        return False
+    assert (exact.status, reference.status) == (Status.OPTIMAL, Status.OPTIMAL)
+    assert exact.time_s is not None and exact.bound_s is not None and reference.time_s is not None
+    # What is a bound over all schedules is one over the reference's, too.
+    assert exact.bound_s <= reference.time_s * (1 + 1e-9)
+    assert exact.time_s <= reference.time_s * (1 + TOLERANCE)
+    assert reference.time_s <= exact.time_s * (1 + TOLERANCE)
+    return True
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_graphs_agree_with_the_exact_solver(seed: int, share: float) -> None:
+    assert_agreement(random_graph(seed, 12), share)
+
+
+def test_random_graphs_have_schedules() -> None:
+    assert sum(windows.solve(g, budget_at(g, 0.75)).schedule is not None for g in (random_graph(s, 12) for s in range(8))) >= 6
+
+
+@pytest.mark.parametrize(
+    ("graph", "share"),
+    [(random_training_step(8, 8), 0.5), (random_training_step(14, 14), 0.8), (skips(8), 0.2), (training_chain(12), 0.6)],
+    ids=["17 ops", "29 ops", "skips", "chain"],
+)
+def test_training_steps_agree_with_the_exact_solver(graph: Graph, share: float) -> None:
+    assert assert_agreement(graph, share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [PUBLISHED, SPLIT], ids=["hazards", "split"])
+@pytest.mark.parametrize(
+    ("graph", "share"),
+    [
+        (random_training_step(1, 12), 0.4),
+        (random_training_step(2, 20), 0.8),
+        (random_training_step(3, 29), 0.85),
+        (transformer(TransformerSize(layers=1)), 0.5),
+    ],
+    ids=["25 ops", "41 ops", "59 ops", "transformer"],
+)
+def test_larger_steps_agree_with_the_exact_solver(graph: Graph, share: float, variant: Variant) -> None:
+    assert assert_agreement(graph, share, variant)
+
+
+# --- semantics ------------------------------------------------------------------------------------
+
+
+def dropped_beside() -> Graph:
+    """a makes x (4) and y (1); u (1) reads x; v (1, workspace 5) reads nothing; d (1) reads y and v. Times 1.
+
+    With 6 bytes v runs alone, so that a runs again for d: beside v its outputs take 5. If its x, which
+    nobody reads then, stays for the rest of the stage, d takes 7.
+    """
+    draft = Draft()
+    x, y = draft.op("a", [], [4, 1])
+    draft.op("u", [x], [1])
+    (v,) = draft.op("v", [], [1], workspace_bytes=5)
+    draft.op("d", [y, v], [1])
+    return draft.graph()
+
+
+def test_when_unused_outputs_are_freed() -> None:
+    parity = Variant(unused_outputs=UnusedOutputs.STAGE_END)
+    assert solve(dropped_beside(), 6).time_s == 5
+    refused = solve(dropped_beside(), 6, variant=parity)
+    assert refused.status is Status.LIMIT
+    assert "Checkmate's program is infeasible" in refused.message
+    assert [solve(dropped_beside(), 7, variant=variant).time_s for variant in (PUBLISHED, parity)] == [4, 4]
+
+
+def second_copy() -> Graph:
+    """a makes x (3) and y (1); b (workspace 4) reads y; c reads x and y, d reads y; outputs of 1, times 1.
+
+    With 7 bytes x does not fit beside b (y 1, b 1, workspace 4), so a runs again for c, and makes a second y if
+    the first one stays: x 3, y 1, b 1 and the copy 1 are 6.
+    """
+    draft = Draft()
+    x, y = draft.op("a", [], [3, 1])
+    (b,) = draft.op("b", [y], [1], workspace_bytes=4)
+    draft.op("c", [x, y, b], [1])
+    draft.op("d", [y], [1])
+    return draft.graph()
+
+
+def test_an_output_made_twice_is_there_once_afterwards() -> None:
+    model = Model(second_copy(), 7)
+    model.build()
+    # By hand: y stays, a runs again before c.
+    fixed = {"S_1_1": 1, "S_2_1": 1, "S_3_1": 1, "S_1_0": 0, "S_2_0": 0, "R_2_0": 1, "R_2_1": 0, "R_3_0": 0}
+    for variable in model.program.variables():
+        if variable.name in fixed:
+            variable.lowBound = variable.upBound = fixed[variable.name]
+    model.program.solve(_silent())
+    assert model.program.sol_status == 1
+    used = {v.name: v.varValue * model.memory_unit for v in model.program.variables() if v.name.startswith("U_2_")}
+    # While a runs: y, b, x and the second y; while c runs: x, y, b and its output.
+    assert used == pytest.approx({"U_2_0": 1 + 1 + 3 + 1, "U_2_1": 1 + 1 + 3, "U_2_2": 3 + 1 + 1 + 1})
+    assert solve(second_copy(), 7).time_s == 5
+
+
+def _silent() -> object:
+    import pulp
+
+    return pulp.getSolver("HiGHS", msg=False)
+
+
+def test_what_is_written_in_place_is_read_on_its_side() -> None:
+    def graph(*, written: bool) -> Graph:
+        draft = Draft()
+        state = draft.static("state", 1)
+        (a,) = draft.op("a", [state], [4])
+        (b,) = draft.op("b", [a], [1])
+        (c,) = draft.op("c", [state], [1], recomputable=False, mutates=(state,) if written else ())
+        (d,) = draft.op("d", [b, c], [4])
+        draft.op("e", [a, d], [1])
+        return draft.graph()
+
+    # 10 bytes hold a, d and e; d runs beside a, b and c with 11, so with 10 a must be dropped and made again.
+    assert solve(graph(written=False), 10).time_s == 6
+    assert solve(graph(written=True), 10).status in (Status.LIMIT, Status.INFEASIBLE)
+    assert solve(graph(written=True), 11).time_s == 5
+
+
+# --- how it ends ----------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
+    result = solve(diamond(), 6)
+    assert (result.status, result.schedule, result.bound_s) == (Status.INFEASIBLE, None, None)
+    assert "budget 6 B is below 7 B" in result.message
+
+
+def test_an_infeasible_program_is_no_proof_for_other_schedules() -> None:
+    result = solve(diamond(), 7)
+    assert (result.status, result.schedule, result.bound_s) == (Status.LIMIT, None, None)
+    assert "each op at most once per stage, in program order" in result.message
+
+
+def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
+    # 800 stages with up to 799 executions and hand-overs each.
+    graph = chain(800)
+    for result in (solve(graph, 2), get_solver("rounding")(graph, 2)):
+        assert result.status is Status.LIMIT
+        assert f"has {800 * 799 // 2 + 799 * 798 // 2 + 799:,} variables R and S" in result.message
+    with pytest.raises(PlannerError, match="use the solver windows"):
+        write_model(graph, 2, tmp_path / "model.lp")
+
+
+def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(10):
+        model = Model(random_graph(seed, 12), 1000)
+        model.build()
+        monkeypatch.setattr("solvers.checkmate.model.MOST_BINARIES", len(model.R) + len(model.S) - 1)
+        assert f"has {len(model.R) + len(model.S)} variables" in str(model.too_large())
+        monkeypatch.setattr("solvers.checkmate.model.MOST_BINARIES", len(model.R) + len(model.S))
+        assert model.too_large() is None
+
+
+@pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])
+def test_time_is_up_before_anything_is_found(time_limit_s: float) -> None:
+    graph = random_training_step(0, 40)
+    result = solve(graph, budget_at(graph, 0.1), time_limit_s=time_limit_s)
+    assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
+    assert "Raise --time-limit" in result.message
+
+
+@pytest.mark.parametrize("after", [1, 30, 60])
+def test_a_stop_ends_the_solve(after: int) -> None:
+    polls = 0
+
+    def should_stop() -> bool:
+        nonlocal polls
+        polls += 1
+        return polls > after
+
+    graph = random_training_step(14, 14)
+    result = solve(graph, budget_at(graph, 0.2), should_stop=should_stop, tolerance=0.0)
+    assert result.status in (Status.LIMIT, Status.FEASIBLE)
+    assert result.bound_s is not None and result.bound_s >= graph.time_s
+
+
+def test_progress_tells_bounds_that_hold() -> None:
+    told: list[Progress] = []
+    graph = random_training_step(8, 8)
+    result = solve(graph, budget_at(graph, 0.3), on_progress=told.append)
+    assert result.time_s is not None and result.bound_s is not None
+    assert told[0].activity == "writing Checkmate's program"
+    assert all(p.bound_s is None or p.bound_s <= result.time_s * (1 + 1e-9) for p in told)
+    assert all(p.best_s is None or p.best_s >= result.bound_s * (1 - 1e-9) for p in told)
+    assert any(p.best_s is not None for p in told)
+
+
+def test_an_error_of_the_caller_comes_through() -> None:
+    def on_progress(progress: Progress) -> None:
+        if progress.activity.startswith("solving"):
+            raise RuntimeError("the terminal is gone")
+
+    graph = random_training_step(8, 8)
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        solve(graph, budget_at(graph, 0.3), on_progress=on_progress)
+
+
+@pytest.mark.parametrize(("name", "word"), [("GLPK_CMD", "is not installed"), ("magic", "is none that PuLP knows")])
+def test_a_solver_that_is_not_there_is_named(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulp.listSolvers", lambda onlyAvailable=False: ["HiGHS"] if onlyAvailable else ["HiGHS", "GLPK_CMD"])
+    with pytest.raises(PlannerError, match=f"solver '{name}' {word}: choose one of HiGHS"):
+        solve(chain(2), 2, milp_solver=name)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.5, "neither 0 nor 1"), (0.0, "1 B over the budget")], ids=["half a binary", "memory ignored"]
+)
+def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: Model, *rest: object) -> Answer:
+        for variable in model.program.variables():
+            variable.varValue = value
+        return Answer(Outcome.OPTIMAL, True, None, "so they say")
+
+    monkeypatch.setattr(checkmate, "run", run)
+    result = solve(training_chain(4), 4)
+    assert (result.status, result.schedule) == (Status.ERROR, None)
+    assert words in result.message
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"), [(Outcome.FAILED, Status.ERROR), (Outcome.STOPPED, Status.LIMIT), (Outcome.INFEASIBLE, Status.LIMIT)]
+)
+def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkmate, "run", lambda *rest: Answer(outcome, False, None, "its own word"))
+    result = solve(training_chain(4), 4)
+    assert result.status is status
+    assert "its own word" in result.message
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    solve(training_chain(4), 4)
+    assert capfd.readouterr() == ("", "")
+
+
+# --- export, registry, command --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", [PUBLISHED, SPLIT], ids=["hazards", "split"])
+@pytest.mark.parametrize("ending", ["lp", "mps"])
+def test_the_written_program_has_the_same_optimum(ending: str, variant: Variant, tmp_path: Path) -> None:
+    graph = training_chain(5)
+    write_model(graph, 4, tmp_path / f"model.{ending}", variant=variant)
+    engine = highspy.Highs()
+    engine.setOptionValue("output_flag", False)
+    assert engine.readModel(str(tmp_path / f"model.{ending}")) == highspy.HighsStatus.kOk
+    engine.run()
+    assert engine.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    recomputed_s = engine.getInfo().objective_function_value / 1000 * graph.time_s
+    result = solve(graph, 4, tolerance=0.0)
+    assert result.time_s is not None and result.time_s > graph.time_s
+    assert graph.time_s + recomputed_s == pytest.approx(result.time_s)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"model.{ending}"]
+
+
+def test_a_program_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlannerError, match=r"must end in \.lp or \.mps"):
+        write_model(diamond(), 9, tmp_path / "model.txt")
+    with pytest.raises(OutputError, match="there is no folder"):
+        write_model(diamond(), 9, tmp_path / "nowhere" / "model.lp")
+    with pytest.raises(BudgetError, match="is below 7 B"):
+        write_model(diamond(), 5, tmp_path / "model.lp")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph, model = tmp_path / "graph.json", tmp_path / "model.lp"
+    write_graph(training_chain(4), graph)
+    arguments = ["solve", str(graph), "--budget", "4B", "--quiet", "--write-model", str(model), "-o", str(tmp_path / "plan.json")]
+    assert main([*arguments, "--solver", "checkmate"]) == 0
+    capsys.readouterr()
+    plan = read_plan(tmp_path / "plan.json")
+    assert (plan.solver, plan.status, plan.time_s) == ("checkmate", "optimal", 9.0)
+    assert plan.settings["schedules"] == "each op at most once per stage, in program order"
+    assert model.read_text().startswith("\\* checkmate *\\")
+    assert main(arguments) == 1
+    assert "add --solver checkmate" in capsys.readouterr().err
+
+
+def test_pulp_is_loaded_only_when_it_is_used() -> None:
+    code = "import sys, solvers.registry, planner.cli.main, solvers.windows; sys.exit('pulp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+    assert get_solver("checkmate") is solve

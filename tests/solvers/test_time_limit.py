@@ -1,0 +1,80 @@
+"""A solve ends when its time is up, however large the graph: what takes long looks at the clock."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.synthetic import training_chain
+from solvers.eviction.engine import evicting_order
+from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.problem import problem_of
+from solvers.windows import driver
+from solvers.windows.formulation.granularity import Discretization, StoppedError
+from solvers.windows.formulation.in_stage import build_ordered
+from solvers.windows.formulation.precedence import build_relaxation
+from solvers.windows.incumbent import Search
+
+
+def untimed(layers: int) -> Graph:
+    """A chain whose ops take no time: all schedules are optimal, and those of few bytes are long."""
+    plain = training_chain(layers)
+    return Graph(tuple(replace(op, time_s=0.0) for op in plain.ops), plain.tensors, plain.kept)
+
+
+class Clock:
+    """True after it has been asked so often."""
+
+    def __init__(self, asked: int) -> None:
+        self.left = asked
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("build", [build_relaxation, build_ordered])
+def test_a_large_model_is_given_up_while_it_is_built(build: Callable[..., Any]) -> None:
+    problem = problem_of(untimed(40), 20)
+    detail = Discretization(tuple(range(problem.ops)))
+    whole = build(problem, detail, should_stop=Clock(10**9)).program
+    assert whole.matrix.nnz > 20_000
+    clock = Clock(3)
+    with pytest.raises(StoppedError):
+        build(problem, detail, should_stop=clock)
+    assert clock.left == -1
+
+
+def test_a_model_that_was_given_up_ends_the_refinement() -> None:
+    search = Search(untimed(40), 20, 1e-3, 3600.0, None, Clock(3))
+    detail = Discretization(tuple(range(search.problem.ops)))
+    assert search.refine(detail, 3600.0, is_relaxation=True) == (detail, False)
+    assert search.halted
+
+
+def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[bool] = []
+
+    def order(*arguments: Any, should_stop: Callable[[], bool], **options: Any) -> list[int] | None:
+        stops.append(should_stop())
+        search.halted = True
+        stops.append(should_stop())
+        return evicting_order(*arguments, should_stop=should_stop, **options)
+
+    monkeypatch.setattr(driver, "evicting_order", order)
+    search = Search(untimed(20), 8, 1e-3, 3600.0, None, None)
+    monkeypatch.setattr(Search, "refine", lambda self, detail, *_, **__: (detail, False))
+    driver.run(search)
+    assert stops == [False, True]
+    assert search.best is None
+
+
+def test_no_rule_is_begun_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr("solvers.eviction.least_peak.evicting_order", lambda *_, **__: begun.append(1))
+    assert least_evicting_schedule(untimed(20), time_limit_s=-1.0) is None
+    assert begun == []
+    assert least_evicting_schedule(untimed(20), time_limit_s=60.0) is None
+    assert begun

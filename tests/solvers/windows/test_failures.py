@@ -1,0 +1,91 @@
+"""What must not happen in a solve ends it at once, is said, and costs no schedule that was found before."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphs.errors import PlannerError, SolverWarning
+from graphs.simulate import simulate
+from graphs.synthetic import random_training_step
+from planner.solving import solve as plan
+from solvers.bounds import least_budget_bound
+from solvers.highs import Answer, Outcome, solve_program
+from solvers.policies.store_all import store_all
+from solvers.problem import OBJECTIVE_SCALE
+from solvers.result import Result, Status
+from solvers.windows import incumbent, solve
+from solvers.windows.heuristics.portfolio import Portfolio
+
+GRAPH = random_training_step(2, 80)
+# Between the least and the peak: a quarter of the way.
+_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
+BUDGET = _LEAST + (_PEAK - _LEAST) // 4
+
+
+def solved() -> Result:
+    """A solve that would take ten minutes: no gap is small enough."""
+    began = time.monotonic()
+    result = solve(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0)
+    assert time.monotonic() - began < 100
+    return result
+
+
+def fails(self: Portfolio) -> None:
+    raise RuntimeError("no such choice")
+
+
+def test_an_error_of_what_looks_for_schedules_ends_the_solve_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Portfolio, "find", fails)
+    result = solved()
+    assert result.status is Status.FEASIBLE
+    assert result.schedule is not None and result.bound_s is not None
+    assert "RuntimeError: no such choice" in result.message and "test_failures.py" in result.message
+
+
+def test_where_nothing_was_found_before_the_error_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Portfolio, "find", fails)
+    monkeypatch.setattr(incumbent.Search, "offer", lambda search, order, detail: incumbent.try_out(search.problem, order))
+    with pytest.raises(PlannerError, match="windows failed: looking for schedules failed: RuntimeError: no such choice"):
+        plan(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0, reorder=False)
+
+
+def test_a_plan_from_a_solve_that_failed_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Portfolio, "find", fails)
+    with pytest.warns(SolverWarning, match="ended early, for looking for schedules failed: RuntimeError: no such choice"):
+        found = plan(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0)
+    assert found.peak_bytes <= BUDGET
+
+
+def answers_once_known(monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], Answer]) -> None:
+    """Change what HiGHS says of relaxations when a schedule is known; meanwhile nobody looks for others."""
+    began: list[bool] = []
+
+    def waits(portfolio: Portfolio) -> None:
+        began.append(portfolio.search.best is not None)
+        while not portfolio.search.stopped():
+            time.sleep(0.01)
+
+    def answer(*args: Any, **options: Any) -> Answer:
+        found = solve_program(*args, **options)
+        return change(found) if any(began) else found
+
+    monkeypatch.setattr(Portfolio, "find", waits)
+    monkeypatch.setattr(incumbent, "solve_program", answer)
+
+
+def test_a_relaxation_that_refutes_a_known_schedule_ends_the_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers_once_known(monkeypatch, lambda found: replace(found, outcome=Outcome.INFEASIBLE, values=None))
+    result = solved()
+    assert result.status is Status.FEASIBLE
+    assert "windows is infeasible, though a schedule within the budget is known" in result.message
+
+
+def test_a_bound_above_a_known_schedule_ends_the_solve_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers_once_known(monkeypatch, lambda found: replace(found, bound=10 * OBJECTIVE_SCALE))
+    result = solved()
+    assert result.status is Status.FEASIBLE
+    assert "is above the time of a schedule within the budget" in result.message
+    assert result.bound_s == GRAPH.time_s

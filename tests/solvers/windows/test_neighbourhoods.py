@@ -1,0 +1,209 @@
+"""Narrow models: what they allow, that what they find fits, and how ways to look for schedules take turns."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graphs.ir import Graph
+from graphs.simulate import simulate
+from graphs.synthetic import Draft, TransformerSize, random_training_step, training_chain, transformer
+from solvers.highs import Outcome, solve_program
+from solvers.least import least_budget
+from solvers.policies.store_all import store_all
+from solvers.problem import Problem, problem_of
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.in_stage import InStageBuilder
+from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
+from solvers.windows.heuristics.portfolio import take_turns
+from solvers.windows.heuristics.restricted import Known, RestrictedBuilder, tight_windows
+from solvers.windows.incumbent import Search
+from solvers.windows.solution.decode import Trial, order_of, try_out
+from solvers.windows.solution.refine import refined, with_stages_in_order
+
+
+def peak_of(graph: Graph) -> int:
+    return simulate(graph, store_all(graph)).peak_bytes
+
+
+def knows_all(problem: Problem) -> Known:
+    known = Known()
+    known.ops.update(range(problem.ops))
+    return known
+
+
+def whole_trial(problem: Problem) -> Trial:
+    whole = Discretization((problem.ops - 1,))
+    return try_out(problem, order_of(whole, range(problem.ops)))
+
+
+def test_looking_ahead_is_as_if_it_did_not_fit_before_earlier_ops_either() -> None:
+    problem = problem_of(training_chain(6), 100)
+    v, x = 9, 2
+    ops = list(range(problem.ops))
+    detail = Discretization((3, problem.ops - 1))
+    order = order_of(detail, [*ops[:v], x, *ops[v:]])
+    trial = replace(try_out(problem, order), memory_bytes=tuple(5 + (step == v) for step in range(problem.ops + 1)))
+    budget_bytes = 5
+
+    near = refined(detail, trial, budget_bytes)
+    assert near.ends == (3, 8, 9, problem.ops - 1)
+    assert not near.repeats
+    ahead = refined(detail, trial, budget_bytes, ahead=3)
+    assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
+    assert ahead.repeats == {(7, x), (8, x), (9, x)}
+    assert with_stages_in_order(ahead, trial, budget_bytes, ahead=3).ordered == {(7, x), (8, x), (9, x)}
+    assert with_stages_in_order(near, trial, budget_bytes).ordered == {(9, x)}
+    assert refined(detail, trial, budget_bytes, ahead=100).ends[:9] == tuple(range(9))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
+    graph = random_training_step(seed, 8)
+    problem = problem_of(graph, int(0.8 * peak_of(graph)))
+    detail = Discretization(tuple(range(problem.ops)))
+    known = knows_all(problem)
+
+    class Dense(RestrictedBuilder):
+        add_memory = InStageBuilder.add_memory
+
+    models = [make(problem, detail, known).build() for make in (RestrictedBuilder, Dense)]
+    told, dense = (solve_program(model.program, time_limit_s=60) for model in models)
+    assert told.outcome is dense.outcome
+    assert told.outcome is Outcome.INFEASIBLE or told.objective == pytest.approx(dense.objective, abs=1e-3)
+
+
+def test_only_what_is_known_is_executed_again() -> None:
+    graph = training_chain(6)
+    problem = problem_of(graph, 7)
+    detail = Discretization(tuple(range(problem.ops)))
+    known = Known()
+    known.ops.update((1, 2))
+    model = RestrictedBuilder(problem, detail, known).build()
+    assert {i for _, i in model.again} == {1, 2}
+
+
+def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
+    graph = training_chain(8)
+    problem = problem_of(graph, 5)
+    found = least_budget(graph).schedule
+    computed = [step.op for step in found.steps if hasattr(step, "op")]
+    detail = Discretization(tuple(range(problem.ops)))
+    known = Known()
+    known.learn_order(order_of(detail, computed))
+    answer = solve_program(RestrictedBuilder(problem, detail, known).build().program, time_limit_s=60)
+    assert answer.outcome is Outcome.OPTIMAL
+    assert answer.objective is not None
+    assert answer.objective <= problem.units(try_out(problem, order_of(detail, computed)).time_s - problem.base_s) + 1e-3
+
+
+def test_more_choices_until_all_are_there() -> None:
+    known = Known()
+    assert known.more_choices(30)
+    assert known.factor == 2
+    for _ in range(10):
+        last = known.more_choices(30)
+    assert not last
+
+
+def test_windows_lie_all_over_what_is_tight() -> None:
+    problem = problem_of(training_chain(50), 10)
+    trial = whole_trial(problem)
+    tight = [op for op, taken in enumerate(trial.memory_bytes) if taken > 0.85 * 10]
+    for limit in (4, 10, 30):
+        detail = tight_windows(problem, [trial], 10, limit)
+        assert len(detail.ends) <= limit + 3
+        # No stretch of tight ops is much longer than another without a window.
+        ends = [tight[0], *(e for e in detail.ends if tight[0] <= e <= tight[-1]), tight[-1]]
+        assert max(np.diff(ends)) <= 3 * len(tight) / (limit / 2)
+    assert detail.ends[-1] == problem.ops - 1
+
+
+@pytest.mark.parametrize("share", [0.8, 0.65, 0.5])
+def test_what_is_settled_fits(share: float) -> None:
+    graph = transformer(TransformerSize(layers=4))
+    budget = int(share * peak_of(graph))
+    search = Search(graph, budget, 1e-3, 60.0, None, None)
+    trial = whole_trial(search.problem)
+    peak = int(np.argmax(trial.memory_bytes))
+    neighbourhoods = Neighbourhoods(search, Discretization((peak, search.problem.ops - 1)))
+    neighbourhoods.begin()
+    assert search.best is not None
+    assert search.best.peak_bytes <= budget
+    before = search.best.time_s
+    ways = neighbourhoods.reopenings(), neighbourhoods.exchanges()
+    for way in ways * 5:
+        next(way, None)
+    assert search.best.time_s <= before
+    assert simulate(graph, search.best.schedule).time_s == pytest.approx(search.best.time_s)
+
+
+def test_reopening_ends_where_nothing_is_gained() -> None:
+    graph = training_chain(10)
+    search = Search(graph, 6, 1e-3, 60.0, None, None)
+    trial = whole_trial(search.problem)
+    neighbourhoods = Neighbourhoods(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
+    neighbourhoods.begin()
+    search = neighbourhoods.search
+    # The bound is that of nothing executed again, so that the search is never satisfied.
+    for way in (neighbourhoods.reopenings(), neighbourhoods.exchanges()):
+        assert sum(1 for _ in way) < 1000
+    assert search.best is not None
+
+
+def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
+    """There is room for one of two tensors of the same size; the schedule to begin with keeps the wrong one."""
+    draft = Draft()
+    (dear,) = draft.op("dear", [], [4], time_s=3.0)
+    (cheap,) = draft.op("cheap", [], [4], time_s=1.0)
+    (joined,) = draft.op("join", [dear, cheap], [1])
+    (large,) = draft.op("large", [joined], [4])
+    (small,) = draft.op("small", [large], [1])
+    kept = draft.op("last", [dear, cheap, small], [1])
+    search = Search(draft.graph(kept), 10, 0.0, 60.0, None, None)
+    neighbourhoods = Neighbourhoods(search, Discretization((3, 5)))
+    neighbourhoods.detail = Discretization(tuple(range(6)))
+    neighbourhoods.known.ops = {0, 1}
+    search.offer(order_of(neighbourhoods.detail, (0, 1, 2, 3, 4, 0, 5)), neighbourhoods.detail)
+    assert search.best_trial().time_s == 11.0
+    next(neighbourhoods.exchanges())
+    assert search.best_trial().time_s == 9.0
+
+
+def test_what_gains_gets_most_of_the_turns() -> None:
+    value = 1000.0
+    turns = {"good": 0, "idle": 0}
+
+    def way(name: str, gain: float) -> Iterator[None]:
+        nonlocal value
+        for _ in range(200):
+            sum(range(20_000))
+            turns[name] += 1
+            value -= gain
+            yield
+
+    take_turns([way("good", 1.0), way("idle", 0.0)], lambda: value, lambda: sum(turns.values()) >= 120)
+    assert turns["good"] > turns["idle"] > 0
+
+
+def test_turns_end_when_all_ways_have() -> None:
+    done: list[int] = []
+
+    def way(number: int) -> Iterator[None]:
+        for _ in range(number):
+            done.append(number)
+            yield
+
+    take_turns([way(1), way(3), way(0)], lambda: 0.0, lambda: False)
+    assert sorted(done) == [1, 3, 3, 3]
+
+
+def test_a_problem_without_room_ends() -> None:
+    search = Search(training_chain(8), 3, 1e-3, 60.0, None, None)
+    trial = whole_trial(search.problem)
+    neighbourhoods = Neighbourhoods(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
+    neighbourhoods.small = replace(neighbourhoods.small, capacity_bytes=2)
+    neighbourhoods.begin()
+    assert sum(1 for _ in neighbourhoods.restarts()) < 100
+    assert search.best is None

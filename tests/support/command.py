@@ -1,0 +1,49 @@
+"""The command, called in this process."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from planner.cli.main import main
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> Said:
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return Said(code, captured.out, captured.err)
+
+
+def refused(said: Said, code: int, *words: str) -> None:
+    assert said.code == code
+    assert said.out == ""
+    assert said.err.startswith("planner: error: ")
+    assert said.err.count("\n") == 1
+    for word in words:
+        assert word in said.err
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    """What ``planner.api.run`` returns."""
+
+    identical: bool
+    differences: tuple[str, ...] = ()
+    budget_bytes: int = 2000
+    predicted_peak_bytes: int = 1990
+    measured_peak_bytes: int = 1980
+    predicted_time_s: float = 0.011
+    measured_time_s: float = 0.012
+    predicted_ratio: float = 1.1
+    measured_ratio: float = 1.2
+    eager_ratio: float = 1.05
+    reserved_bytes: int | None = None
+    eager_differences: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor bench-training try-models clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor bench-training try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -51,6 +51,9 @@ results: bench-solve ## all under results/ but Inductor's table, in about an hou
 results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models and train two of them at half of the memory
 	$(BIN)/python -m benchmarks.compare --suites cuda $(ARGS)
 	$(BIN)/python -m benchmarks.training --device cuda
+
+gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or results/gpu (ARGS='--steps tests'); nothing is installed
+	$(PYTHON) -m benchmarks.gpu $(if $(OUT),--out $(OUT)) $(ARGS)
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -4,18 +4,15 @@ HiGHS has no limit of its own, and its search trees grow by tens of megabytes a 
 """
 
 import ctypes
-import os
-from pathlib import Path
 
-_STATM = Path("/proc/self/statm")
+import psutil
+
+_PROCESS = psutil.Process()
 
 
 def resident_bytes() -> int:
-    """What the process has in memory now; 0 where the system does not say (other than Linux)."""
-    try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    """What the process has in memory now."""
+    return int(_PROCESS.memory_info().rss)
 
 
 def give_back() -> None:

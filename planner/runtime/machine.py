@@ -1,9 +1,10 @@
 """What a result was made on and with."""
 
-import os
 import platform
 import subprocess
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,7 +14,7 @@ def machine() -> str:
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {psutil.cpu_count()} cores"
 
 
 def commit() -> str:

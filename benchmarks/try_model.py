@@ -16,24 +16,18 @@ import torch
 
 import planner
 from benchmarks.common import one_thread
-from benchmarks.storages import LiveStorages
-from benchmarks.training_loop import batches
-from graphs.capture.signature import Batch, call, leaves
-from graphs.capture.step import TrainingStep
+from benchmarks.runner import SEED, Runner, whole_step
 from graphs.errors import PlannerError
 from graphs.io.files import write_text
 from graphs.zoo import Workload
 from planner import api
-from planner.runtime.measure import Outcome, Step, loss_of, measure_memory, turn_times
+from planner.runtime.measure import turn_times
 from planner.solving import order_for, summarize
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
 from solvers.least import least_budget
 
-SEED = 0
 SHARES = (0.7, 0.5, 0.3)  # of the way from the least budget to the peak
-STEPS = 3
-_RATE = 0.01
 _LEAST_LIMIT_S = 5.0
 _SOLVE_LIMIT_S = 10.0
 _TOLERANCE = 0.01
@@ -87,61 +81,6 @@ class Row:
 COLUMNS = tuple(field.name for field in fields(Row))
 
 
-@dataclass(frozen=True, slots=True)
-class Runner:
-    """A model of its own with a way to run its steps."""
-
-    workload: Workload
-    step: Step
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Of the model, and of its loss function."""
-        return list(_whole(self.workload).parameters())
-
-    def train(self, like: Batch) -> Outcome:
-        """All that some steps on different batches leave behind."""
-        whole = _whole(self.workload)
-        optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=_RATE)
-        torch.manual_seed(SEED)
-        left: dict[str, torch.Tensor | None] = {}
-        for i, batch in enumerate(batches(like, STEPS, seed=SEED)):
-            optimizer.zero_grad()
-            loss = loss_of(call(self.step, batch))
-            loss.backward()
-            left[f"loss of step {i}"] = loss.detach().clone()
-            for name, parameter in whole.named_parameters():
-                left[f"gradient of {name} in step {i}"] = None if parameter.grad is None else parameter.grad.clone()
-            optimizer.step()
-        left |= {f"parameter {name}": p.detach().clone() for name, p in whole.named_parameters()}
-        left |= {f"buffer {name}": b.detach().clone() for name, b in whole.named_buffers()}
-        left["random state"] = torch.get_rng_state()
-        return Outcome(left)
-
-    def storages_bytes(self, batch: Batch) -> int:
-        """The most in storages at once in a forward and backward pass."""
-        self._clear()
-        with LiveStorages(self._there(batch)) as storages:
-            returned = call(self.step, batch)  # held, as a training loop holds it
-            loss_of(returned).backward()
-        return storages.peak_bytes
-
-    def peak_bytes(self, batch: Batch) -> int:
-        """The same with what kernels take for themselves, by the allocator's events."""
-        self._clear()
-        static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}
-        return measure_memory(self.step, batch, static_bytes=sum(static.values()), device=torch.device("cpu")).peak_bytes
-
-    def _there(self, batch: Batch) -> list[torch.Tensor]:
-        whole = _whole(self.workload)
-        inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-        return [*whole.parameters(), *whole.buffers(), *inputs]
-
-    def _clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
 class Trial:
     """What is found out about one model, row by row.
 
@@ -164,7 +103,7 @@ class Trial:
         """Train it in every way; then all that ran take turns for their times."""
         plain = self._fresh()
         self._batch = plain.batch
-        eager = Runner(plain, _whole(plain))
+        eager = Runner(plain, whole_step(plain))
         self._reference = eager.train(self._batch)
         self._measured(EAGER, self._row, self._eager_again)
         if self._rows[EAGER].status != RAN:
@@ -185,7 +124,7 @@ class Trial:
 
     def _eager_again(self) -> Runner:
         workload = self._fresh()
-        return Runner(workload, _whole(workload))
+        return Runner(workload, whole_step(workload))
 
     def _planned(self, way: str, budget_bytes: int) -> None:
         def compiled() -> Runner:
@@ -250,10 +189,6 @@ class Trial:
         """The model and its batch, the same every time."""
         torch.manual_seed(SEED)
         return self._make()
-
-
-def _whole(workload: Workload) -> TrainingStep:
-    return TrainingStep(workload.model, workload.loss_fn)
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:

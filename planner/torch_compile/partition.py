@@ -5,24 +5,20 @@ What it computes again stands in the code again. Views are made again from their
 no name but the base's holds a storage.
 """
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     InputMutationAOTOutput,
-    SavedForBackwardsAOTOutput,
     TangentAOTInput,
 )
 from torch.utils import _pytree as pytree
 
-from graphs.capture.eager_ops import called, separate_biases
-from graphs.capture.layouts import laid_out, layouts_as_eager, read_strides
+from graphs.capture.eager_ops import separate_biases
+from graphs.capture.layouts import layouts_as_eager
 from graphs.capture.lower import Capture, StaticTensors, lower
 from graphs.capture.outputs import ignored_inputs, items, outputs
 from graphs.capture.random_ops import drawn_once
@@ -34,11 +30,9 @@ from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Phase
 from graphs.schedule import Compute, Schedule, Step
 from planner.runtime.codegen import boundary
+from planner.torch_compile.emitter import Emitter
 
 aten = torch.ops.aten
-
-# Where a batch norm returns its new running statistics; one that has none of its own does not.
-_NEW_STATISTICS = ("[3]", "[4]")
 
 
 def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool) -> Capture:
@@ -122,7 +116,7 @@ def split(
     cut = boundary(captured.graph, schedule)
     origins, returned = _origins(module, captured), outputs(module.graph)
     read = _read_later(captured, origins, schedule.steps[cut:], [value for value, _ in returned[forward_outputs:]])
-    forward = _Emitter(module, captured, origins, after_forward=False, as_eager=as_eager)
+    forward = Emitter(module, captured, origins, after_forward=False, as_eager=as_eager)
     for node in _inputs(module, tangents=False):
         forward.input(node)
     forward.run(schedule.steps[:cut])
@@ -130,7 +124,7 @@ def split(
     places = tuple(saved) if slots is None else tuple(slots)
     first = forward.finish_forward(returned[:forward_outputs], [saved.get(t) for t in places])
 
-    backward = _Emitter(module, captured, origins, after_forward=True, as_eager=as_eager)
+    backward = Emitter(module, captured, origins, after_forward=True, as_eager=as_eager)
     for t in places:
         backward.saved(t, saved.get(t))
     for node in _inputs(module, tangents=True):
@@ -150,14 +144,14 @@ def interface(
     origins, returned = _origins(module, captured), outputs(module.graph)
     steps = [Compute(op.id) for op in graph.ops]
     cut = boundary(graph, Schedule(tuple(steps)))
-    forward = _Emitter(module, captured, origins, after_forward=False)
+    forward = Emitter(module, captured, origins, after_forward=False)
     for node in _inputs(module, tangents=False):
         forward.input(node)
     forward.run(steps[:cut])
     saved = [forward.env[t] for t in slots]
     first = forward.finish_forward(returned[:forward_outputs], [*saved, saved[0]])
 
-    backward = _Emitter(module, captured, origins, after_forward=True)
+    backward = Emitter(module, captured, origins, after_forward=True)
     for t, value in zip(slots, saved, strict=True):
         backward.saved(t, value)
     backward.graph.placeholder("one_more").meta = dict(saved[0].meta)
@@ -214,112 +208,3 @@ def _read_later(captured: Capture, origins: Mapping[fx.Node, int], steps: Sequen
         else:
             pending += node.all_input_nodes
     return read
-
-
-def _without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...]]:
-    """What to call, with which arguments, when the forward pass has ended.
-
-    The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a
-    second execution needs them.
-    """
-    ignored = ignored_inputs(node)
-    if ignored and node.target is aten._native_batch_norm_legit_functional.default:
-        return aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[5:])
-    return node.target, tuple(None if isinstance(arg, fx.Node) and arg in ignored else arg for arg in node.args)
-
-
-class _Emitter:
-    """Writes a part of a schedule as an FX graph.
-
-    Attributes:
-        env: for each tensor in memory the node of the new graph that holds it.
-    """
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        captured: Capture,
-        origins: Mapping[fx.Node, int],
-        *,
-        after_forward: bool,
-        as_eager: bool = False,
-    ) -> None:
-        self.after_forward = after_forward
-        self.as_eager = as_eager
-        self.module = module
-        self.captured = captured
-        self.origins = origins
-        self.graph = fx.Graph()
-        self.env: dict[int, fx.Node] = {}
-
-    def input(self, node: fx.Node) -> None:
-        copied = self.graph.node_copy(node)
-        if node in self.origins:
-            self.env[self.origins[node]] = copied
-
-    def saved(self, tensor: int, value: fx.Node | None) -> None:
-        if value is None:
-            self.graph.placeholder(f"not_saved_{tensor}")
-            return
-        name = value.name if value.op == "placeholder" else f"saved_{value.name}"
-        self.env[tensor] = self.graph.placeholder(name)
-        self.env[tensor].meta = dict(value.meta)
-
-    def run(self, steps: Sequence[Step]) -> None:
-        for step in steps:
-            if not isinstance(step, Compute):
-                self.env.pop(step.tensor, None)
-                continue
-            node = self.captured.nodes[step.op]
-            if node is not None:
-                self._compute(step.op, node)
-
-    def _compute(self, op: int, node: fx.Node) -> None:
-        target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
-        args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node) if self.as_eager else {}))
-        made = self.graph.call_function(called(target) if self.as_eager else target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = dict(node.meta)
-        for tensor, path in self.captured.program.calls[op].outputs:
-            gone = target is aten._native_batch_norm_legit.no_stats and path in _NEW_STATISTICS
-            if tensor not in self.env and not gone:
-                self.env[tensor] = self._item(made, path)
-
-    def _read(self, strides: Mapping[fx.Node, Sequence[int]], arg: fx.Node) -> fx.Node:
-        """What an op reads of `arg`, in the layout that it is to have."""
-        value: fx.Node = self.value(arg)
-        return self.graph.call_function(laid_out, (value, tuple(strides[arg]))) if arg in strides else value
-
-    def _item(self, value: fx.Node, path: str) -> fx.Node:
-        """The item of `value` that stands at `path`, as in ``[1]`` or ``[0][2]``."""
-        for index in path.replace("]", "").split("[")[1:]:
-            item = self.graph.call_function(operator.getitem, (value, int(index)))
-            item.meta = {"val": value.meta["val"][int(index)]}
-            value = item
-        return value
-
-    def value(self, given: Any) -> Any:
-        """What stands for a value of the joint graph; views are made again from their base."""
-        if not isinstance(given, fx.Node):
-            return given
-        if given in self.origins:
-            tensor = self.origins[given]
-            if tensor not in self.env and given.op == "get_attr":
-                self.env[tensor] = self.graph.node_copy(given)
-            return self.env[tensor]
-        copied = self.graph.node_copy(given, self.value)
-        copied.target = called(copied.target) if self.as_eager else copied.target
-        return copied
-
-    def finish_forward(self, returned: Sequence[tuple[object, object]], saved: Sequence[fx.Node | None]) -> fx.GraphModule:
-        """The module that returns the values of `returned`, each with its descriptor, and what is `saved`."""
-        descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
-        return self._finish([*map(self.value, (v for v, _ in returned)), *saved], [*(d for _, d in returned), *descs])
-
-    def finish_backward(self, returned: Sequence[tuple[object, object]]) -> fx.GraphModule:
-        """The module that returns the values of `returned`, each with its descriptor."""
-        return self._finish([self.value(value) for value, _ in returned], [desc for _, desc in returned])
-
-    def _finish(self, results: Sequence[object], descs: Sequence[object]) -> fx.GraphModule:
-        self.graph.output(tuple(results)).meta["desc"] = list(descs)  # type: ignore[arg-type]
-        self.graph.lint()
-        return fx.GraphModule(self.module, self.graph)

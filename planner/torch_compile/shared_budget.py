@@ -16,19 +16,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphs.errors import InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner import solving
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import Seen, beside, unread
-from solvers.eviction.least_peak import least_evicting_schedule
+from planner.torch_compile.together import Together
 from solvers.policies.store_all import store_all
 
 Solve = Callable[..., Any]
-
-_HALVINGS = 4  # on the way to how much the graphs may keep
-_WITNESS_S = 2.0  # for showing that a graph fits
 
 
 @dataclass(slots=True)
@@ -164,7 +160,8 @@ class SharedBudget:
         else:
             self._planned.add(step)
             if len(runs) > 1 or runs[0].graph.lean is not None:
-                together = _Together(self, runs)
+                order, seen = [run.graph for run in runs], [run.seen for run in runs]
+                together = Together(order, seen, self.whole(order, seen), self.leaving, limit_s=self.limit_s)
                 together.warn_of_first_step()
                 together.plan()
 
@@ -198,112 +195,3 @@ class SharedBudget:
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))
         return schedule if kept_bytes(captured, schedule) <= allowed else known
-
-
-class _Together:
-    """All graphs of a step, planned together: each keeps the same share of what it can do without."""
-
-    def __init__(self, budget: SharedBudget, runs: Sequence[_Run]) -> None:
-        self._budget = budget
-        self._seen = [run.seen for run in runs]
-        self._order = [run.graph for run in runs]
-        self._graphs = tuple(dict.fromkeys(self._order))
-        self._whole = budget.whole(self._order, self._seen)
-
-    def plan(self) -> None:
-        """Give each graph its plan.
-
-        Raises:
-            InfeasibleError: no plans are found that fit beside each other; says what each keeps.
-        """
-        most = {graph: kept_bytes(graph.captured.graph, store_all(graph.captured.graph)) for graph in self._graphs}
-        kept, known = self._shares(most)
-        for graph in self._graphs:
-            room = self._room(graph, kept)
-            schedule = self._budget.leaving(graph, room, self._rest(graph, room, kept), known[graph])
-            kept = {**kept, graph: kept_bytes(graph.captured.graph, schedule)}
-            graph.schedule = schedule
-
-    def warn_of_first_step(self) -> None:
-        """Say so where the step that is over took more than the budget."""
-        kept = [graph.kept_bytes for graph in self._order]
-        peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
-        most = max(peak + beside(self._seen, i, kept) for i, peak in enumerate(peaks))
-        if most > self._whole:
-            warnings.warn(
-                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}: it did not know "
-                "which graphs follow each other; from now on they are planned together",
-                stacklevel=3,
-            )
-
-    def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
-        """What each graph may keep, of what it keeps at most, and schedules that do with it."""
-        everything = self._fitting(most)
-        if everything is not None:
-            return dict(most), everything
-        lean = self._leanest()
-        least = {graph: kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
-
-        def sharing(share: float) -> dict[PlannedGraph, int]:
-            return {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
-
-        low, high, found = 0.0, 1.0, (least, lean)
-        for _ in range(_HALVINGS):
-            share = (low + high) / 2
-            fitting = self._fitting(sharing(share))
-            if fitting is None:
-                high = share
-            else:
-                low, found = share, (sharing(share), fitting)
-        return found
-
-    def _leanest(self) -> dict[PlannedGraph, Schedule]:
-        """Schedules that keep little."""
-        kept = dict.fromkeys(self._graphs, 0)
-        found: dict[PlannedGraph, Schedule] = {}
-        repeated = len(self._order) > len(self._graphs)
-        for _ in range(1 + repeated):  # a graph that runs again is beside itself
-            for graph in self._graphs:
-                room = self._room(graph, kept)
-                schedule = lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._budget.limit_s)
-                if schedule is None:
-                    raise self._infeasible(graph, room, found)
-                found[graph], kept[graph] = schedule, kept_bytes(graph.captured.graph, schedule)
-        for graph, schedule in found.items():
-            if simulate(graph.captured.graph, schedule).peak_bytes > self._room(graph, kept):
-                raise self._infeasible(graph, self._room(graph, kept), found)
-        return found
-
-    def _fitting(self, kept: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Schedule] | None:
-        """Schedules that keep no more than `kept`; None where none are found."""
-        found = {}
-        for graph in self._graphs:
-            captured, room = graph.captured.graph, self._room(graph, kept)
-            roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
-            schedule: Schedule | None = store_all(roomy)
-            if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
-                schedule = least_evicting_schedule(roomy, time_limit_s=min(_WITNESS_S, self._budget.limit_s))
-            if schedule is None or simulate(roomy, schedule).peak_bytes > room:
-                return None
-            found[graph] = without_rest(captured, schedule)
-        return found
-
-    def _room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
-        """Bytes for `graph`, wherever it runs, beside what the others keep."""
-        kept_bytes = [kept[other] for other in self._order]
-        return self._whole - max(beside(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
-
-    def _rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
-        """What is left of `room` for those that run after `graph`."""
-        if graph not in self._order[:-1]:
-            return 0
-        return max(0, room - graph.captured.graph.static_bytes - kept[graph])
-
-    def _infeasible(self, graph: PlannedGraph, room: int, found: Mapping[PlannedGraph, Schedule]) -> InfeasibleError:
-        each = [format_bytes(kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
-        return InfeasibleError(
-            f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured as: "
-            f"graph {self._order.index(graph) + 1} gets {format_bytes(max(0, room))} beside the others, and no schedule is found "
-            f"for it; between the passes they keep {', '.join(each)}. Raise the budget, lower the batch size, or remove what "
-            "breaks the model (TORCH_LOGS=graph_breaks says where)"
-        )

@@ -16,6 +16,7 @@ from benchmarks import try_model, try_models
 from benchmarks.models import by_hand
 from benchmarks.models.by_hand import Residual
 from benchmarks.models_table import failures, table
+from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, MISSING, PLANNED, RAN, REFUSED, Row, Trial
 from benchmarks.try_models import COLUMNS, main
@@ -178,7 +179,7 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
 def test_every_model_by_hand_has_a_loss(make: Callable[[], Workload]) -> None:
     torch.manual_seed(0)
     workload = make()
-    loss = loss_of(try_model._whole(workload)(*workload.batch))
+    loss = loss_of(whole_step(workload)(*workload.batch))
     loss.backward()
     assert loss.isfinite() and any(p.grad is not None for p in workload.model.parameters())
 

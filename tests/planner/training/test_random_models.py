@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from benchmarks.try_model import Runner
+from benchmarks.runner import Runner
 from graphs.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
 from planner.solving import solve, summarize

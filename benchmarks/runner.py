@@ -1,0 +1,76 @@
+"""A model that is trained for some steps, to compare what comes of it and what it takes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.storages import LiveStorages
+from benchmarks.training_loop import batches
+from graphs.capture.signature import Batch, call, leaves
+from graphs.capture.step import TrainingStep
+from graphs.zoo import Workload
+from planner.runtime.measure import Outcome, Step, loss_of, measure_memory
+
+SEED = 0
+STEPS = 3
+_RATE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A model of its own with a way to run its steps."""
+
+    workload: Workload
+    step: Step
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Of the model, and of its loss function."""
+        return list(whole_step(self.workload).parameters())
+
+    def train(self, like: Batch) -> Outcome:
+        """All that some steps on different batches leave behind."""
+        whole = whole_step(self.workload)
+        optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=_RATE)
+        torch.manual_seed(SEED)
+        left: dict[str, torch.Tensor | None] = {}
+        for i, batch in enumerate(batches(like, STEPS, seed=SEED)):
+            optimizer.zero_grad()
+            loss = loss_of(call(self.step, batch))
+            loss.backward()
+            left[f"loss of step {i}"] = loss.detach().clone()
+            for name, parameter in whole.named_parameters():
+                left[f"gradient of {name} in step {i}"] = None if parameter.grad is None else parameter.grad.clone()
+            optimizer.step()
+        left |= {f"parameter {name}": p.detach().clone() for name, p in whole.named_parameters()}
+        left |= {f"buffer {name}": b.detach().clone() for name, b in whole.named_buffers()}
+        left["random state"] = torch.get_rng_state()
+        return Outcome(left)
+
+    def storages_bytes(self, batch: Batch) -> int:
+        """The most in storages at once in a forward and backward pass."""
+        self._clear()
+        with LiveStorages(self._there(batch)) as storages:
+            returned = call(self.step, batch)  # held, as a training loop holds it
+            loss_of(returned).backward()
+        return storages.peak_bytes
+
+    def peak_bytes(self, batch: Batch) -> int:
+        """The same with what kernels take for themselves, by the allocator's events."""
+        self._clear()
+        static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}
+        return measure_memory(self.step, batch, static_bytes=sum(static.values()), device=torch.device("cpu")).peak_bytes
+
+    def _there(self, batch: Batch) -> list[torch.Tensor]:
+        whole = whole_step(self.workload)
+        inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+        return [*whole.parameters(), *whole.buffers(), *inputs]
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def whole_step(workload: Workload) -> TrainingStep:
+    """The step with all that is trained: the model, and what of the loss function is."""
+    return TrainingStep(workload.model, workload.loss_fn)

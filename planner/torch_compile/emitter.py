@@ -1,0 +1,135 @@
+"""Parts of a schedule as FX graphs, which AOTAutograd calls as forward and backward."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    SavedForBackwardsAOTOutput,
+)
+
+from graphs.capture.eager_ops import called
+from graphs.capture.layouts import laid_out, read_strides
+from graphs.capture.lower import Capture
+from graphs.capture.outputs import ignored_inputs
+from graphs.schedule import Compute, Step
+
+aten = torch.ops.aten
+
+# Where a batch norm returns its new running statistics; one that has none of its own does not.
+_NEW_STATISTICS = ("[3]", "[4]")
+
+
+class Emitter:
+    """Writes a part of a schedule as an FX graph.
+
+    Attributes:
+        env: for each tensor in memory the node of the new graph that holds it.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        captured: Capture,
+        origins: Mapping[fx.Node, int],
+        *,
+        after_forward: bool,
+        as_eager: bool = False,
+    ) -> None:
+        self.after_forward = after_forward
+        self.as_eager = as_eager
+        self.module = module
+        self.captured = captured
+        self.origins = origins
+        self.graph = fx.Graph()
+        self.env: dict[int, fx.Node] = {}
+
+    def input(self, node: fx.Node) -> None:
+        """Take an input of the joint graph as one of this part."""
+        copied = self.graph.node_copy(node)
+        if node in self.origins:
+            self.env[self.origins[node]] = copied
+
+    def saved(self, tensor: int, value: fx.Node | None) -> None:
+        """Take a tensor that the part before has saved, or a place where it saves none."""
+        if value is None:
+            self.graph.placeholder(f"not_saved_{tensor}")
+            return
+        name = value.name if value.op == "placeholder" else f"saved_{value.name}"
+        self.env[tensor] = self.graph.placeholder(name)
+        self.env[tensor].meta = dict(value.meta)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Write `steps`."""
+        for step in steps:
+            if not isinstance(step, Compute):
+                self.env.pop(step.tensor, None)
+                continue
+            node = self.captured.nodes[step.op]
+            if node is not None:
+                self._compute(step.op, node)
+
+    def _compute(self, op: int, node: fx.Node) -> None:
+        target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
+        args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node) if self.as_eager else {}))
+        made = self.graph.call_function(called(target) if self.as_eager else target, args, kwargs)  # type: ignore[arg-type]
+        made.meta = dict(node.meta)
+        for tensor, path in self.captured.program.calls[op].outputs:
+            gone = target is aten._native_batch_norm_legit.no_stats and path in _NEW_STATISTICS
+            if tensor not in self.env and not gone:
+                self.env[tensor] = self._item(made, path)
+
+    def _read(self, strides: Mapping[fx.Node, Sequence[int]], arg: fx.Node) -> fx.Node:
+        """What an op reads of `arg`, in the layout that it is to have."""
+        value: fx.Node = self.value(arg)
+        return self.graph.call_function(laid_out, (value, tuple(strides[arg]))) if arg in strides else value
+
+    def _item(self, value: fx.Node, path: str) -> fx.Node:
+        """The item of `value` that stands at `path`, as in ``[1]`` or ``[0][2]``."""
+        for index in path.replace("]", "").split("[")[1:]:
+            item = self.graph.call_function(operator.getitem, (value, int(index)))
+            item.meta = {"val": value.meta["val"][int(index)]}
+            value = item
+        return value
+
+    def value(self, given: Any) -> Any:
+        """What stands for a value of the joint graph; views are made again from their base."""
+        if not isinstance(given, fx.Node):
+            return given
+        if given in self.origins:
+            tensor = self.origins[given]
+            if tensor not in self.env and given.op == "get_attr":
+                self.env[tensor] = self.graph.node_copy(given)
+            return self.env[tensor]
+        copied = self.graph.node_copy(given, self.value)
+        copied.target = called(copied.target) if self.as_eager else copied.target
+        return copied
+
+    def finish_forward(self, returned: Sequence[tuple[object, object]], saved: Sequence[fx.Node | None]) -> fx.GraphModule:
+        """The module that returns the values of `returned`, each with its descriptor, and what is `saved`."""
+        descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
+        return self._finish([*map(self.value, (v for v, _ in returned)), *saved], [*(d for _, d in returned), *descs])
+
+    def finish_backward(self, returned: Sequence[tuple[object, object]]) -> fx.GraphModule:
+        """The module that returns the values of `returned`, each with its descriptor."""
+        return self._finish([self.value(value) for value, _ in returned], [desc for _, desc in returned])
+
+    def _finish(self, results: Sequence[object], descs: Sequence[object]) -> fx.GraphModule:
+        self.graph.output(tuple(results)).meta["desc"] = list(descs)  # type: ignore[arg-type]
+        self.graph.lint()
+        return fx.GraphModule(self.module, self.graph)
+
+
+def _without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...]]:
+    """What to call, with which arguments, when the forward pass has ended.
+
+    The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a
+    second execution needs them.
+    """
+    ignored = ignored_inputs(node)
+    if ignored and node.target is aten._native_batch_norm_legit_functional.default:
+        return aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[5:])
+    return node.target, tuple(None if isinstance(arg, fx.Node) and arg in ignored else arg for arg in node.args)

@@ -1,0 +1,86 @@
+"""The public instances: what is said to be known of each is so, by a checker that shares nothing with ours."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.instances.check import NotValidError, check
+from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, as_instance, as_steps, graphs, main
+from benchmarks.instances.read import names, read
+from graphs.simulate import simulate
+from graphs.synthetic import random_training_step
+from solvers.policies.store_all import store_all
+from tests.support.steps import random_schedule
+
+
+def test_all_are_there() -> None:
+    assert set(names()) == {*TRACED, *SYNTHETIC}
+    assert sum((FOLDER / f"{name}.json.gz").stat().st_size for name in names()) < 2_000_000
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_is_known_is_so(name: str) -> None:
+    instance = read(FOLDER / f"{name}.json.gz")
+    assert [known.budget_bytes for known in instance.known] == sorted((k.budget_bytes for k in instance.known), reverse=True)
+    for known in instance.known:
+        peak_bytes, time_s = check(instance, known.steps)
+        assert peak_bytes <= known.budget_bytes
+        assert time_s == known.time_s >= known.bound_s >= sum(op.time_s for op in instance.ops) * (1 - 1e-9)
+        assert not known.proved or time_s <= known.bound_s * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_instances_are_what_is_made_now(name: str) -> None:
+    ((_, graph),) = graphs([name])
+    with gzip.open(FOLDER / f"{name}.json.gz", "rt") as file:
+        committed = json.load(file)
+    assert json.loads(json.dumps(as_instance(name, graph, committed["known"]))) == committed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_checker_says_what_the_judge_says(seed: int, tmp_path: Path) -> None:
+    graph = random_training_step(seed, 12)
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(as_instance("x", graph, [])).encode()))
+    instance = read(tmp_path / "x.json.gz")
+    for schedule in (store_all(graph), random_schedule(graph, seed)):
+        simulation = simulate(graph, schedule)
+        assert check(instance, as_steps(schedule)) == (simulation.peak_bytes, simulation.time_s)
+
+
+def test_what_is_no_solution_is_refused() -> None:
+    ((_, graph),) = graphs(["chain-50"])
+    instance = read(FOLDER / "chain-50.json.gz")
+    steps = as_steps(store_all(graph))
+    last = next(i for i in reversed(range(len(steps))) if steps[i] >= 0)
+    wrong = {
+        "reads what is not in memory": steps[1:],
+        "is never executed": steps[:last],
+        "frees what is not in memory": [~0, *steps],
+        "is no op": [len(graph.ops), *steps],
+    }
+    for said, solution in wrong.items():
+        with pytest.raises(NotValidError, match=said):
+            check(instance, solution)
+
+
+def test_the_files_stand_alone(tmp_path: Path) -> None:
+    for name in ("read.py", "check.py"):
+        (tmp_path / name).write_text((FOLDER / name).read_text())
+    known = read(FOLDER / "chain-50.json.gz").known[0]
+    (tmp_path / "solution.json").write_text(json.dumps({"steps": known.steps}))
+    command = [sys.executable, "-S", tmp_path / "check.py", FOLDER / "chain-50.json.gz", tmp_path / "solution.json"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith(f", {known.time_s!r} s\n") or f"{known.time_s!r} s" in ended.stdout
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--names", "chain-50", "--out", str(tmp_path), "--time-limit", "5"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("chain-50: 100 ops, gaps 0.000%")
+    assert main(words) == 0
+    assert capsys.readouterr().out == ""

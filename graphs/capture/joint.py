@@ -213,6 +213,11 @@ def _why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches)
             "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: "
             "make it a buffer (register_buffer)"
         )
+    if "Module-level backwards hooks" in str(error):
+        return (
+            "the model has hooks of modules on gradients (register_full_backward_hook), which cannot be captured: hook a tensor "
+            "in the forward pass (tensor.register_hook), or remove them"
+        )
     frames = [line.strip() for line in str(error).splitlines() if line.lstrip().startswith("File ")]
     where = f" ({frames[-1]})" if frames else ""
     kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "

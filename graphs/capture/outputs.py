@@ -14,6 +14,8 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -119,6 +121,11 @@ def _check_loss(graph: fx.Graph) -> None:
         raise TraceError(f"the loss has shape {shape}, not one element: reduce it (for example with .mean()) before returning it")
     supported = PlainAOTOutput | GradAOTOutput | InputMutationAOTOutput
     others = [desc for value, desc in outputs(graph) if value is not None and not isinstance(desc, supported)]
+    if any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
+        raise TraceError(
+            "the step has an op that raises an error by what it computes, which no graph can hold: of torch.linalg take those "
+            "that do not (inv_ex, cholesky_ex, solve_ex), and check what they say of errors outside of what is planned"
+        )
     if others:
         raise TraceError(f"the step returns {others[0]!r}, a kind of output that is not supported: return plain tensors")
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 aten = torch.ops.aten
 
 _WRITTEN = "written_strides"
+_WRITER = "written_by"
 _READ = "read_strides"
 
 # Each element of the result is an element of an input, or one rounding of one operation: no order can change it.
@@ -44,6 +45,19 @@ _EXACT = {
     aten.select_scatter,
     aten.diagonal_scatter,
     aten.as_strided_scatter,
+}
+
+
+# What they write depends on no value that was there.
+_FILLING = {
+    aten.bernoulli_,
+    aten.cauchy_,
+    aten.exponential_,
+    aten.geometric_,
+    aten.log_normal_,
+    aten.normal_,
+    aten.random_,
+    aten.uniform_,
 }
 
 
@@ -76,8 +90,10 @@ def _note(op: OpOverload, written: FunctionalTensor) -> None:
     if proxies is None or value not in proxies.tracer.tensor_tracker or value.stride() == written.stride():
         return
     node = proxies.tracer.tensor_tracker[value].proxy.node
-    if isinstance(node.target, OpOverload) and node.target._opname == op._opname.removesuffix("_"):
+    functional = op._opname.removesuffix("_")
+    if isinstance(node.target, OpOverload) and node.target._opname in (functional, f"{functional}_functional"):
         node.meta[_WRITTEN] = written.stride()
+        node.meta[_WRITER] = op
 
 
 def layouts_as_eager(graph: fx.Graph) -> None:
@@ -100,6 +116,20 @@ def read_strides(node: fx.Node) -> Mapping[fx.Node, Sequence[int]]:
     """The inputs of `node` that it should read with other strides than they have, and those strides."""
     found: Mapping[fx.Node, Sequence[int]] = node.meta.get(_READ, {})
     return found
+
+
+def drawn_in_place(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None:
+    """The random op in place that `node` was captured for, and the strides of what it fills; None where there is no such op.
+
+    Which number of the generator comes where depends on the layout of what is filled, on some processors.
+    """
+    op = node.meta.get(_WRITER)
+    return (op, node.meta[_WRITTEN]) if op is not None and op.overloadpacket in _FILLING else None
+
+
+def to_be_filled(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Memory like that of `value`, with `strides`, for an op that fills it."""
+    return value.new_empty_strided(value.shape, strides)
 
 
 def laid_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from graphs.capture.conditions import DataGuards
 from graphs.capture.eager_ops import called
 from graphs.capture.guards import Guards
-from graphs.capture.layouts import laid_out, read_strides
+from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
 from graphs.capture.program import TANGENT, Call, Program, Source, variable
 from graphs.capture.redraw import LOCK, drawing_from
@@ -352,14 +352,21 @@ class _Lowering:
         args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
         assert isinstance(node.target, torch._ops.OpOverload)
         target = called(node.target)
-        return f"{self._name(target, str(node.target).replace('.', '_'))}({', '.join(args)})"
+        if drawn := drawn_in_place(node):
+            target, args[0] = drawn[0], self._render_filled(args[0], drawn[1])
+        return f"{self._name(target, str(target).replace('.', '_'))}({', '.join(args)})"
+
+    def _render_filled(self, like: str, strides: Sequence[int]) -> str:
+        return f"{self._name(to_be_filled, 'to_be_filled')}({like}, {tuple(strides)})"
 
     def _render_redraw(self, node: fx.Node) -> str | None:
         """The call of `node` with a generator to draw from."""
-        target = drawing_from(node)
+        target, drawn = drawing_from(node), drawn_in_place(node)
         if target is None:
             return None
         args = [self._render(arg) for arg in node.args]
+        if drawn:
+            target, args[0] = drawn[0], self._render_filled(args[0], drawn[1])
         args += [f"{key}={self._render(value)}" for key, value in node.kwargs.items() if key != "generator"]
         name = getattr(target, "__name__", str(target)).replace(".", "_")
         return f"{self._name(target, f'{name}_from')}({', '.join((*args, 'generator=own_generator'))})"

@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 
 from graphs.capture.eager_ops import called
-from graphs.capture.layouts import laid_out, read_strides
+from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import ignored_inputs
 from graphs.schedule import Compute, Step
@@ -75,6 +75,8 @@ class Emitter:
     def _compute(self, op: int, node: fx.Node) -> None:
         target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
         args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node) if self.as_eager else {}))
+        if self.as_eager and (drawn := drawn_in_place(node)):
+            target, args = drawn[0], (self.graph.call_function(to_be_filled, (args[0], tuple(drawn[1]))), *args[1:])
         made = self.graph.call_function(called(target) if self.as_eager else target, args, kwargs)  # type: ignore[arg-type]
         made.meta = dict(node.meta)
         for tensor, path in self.captured.program.calls[op].outputs:

@@ -2,7 +2,7 @@
 
 A coarse version of Checkmate's 0-1 program (Jain et al., MLSys 2020) is a relaxation: its optimum is a
 bound, and its solution expands to a real schedule. Where that schedule is over the budget the program
-is refined, and solved again. See ``formulation`` for the program and ``driver.py`` for the loop.
+is refined, and solved again. See docs/formulation.md for the program and ``driver.py`` for the loop.
 """
 
 from collections.abc import Callable

@@ -14,9 +14,9 @@ from solvers.highs import Answer, Floats, Option, Outcome, Program, Watch, solve
 from solvers.memory import give_back, resident_bytes
 from solvers.problem import OBJECTIVE_SCALE, Problem, problem_of
 from solvers.result import Progress
-from solvers.windows.formulation.granularity import Discretization, Model, StoppedError
-from solvers.windows.formulation.in_stage import build_ordered
-from solvers.windows.formulation.precedence import build_relaxation
+from solvers.windows.formulation.draft import StoppedError
+from solvers.windows.formulation.granularity import Discretization, Model
+from solvers.windows.formulation.models import build_ordered, build_relaxation
 from solvers.windows.solution.decode import Choice, Order, Trial, expand, late_writers, order_of, read_choice, try_out
 from solvers.windows.solution.encode import choice_of, start_values, without_needless
 from solvers.windows.solution.refine import refined, with_stages_in_order

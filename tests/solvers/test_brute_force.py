@@ -14,7 +14,7 @@ from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.result import Result, Status
 from solvers.windows import solve
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.precedence import build_relaxation
+from solvers.windows.formulation.models import build_relaxation
 from tests.support.brute_force import fastest
 
 EXACT = settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

@@ -12,9 +12,9 @@ from solvers.eviction.engine import evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import problem_of
 from solvers.windows import driver
-from solvers.windows.formulation.granularity import Discretization, StoppedError
-from solvers.windows.formulation.in_stage import build_ordered
-from solvers.windows.formulation.precedence import build_relaxation
+from solvers.windows.formulation.draft import StoppedError
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.models import build_ordered, build_relaxation
 from solvers.windows.incumbent import Search
 
 

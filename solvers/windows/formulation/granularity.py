@@ -1,13 +1,11 @@
 """What a model looks at, and what its columns mean."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from solvers.highs import Program
 from solvers.problem import Problem
-
-_POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +16,7 @@ class Discretization:
         ends: e_1 < ... < e_K, the last is the last op.
         firsts: ops v with row 6 (their first execution inside a window).
         repeats: pairs (e_k, x) with row 7 (x executed again in the window that ends at e_k).
-        chains: triples (e_k, x, z): row 9 of z counts what x leaves in memory, see ``precedence.py``.
+        chains: triples (e_k, x, z): row 9 of z counts what x leaves in memory, see ``chains.py``.
         ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: no relaxation, see ``in_stage.py``.
         spans: first and last op of runs of windows with row 8: windows that have been split, and halves.
     """
@@ -59,7 +57,7 @@ class Model:
     detail: Discretization
     again: dict[tuple[int, int], int]  # R and Q: by windows they exclude each other
     handed: dict[tuple[int, int], int]  # S
-    twice: dict[tuple[int, int], int]  # D, see ``precedence.py``
+    twice: dict[tuple[int, int], int]  # D, see ``chains.py``
     program: Program
 
 
@@ -74,39 +72,6 @@ class Frame:
 
     entering: frozenset[int] | None = None
     leaving: frozenset[int] | None = None
-
-
-class StoppedError(Exception):
-    """A model was to be built no further."""
-
-
-@dataclass(slots=True)
-class Rows:
-    """Rows of a sparse matrix as they come.
-
-    Attributes:
-        should_stop: polled now and then; once True, ``add`` raises ``StoppedError``.
-    """
-
-    should_stop: Callable[[], bool] | None = None
-    row: list[int] = field(default_factory=list)
-    column: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    polled_at: int = 0
-
-    def add(self, columns: list[int], values: list[float], lower: float, upper: float) -> None:
-        """Add the row lower <= sum of values * columns <= upper."""
-        self.row.extend([len(self.lower)] * len(columns))
-        self.column.extend(columns)
-        self.value.extend(values)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + _POLL_EVERY:
-            self.polled_at = len(self.value) + 10 * len(self.upper)
-            if self.should_stop():
-                raise StoppedError
 
 
 def halves(first: int, last: int) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ import numpy as np
 from solvers.highs import Floats, Outcome, Program
 from solvers.problem import OBJECTIVE_SCALE, without_small
 from solvers.windows.formulation.granularity import Discretization, Model
-from solvers.windows.formulation.model import Builder
-from solvers.windows.heuristics.restricted import Known, RestrictedBuilder, tight_windows
+from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.heuristics.restricted import Known, build_restricted, tight_windows
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Choice, Trial, expand, late_writers, order_of, read_choice
 from solvers.windows.solution.encode import choice_of, start_values
@@ -75,7 +75,7 @@ class Neighbourhoods:
             if search.enough():
                 break
             search.tell("looking for what is worth executing again")
-            model = Builder(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse).build()
+            model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
             answer = search.solve_part(model.program, _COARSE_S, gap=search.tolerance)
             if answer.values is None:
                 break
@@ -253,7 +253,7 @@ class Neighbourhoods:
 
     def model(self) -> Model:
         """The narrow model as it is now."""
-        return RestrictedBuilder(self.small, self.detail, self.known).build()
+        return build_restricted(self.small, self.detail, self.known)
 
 
 @dataclass(frozen=True, slots=True)

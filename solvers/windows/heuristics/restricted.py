@@ -9,15 +9,19 @@ executed again
     what a schedule did execute again there.
 
 The second makes the best schedule a solution of the model, to start from. Few choices also leave most tensors
-with one column for all the windows between two uses, see ``Builder.add_variables``.
+with one column for all the windows between two uses, see ``variables.py``.
 """
 
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 from solvers.problem import Problem
-from solvers.windows.formulation.granularity import Discretization, Frame
-from solvers.windows.formulation.in_stage import InStageBuilder
+from solvers.windows.formulation.draft import Family, ModelDraft, Terms
+from solvers.windows.formulation.granularity import Discretization, Model
+from solvers.windows.formulation.in_stage import add_memory_in_order
+from solvers.windows.formulation.memory import add_memory_inside, add_memory_of_repeats
+from solvers.windows.formulation.models import compose, window_rows
+from solvers.windows.formulation.variables import variables
 from solvers.windows.solution.decode import Choice, Order, Trial
 
 _TIGHT = 0.85  # of the budget
@@ -53,77 +57,88 @@ class Known:
                 again.append(op)
 
 
-class RestrictedBuilder(InStageBuilder):
+def build_restricted(problem: Problem, detail: Discretization, known: Known) -> Model:
     """The model that looks for schedules, with the choices that are `known`."""
+    return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known))
 
-    def __init__(self, problem: Problem, detail: Discretization, known: Known, frame: Frame | None = None) -> None:
-        super().__init__(problem, detail, frame)
+
+def restricted_families(known: Known) -> tuple[Family, ...]:
+    """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
+    return variables(_Near(known)), window_rows, add_memory_inside, add_memory_of_repeats, add_memory_in_order
+
+
+class _Near:
+    """The choices of a window: what is known to be worth executing again, near where it is wanted."""
+
+    def __init__(self, known: Known) -> None:
         self.known = known
-        self.totals: dict[int, tuple[int, dict[int, float]]] = {}
-        self.pairs: dict[int, set[int]] = {}
+        self.again_before: dict[int, list[int]] = {}
         for v, x in known.pairs:
-            self.pairs.setdefault(detail.window_of(v), set()).add(x)
+            self.again_before.setdefault(v, []).append(x)
 
-    def choices(self, k: int) -> Iterable[int]:
-        """Ops that may be executed again in window k, in program order."""
-        start, end = self.starts[k], self.detail.ends[k]
+    def __call__(self, draft: ModelDraft, k: int) -> Iterable[int]:
+        start, end = draft.starts[k], draft.detail.ends[k]
         near: set[int] = set()
         for v in range(start, end + 1):
-            near |= self.lacking(v, start)
+            near |= self.lacking(draft, v, start)
+            near.update(self.again_before.get(v, ()))
         near.update(i for i in range(start, end) if i in self.known.ops)
-        near.update(self.pairs.get(k, ()))
         return sorted(near)
 
-    def lacking(self, v: int, start: int) -> set[int]:
+    def lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
         """What v may want of what was executed before op `start`: the nearest of it."""
-        most = self.known.factor * max(_FEW_CHOICES, _CHOICES // self.windows)
+        problem = draft.problem
+        most = self.known.factor * max(_FEW_CHOICES, _CHOICES // draft.windows)
         found: set[int] = set()
-        nearest_first = [-self.problem.producers[t] for t in self.problem.inputs[v]]
+        nearest_first = [-problem.producers[t] for t in problem.inputs[v]]
         heapify(nearest_first)
         while nearest_first and len(found) < most:
             i = -heappop(nearest_first)
             if 0 <= i < start and i in self.known.ops and i not in found:
                 found.add(i)
-                for t in self.problem.inputs[i]:
-                    heappush(nearest_first, -self.problem.producers[t])
+                for t in problem.inputs[i]:
+                    heappush(nearest_first, -problem.producers[t])
         return found
 
-    def add_spans(self) -> None:
-        """None: they make bounds, and the model larger."""
 
-    def add_memory(self, k: int, columns: list[int], values: list[float], taken: int) -> None:
-        """The row of a memory, told as what differs from U_k: most tensors are in both."""
-        total, parts = self.total(k)
+class _RunningTotals:
+    """Memory rows told as what differs from T_k, what is handed over at the end of window k: most tensors are in both.
+
+    T_k = T_(k-1) + what is handed over at the end of k only - what is at the end of k - 1 only. With dense rows
+    instead, models with a thousand windows are too large to solve.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[int, tuple[int, dict[int, float]]] = {}
+
+    def __call__(self, draft: ModelDraft, k: int, columns: list[int], values: list[float]) -> Terms:
+        total, parts = self.total(draft, k)
         row = dict.fromkeys(columns, 0.0)
         for column, value in zip(columns, values, strict=True):
             row[column] += value
         for column, value in parts.items():
             row[column] = row.get(column, 0.0) - value
-        terms = {column: value for column, value in row.items() if value} | {total: self.memory_unit}
-        super().add_memory(k, list(terms), list(terms.values()), taken)
+        terms = {column: value for column, value in row.items() if value} | {total: draft.memory_unit}
+        return list(terms), list(terms.values())
 
-    def total(self, k: int) -> tuple[int, dict[int, float]]:
-        """Column of U_k, in units of memory: what is handed over at the end of window k; and what that sums up.
-
-        U_k = U_(k-1) + what is handed over at the end of k only - what is at the end of k - 1 only. With dense rows
-        instead, models with a thousand windows are too large to solve.
-        """
+    def total(self, draft: ModelDraft, k: int) -> tuple[int, dict[int, float]]:
+        """Column of T_k, in units of memory, and what it sums up."""
         if k not in self.totals:
+            unit = draft.memory_unit
             parts = {
-                self.handed[k + 1, t]: float(size)
-                for t, size in enumerate(self.problem.sizes)
-                if size and (k + 1, t) in self.handed
+                draft.handed[k + 1, t]: float(size)
+                for t, size in enumerate(draft.problem.sizes)
+                if size and (k + 1, t) in draft.handed
             }
-            column = self.column(integer=False, upper=2 * self.problem.capacity_bytes / self.memory_unit)
-            terms = {column: self.memory_unit}
+            column = draft.column(integer=False, upper=2 * draft.problem.capacity_bytes / unit)
+            terms = {column: unit}
             before: dict[int, float] = {}
             if k - 1 in self.totals:
                 previous, before = self.totals[k - 1]
-                terms[previous] = -self.memory_unit
+                terms[previous] = -unit
             for other in parts.keys() ^ before.keys():
                 terms[other] = before[other] if other in before else -parts[other]
-            unit = self.memory_unit
-            self.rows.add(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
+            draft.rows.add(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
             self.totals[k] = column, parts
         return self.totals[k]
 

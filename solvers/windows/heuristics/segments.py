@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
-from solvers.windows.formulation.in_stage import build_ordered
+from solvers.windows.formulation.models import build_ordered
 from solvers.windows.solution.decode import Choice, Order, Trial, expand, late_writers, order_of
 from solvers.windows.solution.encode import choice_of
 from solvers.windows.solution.refine import refined, with_stages_in_order

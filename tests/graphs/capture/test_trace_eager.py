@@ -319,3 +319,22 @@ def test_data_that_only_eager_looks_at_is_no_condition() -> None:
     mask[3] = False
     eager, step = TrainingStep(model, None), Executor(captured, store_all(captured.graph), model, None)
     assert outcome(eager, model, (mask,), seed=3).differences(outcome(step, model, (mask,), seed=3)) == ()
+
+
+@pytest.mark.parametrize("fill", ["bernoulli_", "uniform_", "exponential_", "normal_", "log_normal_", "cauchy_"])
+def test_numbers_come_where_eager_puts_them(fill: str) -> None:
+    def noisy(x: Tensor) -> Tensor:
+        y = x.reshape(5, 7, 33).transpose(0, 1) * 2
+        return weighted(y * getattr(torch.empty_like(y), fill)().clamp(-3, 3))
+
+    captured, eager, planned = captured_as_eager(Function(noisy, 5 * 7 * 33), None, ())
+    assert eager[fill.removesuffix("_")] == planned[fill.removesuffix("_")] == 1
+    assert any(op.random and op.recomputable for op in captured.graph.ops)
+
+
+def test_a_random_op_that_reads_what_it_writes_still_reads_it() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x.reshape(5, 7, 3).transpose(0, 1) * 2
+        return weighted(F.rrelu(y, training=True, inplace=True))
+
+    captured_as_eager(Function(model, 5 * 7 * 3), None, ())

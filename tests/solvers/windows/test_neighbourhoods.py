@@ -13,11 +13,12 @@ from solvers.highs import Outcome, solve_program
 from solvers.least import least_budget
 from solvers.policies.store_all import store_all
 from solvers.problem import Problem, problem_of
+from solvers.windows.formulation.draft import ModelDraft
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.in_stage import InStageBuilder
+from solvers.windows.formulation.models import compose
 from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
 from solvers.windows.heuristics.portfolio import take_turns
-from solvers.windows.heuristics.restricted import Known, RestrictedBuilder, tight_windows
+from solvers.windows.heuristics.restricted import Known, build_restricted, restricted_families, tight_windows
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Trial, order_of, try_out
 from solvers.windows.solution.refine import refined, with_stages_in_order
@@ -65,10 +66,7 @@ def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
     detail = Discretization(tuple(range(problem.ops)))
     known = knows_all(problem)
 
-    class Dense(RestrictedBuilder):
-        add_memory = InStageBuilder.add_memory
-
-    models = [make(problem, detail, known).build() for make in (RestrictedBuilder, Dense)]
+    models = build_restricted(problem, detail, known), compose(ModelDraft(problem, detail), *restricted_families(known))
     told, dense = (solve_program(model.program, time_limit_s=60) for model in models)
     assert told.outcome is dense.outcome
     assert told.outcome is Outcome.INFEASIBLE or told.objective == pytest.approx(dense.objective, abs=1e-3)
@@ -80,7 +78,7 @@ def test_only_what_is_known_is_executed_again() -> None:
     detail = Discretization(tuple(range(problem.ops)))
     known = Known()
     known.ops.update((1, 2))
-    model = RestrictedBuilder(problem, detail, known).build()
+    model = build_restricted(problem, detail, known)
     assert {i for _, i in model.again} == {1, 2}
 
 
@@ -92,7 +90,7 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     detail = Discretization(tuple(range(problem.ops)))
     known = Known()
     known.learn_order(order_of(detail, computed))
-    answer = solve_program(RestrictedBuilder(problem, detail, known).build().program, time_limit_s=60)
+    answer = solve_program(build_restricted(problem, detail, known).program, time_limit_s=60)
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.objective is not None
     assert answer.objective <= problem.units(try_out(problem, order_of(detail, computed)).time_s - problem.base_s) + 1e-3

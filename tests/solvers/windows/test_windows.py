@@ -31,7 +31,7 @@ from solvers.result import Progress, Status
 from solvers.windows import solve
 from solvers.windows.driver import imitate
 from solvers.windows.formulation.granularity import Discretization, halves
-from solvers.windows.formulation.model import Builder
+from solvers.windows.formulation.models import build_relaxation
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import expand, order_of, try_out
 from solvers.windows.solution.encode import choice_of
@@ -296,7 +296,7 @@ def test_a_schedule_that_fits_solves_every_relaxation() -> None:
     n = len(graph.ops)
     for ends in ((n - 1,), (n // 2, n - 1), tuple(range(n))):
         detail = Discretization(ends, frozenset(range(n)))
-        model = Builder(problem, detail).build()
+        model = build_relaxation(problem, detail)
         choice = choice_of(problem, detail, result.schedule.computed)
         # Its R, Q and S are fixed; what is left are the H and U, for which there must be values.
         program = model.program
@@ -317,7 +317,7 @@ def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
     """Windows that are split stay as spans; without them some of these bounds fall."""
 
     def linear_bound(problem: Problem, detail: Discretization) -> float:
-        program = Builder(problem, detail).build().program
+        program = build_relaxation(problem, detail).program
         answer = solve_program(replace(program, integer=np.zeros(len(program.cost), dtype=bool)), time_limit_s=60)
         return answer.bound
 

@@ -1,0 +1,83 @@
+"""Row 8: rows 1 to 3 for spans of windows. A relaxation.
+
+    U[w,i]  op i, old in the first window of the span w (consecutive windows), is executed again in it
+
+It follows from rows 1 to 3 for whole numbers, but not for fractions, where half a tensor could serve again in
+every window.
+"""
+
+from solvers.windows.formulation.draft import ModelDraft
+from solvers.windows.formulation.granularity import halves
+
+
+def add_spans(draft: ModelDraft) -> None:
+    """Row 8 for spans of half the windows, a quarter of them, and so on, and for windows that have been split.
+
+    Without the latter the linear relaxation of a finer model may be the weaker one.
+    """
+    detail = draft.detail
+    begin = max(1, draft.first_window)
+    split = {(detail.window_of(start), detail.window_of(end)) for start, end in detail.spans}
+    for first, last in sorted({*split, *halves(begin, draft.windows - 1)}):
+        if first >= begin:
+            _Span(draft, first, last).add()
+
+
+class _Span:
+    """Windows first..last as if they were one: "old" is what is old in the first, "new" what is new in any."""
+
+    def __init__(self, draft: ModelDraft, first: int, last: int) -> None:
+        self.draft = draft
+        self.first = first
+        self.last = last
+        self.start, self.end = draft.starts[first], draft.detail.ends[last]
+        self.columns: dict[int, int | None] = {}
+
+    def add(self) -> None:
+        self.add_inputs_of_new()
+        self.add_inputs_of_repeated()
+        self.add_hand_over()
+
+    def add_inputs_of_new(self) -> None:
+        """S[first,t] + U[p(t)] >= 1 for old t, not kept, read by a new op."""
+        inputs = self.draft.problem.inputs
+        for t in sorted({t for v in range(self.start, self.end + 1) for t in inputs[v]}):
+            if self.draft.is_handed(self.first, t):
+                self.draft.add_one_of(self.sources(t))
+
+    def add_inputs_of_repeated(self) -> None:
+        """U[i] <= S[first,t] + U[p(t)] for old t in in(i), kept ones apart; Q of a new i likewise."""
+        draft = self.draft
+        for i in range(self.end):
+            column = self.again(i) if i < self.start else draft.again.get((draft.detail.window_of(i), i))
+            if column is None:
+                continue
+            for t in draft.problem.inputs[i]:
+                if draft.is_handed(self.first, t):
+                    draft.add_only_with(column, self.sources(t))
+
+    def add_hand_over(self) -> None:
+        """S[last+1,t] <= S[first,t] + U[p(t)] for old t."""
+        draft = self.draft
+        for i in range(self.start):
+            for t in draft.problem.outputs[i]:
+                column = draft.handed.get((self.last + 1, t))
+                if column is not None:
+                    draft.add_only_with(column, self.sources(t))
+
+    def sources(self, t: int) -> list[int]:
+        """Columns of S[first,t] and, where p(t) may be executed again in the span, of U[p(t)]."""
+        column = self.again(self.draft.problem.producers[t])
+        handed = self.draft.handed[self.first, t]
+        return [handed] if column is None else [handed, column]
+
+    def again(self, i: int) -> int | None:
+        """Column of U[i] <= sum of R[k,i] over the span, None where i cannot be executed again there."""
+        if i not in self.columns:
+            draft = self.draft
+            repeats = [draft.again[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.again]
+            self.columns[i] = None
+            if repeats:
+                column = self.columns[i] = draft.column(integer=False)
+                draft.add_only_with(column, repeats)
+        return self.columns[i]

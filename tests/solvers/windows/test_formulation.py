@@ -1,0 +1,98 @@
+"""What docs/formulation.md says of the rows: all that fits solves them, and the page names every family."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.synthetic import random_graph
+from solvers.highs import Outcome, solve_program
+from solvers.problem import Problem, problem_of
+from solvers.windows import formulation
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.solution.decode import order_of, try_out
+from solvers.windows.solution.encode import choice_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def random_order(draw: random.Random, problem: Problem) -> list[int]:
+    """Program order, with executions of earlier ops thrown in that may run again."""
+    computed: list[int] = []
+    for v in range(problem.ops):
+        again = [i for i in range(v) if problem.graph.ops[i].recomputable and problem.last_again[i] >= v]
+        chosen = [i for i in again if draw.random() < 0.5]
+        if draw.random() < 0.3:
+            chosen += draw.choices(again, k=min(2, len(again)))
+            draw.shuffle(chosen)
+        computed += [*chosen, v]
+    return computed
+
+
+def short_form(graph: Graph, computed: list[int]) -> list[int]:
+    """Rules 1 and 2 of the page, for as long as they leave something out."""
+    while (position := needless(graph, computed)) is not None:
+        computed = computed[:position] + computed[position + 1 :]
+    return computed
+
+
+def needless(graph: Graph, computed: list[int]) -> int | None:
+    for position, op in enumerate(computed):
+        after = computed[position + 1 :]
+        until = after[: after.index(op)] if op in after else after
+        outputs = set(graph.ops[op].outputs)
+        read = outputs & {t for reader in until for t in graph.ops[reader].inputs}
+        if op in computed[:position]:
+            if not read - graph.kept:
+                return position
+        elif op in after and not read and set(until) <= set(computed[:position]):
+            return position
+    return None
+
+
+def everything(ends: tuple[int, ...]) -> Discretization:
+    """Windows with all the rows there are."""
+    ops = ends[-1] + 1
+    repeats = frozenset((end, x) for end in ends for x in range(end))
+    chains = frozenset((end, x, z) for end, z in repeats for x in range(z))
+    return Discretization(ends, frozenset(range(ops)), repeats, chains)
+
+
+# In the last an op is executed twice in a window, before and after another: row 9 without D refutes it.
+@pytest.mark.parametrize("seed", [*range(100), 1448])
+def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(seed: int) -> None:
+    draw = random.Random(seed)
+    graph = random_graph(seed, draw.randint(3, 9))
+    n = len(graph.ops)
+    computed = short_form(graph, random_order(draw, problem_of(graph, 10**9)))
+    trial = try_out(problem_of(graph, 10**9), order_of(Discretization((n - 1,)), computed))
+    problem = problem_of(graph, trial.peak_bytes)
+    some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
+    for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
+        model = build_relaxation(problem, detail)
+        choice = choice_of(problem, detail, computed)
+        # What the schedule does has a variable; R, Q, S and D are fixed to it, and there are H, U, P and G that fit.
+        assert {(k, i) for k, ops in enumerate(choice.again) for i in ops} <= model.again.keys()
+        assert {(k, t) for k, handed in enumerate(choice.handed) for t in handed} <= model.handed.keys()
+        program = model.program
+        for (k, i), column in model.again.items():
+            program.lower[column] = program.upper[column] = i in choice.again[k]
+        for (k, t), column in model.handed.items():
+            program.lower[column] = program.upper[column] = t in choice.handed[k]
+        for pair, column in model.twice.items():
+            program.lower[column] = program.upper[column] = pair in choice.twice
+        answer = solve_program(program, time_limit_s=60)
+        assert answer.outcome is Outcome.OPTIMAL
+        assert answer.objective is not None
+        assert answer.objective <= problem.units(trial.time_s - problem.base_s) + 1e-6
+
+
+def test_families_of_rows_are_on_the_page() -> None:
+    page = (ROOT / "docs" / "formulation.md").read_text()
+    named = set(re.findall(r"`(add_\w+)`", page))
+    folder = Path(formulation.__path__[0])
+    written = {name for path in folder.glob("*.py") for name in re.findall(r"^def (add_\w+)", path.read_text(), re.MULTILINE)}
+    assert named == written

@@ -90,8 +90,7 @@ def _note(op: OpOverload, written: FunctionalTensor) -> None:
     if proxies is None or value not in proxies.tracer.tensor_tracker or value.stride() == written.stride():
         return
     node = proxies.tracer.tensor_tracker[value].proxy.node
-    functional = op._opname.removesuffix("_")
-    if isinstance(node.target, OpOverload) and node.target._opname in (functional, f"{functional}_functional"):
+    if isinstance(node.target, OpOverload) and node.target._opname == op._opname.removesuffix("_"):
         node.meta[_WRITTEN] = written.stride()
         node.meta[_WRITER] = op
 

@@ -37,6 +37,19 @@ class ModelError(PlannerError):
     """A model that was named but cannot be built: no such file or function, wrong options, an error inside."""
 
 
+class UnknownOptionError(ModelError):
+    """An option that the function which builds a model does not have.
+
+    Attributes:
+        option: its name.
+    """
+
+    def __init__(self, what: str, option: str, there: str) -> None:
+        """Of the function that `what` names; `there` says which options it has."""
+        super().__init__(f"{what} has no option {option!r}: {there}")
+        self.option = option
+
+
 class TraceError(PlannerError):
     """A model that cannot be captured as one static training graph."""
 

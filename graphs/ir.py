@@ -52,6 +52,9 @@ class Tensor:
         producer: id of the op that makes it, None for what lives throughout.
         kind: what it is to the step.
         shape, dtype: of the tensor as first made, for people to read.
+        view_of: id of the tensor that it is a view of, where an imported graph has views as ops.
+        held_for: id of the tensor that the program went on to hold, beyond its last reader, where this one stands for it
+            from then on: its op reads nothing, and one op reads it.
     """
 
     id: int
@@ -61,6 +64,8 @@ class Tensor:
     kind: Kind = Kind.ACTIVATION
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    view_of: int | None = None
+    held_for: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ class Graph:
     def __post_init__(self) -> None:
         _check_tensors(self)
         _check_ops(self)
+        _check_stand_ins(self)
         for t in self.kept:
             if not 0 <= t < len(self.tensors):
                 raise GraphError(f"kept tensor {t} does not exist: the graph has {len(self.tensors)} tensors")
@@ -262,3 +268,15 @@ def _check_producers(graph: Graph) -> None:
             raise GraphError(
                 f"tensor {tensor.name!r} has producer {tensor.producer}, but the op that lists it is {makers.get(tensor.id)}"
             )
+
+
+def _check_stand_ins(graph: Graph) -> None:
+    for tensor in graph.tensors:
+        where = f"tensor {tensor.name!r}"
+        for other in (tensor.view_of, tensor.held_for):
+            if other is not None and (not 0 <= other < len(graph.tensors) or other == tensor.id or tensor.producer is None):
+                raise GraphError(f"{where} stands for tensor {other}: it must be made by an op, and for another that exists")
+        if tensor.held_for is None or tensor.producer is None:
+            continue
+        if graph.ops[tensor.producer].inputs or len(graph.consumers[tensor.id]) != 1:
+            raise GraphError(f"{where} stands for one that is held: its op must read nothing, and one op must read it")

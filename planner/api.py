@@ -41,7 +41,7 @@ def trace(
             the model gets all of the batch and returns the loss. Returned is a scalar, a tuple that begins with
             it, or a dict with a "loss"; a model may also return an object with an attribute ``loss``.
         batch: inputs and target, by position or by name; real tensors, or fake ones with `roofline`.
-        optimizer: none, sgd, momentum or adamw: its state counts as memory of the step.
+        optimizer: none, sgd, momentum or adamw (``graphs.optimizers``): its state counts as memory of the step.
         accumulate: the gradients of earlier batches are in memory as well.
         roofline: model the times for this device instead of measuring them: h200, h100, a100, l4,
             rtx4090 or cpu. Nothing is executed.

@@ -16,11 +16,13 @@ from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Progress, Result, Status
+from solvers.tolerance import WIDENING, Tolerance
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
 _WOULD_DO_S = 5.0  # for finding a budget that would do, where none that was given does
-_LEFT_S = 0.1  # for program order, when the time was up at the proof that nothing fits in the other
+_REORDER_SHARE = 0.25  # of the time limit: what looking for an order of the ops may take
+_AT_ONCE_S = 0.01  # what a solver gets when time is up: it ends with what it finds at once
 
 
 def solve(
@@ -28,7 +30,7 @@ def solve(
     budget: str | int,
     *,
     solver: str = "windows",
-    tolerance: float = 1e-3,
+    tolerance: float | Tolerance = WIDENING,
     time_limit_s: float = 3600.0,
     reorder: bool | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -41,8 +43,11 @@ def solve(
         budget: memory of the step, static bytes included: bytes, or ``8GB``, ``7.5GiB``, or ``60%`` of the
             peak without recomputation.
         solver: a name in ``solvers.registry``.
-        tolerance: on the gap, relative to the whole step.
-        time_limit_s: seconds the whole solve may take.
+        tolerance: on the gap, relative to the whole step, at which the solve ends. By default 0.1%, 0.5% once it has taken
+            20 s, and 2% after 2 minutes (solvers that do not look at the clock take the first); a number holds all the time.
+            ``settings`` of the plan have the one that was settled for.
+        time_limit_s: seconds the whole call may take, with the best schedule so far as its answer; looking for an order of
+            the ops takes a quarter of them at most.
         reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
         on_progress: called as the solve advances.
@@ -54,42 +59,43 @@ def solve(
         LimitError: time was up, or the solve was stopped, before a schedule was found.
         PlannerError: no such solver, options out of range, or the solver failed.
     """
+    began = time.monotonic()
     run = get_solver(solver)
-    if not math.isfinite(tolerance) or tolerance < 0:
-        raise PlannerError(f"tolerance is {tolerance!r}: must be a fraction of the step time, 0 or more, such as 0.001")
+    tolerance = Tolerance.of(tolerance)
     if not math.isfinite(time_limit_s) or time_limit_s <= 0:
         raise PlannerError(f"time limit is {time_limit_s!r}: must be seconds, above 0")
-    summary = summarize(graph)
-    budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
-    order = order_for(graph, solver, reorder=reorder)
 
-    def solve_in(order: Reordering, limit_s: float) -> Result:
+    def left_s() -> float:
+        return time_limit_s - (time.monotonic() - began)
+
+    def solve_in(order: Reordering) -> Result:
         result = run(
             order.graph,
             budget_bytes,
             tolerance=tolerance,
-            time_limit_s=limit_s,
+            time_limit_s=max(_AT_ONCE_S, left_s()),
             on_progress=on_progress,
             should_stop=should_stop,
         )
         return order.result_of_source(result)
 
-    began = time.monotonic()
-    result = solve_in(order, time_limit_s)
+    summary = summarize(graph)
+    budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
+    order = order_for(graph, solver, reorder=reorder, time_limit_s=_REORDER_SHARE * left_s())
+    result = solve_in(order)
     if result.status is Status.INFEASIBLE and order.changed:
         # Proved for the new order only. Where neither fits, the new order's message says how little would do.
-        other = solve_in(in_program_order(graph), max(_LEFT_S, time_limit_s - result.seconds))
+        other = solve_in(in_program_order(graph))
         result = result if other.status is Status.INFEASIBLE else other
     if result.status is Status.INFEASIBLE:
-        left_s = time_limit_s - (time.monotonic() - began)
-        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, left_s, should_stop))
-    return _plan_from(result, summary)
+        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, left_s(), should_stop))
+    return _plan_from(result, summary, time_limit_s)
 
 
-def order_for(graph: Graph, solver: str, *, reorder: bool | None) -> Reordering:
+def order_for(graph: Graph, solver: str, *, reorder: bool | None, time_limit_s: float = math.inf) -> Reordering:
     """`graph` in the order in which `solver` gets it; `reorder` as in ``solve``."""
     wanted = solver in _REORDERED if reorder is None else reorder
-    return reordered(graph) if wanted else in_program_order(graph)
+    return reordered(graph, time_limit_s=time_limit_s) if wanted else in_program_order(graph)
 
 
 def summarize(graph: Graph) -> GraphSummary:
@@ -147,6 +153,8 @@ def _what_would_do(graph: Graph, budget_bytes: int, left_s: float, should_stop: 
     It takes up to some seconds, of those that are left: worth it here, where a person is told, and not in solvers, which are
     asked many times.
     """
+    if left_s <= 0:
+        return ""
     proved_bytes = least_budget_bound(graph).budget_bytes
     if budget_bytes >= proved_bytes:
         return ""
@@ -156,7 +164,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, left_s: float, should_stop: 
     return f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
 
 
-def _plan_from(result: Result, summary: GraphSummary) -> Plan:
+def _plan_from(result: Result, summary: GraphSummary, time_limit_s: float) -> Plan:
     if result.status is Status.LIMIT:
         raise LimitError(result.message)
     if result.schedule is None or result.peak_bytes is None or result.time_s is None:
@@ -178,6 +186,6 @@ def _plan_from(result: Result, summary: GraphSummary) -> Plan:
         status=str(result.status),
         solver=result.solver,
         seconds=result.seconds,
-        settings=result.settings,
+        settings=result.settings if "time_limit_s" not in result.settings else {**result.settings, "time_limit_s": time_limit_s},
         versions=result.versions,
     )

@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from solvers.result import Progress, Result
+from solvers.tolerance import Tolerance
 
 
 class Solver(Protocol):
     """A function that finds a schedule of `graph` within `budget_bytes` (static bytes included).
 
-    Keyword arguments: `tolerance` on the gap, relative to the whole step; `time_limit_s` for the
-    whole solve; `on_progress`, called as the solve advances; `should_stop`, polled: once it returns
-    True the solver ends with the best it has.
+    Keyword arguments: `tolerance` on the gap, relative to the whole step (of one that widens with time, solvers take the
+    first value unless their entry says otherwise); `time_limit_s` for the whole solve; `on_progress`, called as the solve
+    advances; `should_stop`, polled: once it returns True the solver ends with the best it has.
     """
 
     def __call__(
@@ -24,7 +25,7 @@ class Solver(Protocol):
         graph: Graph,
         budget_bytes: int,
         *,
-        tolerance: float = 1e-3,
+        tolerance: float | Tolerance = 1e-3,
         time_limit_s: float = 3600.0,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
@@ -35,11 +36,15 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with."""
+    """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with.
+
+    `widens` says whether it ends by a tolerance that widens as time goes by.
+    """
 
     module: str
     description: str
     options: Mapping[str, object] = field(default_factory=dict)
+    widens: bool = False
 
 
 CHEN = "solvers.policies.chen"
@@ -48,7 +53,9 @@ MEGENGINE = "solvers.policies.megengine"
 SAC = "solvers.policies.sac"
 
 SOLVERS: dict[str, Entry] = {
-    "windows": Entry("solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)"),
+    "windows": Entry(
+        "solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)", widens=True
+    ),
     "store_all": Entry("solvers.policies.store_all", "keep everything: no recomputation"),
     "checkmate": Entry("solvers.checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)"),
     "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)"),
@@ -90,4 +97,12 @@ def get_solver(name: str) -> Solver:
     entry = SOLVERS[name]
     function = import_module(entry.module).solve
     solve: Solver = partial(function, **entry.options) if entry.options else function
-    return solve
+    return solve if entry.widens else _with_first_tolerance(solve)
+
+
+def _with_first_tolerance(solve: Solver) -> Solver:
+    @wraps(solve)
+    def solve_by_it(graph: Graph, budget_bytes: int, *, tolerance: float | Tolerance = 1e-3, **options: Any) -> Result:
+        return solve(graph, budget_bytes, tolerance=Tolerance.of(tolerance).first, **options)
+
+    return solve_by_it

@@ -6,8 +6,10 @@ holds a storage. Targets, generators and other objects are names in the program'
 """
 
 import linecache
-from collections.abc import Container, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from graphs.errors import ScheduleError
@@ -15,6 +17,7 @@ from graphs.ir import Graph, Kind
 from graphs.schedule import Compute, Free, Step
 
 TANGENT = "tangent"
+_LOADED = count(1)
 
 
 def variable(tensor: int) -> str:
@@ -199,13 +202,22 @@ def define(name: str, parameters: str, lines: Iterable[str]) -> str:
     return f"def {name}({parameters}):\n" + "".join(f"    {line}\n" for line in lines)
 
 
-def load(program: Program, source: str, filename: str, **names: object) -> dict[str, Any]:
-    """Execute `source` in a copy of the program's namespace, with `names` added.
+class _Life:
+    """Ends with the functions whose namespace holds it."""
+
+
+def load(program: Program, source: str, filename: str) -> dict[str, Callable[..., Any]]:
+    """The functions that `source` defines in a copy of the program's namespace. They do not see each other.
 
     Args:
-        filename: what tracebacks call the source; they show the line that failed.
+        filename: what tracebacks call the source, with a number that no other has; they show the line that failed
+            for as long as one of the functions is there.
     """
+    filename = f"<{filename}, {next(_LOADED)}>"
+    life = _Life()
+    namespace = {**program.namespace, "_life": life}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace = {**program.namespace, **names}
-    exec(compile(source, filename, "exec"), namespace)
-    return namespace
+    weakref.finalize(life, linecache.cache.pop, filename, None)
+    defined: dict[str, Callable[..., Any]] = {}
+    exec(compile(source, filename, "exec"), namespace, defined)
+    return defined

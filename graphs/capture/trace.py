@@ -20,11 +20,7 @@ from graphs.capture.signature import Batch, Signature, leaves
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.errors import TraceError
 from graphs.ir import Kind
-
-# Copies of the parameters that an optimizer keeps from the first step on.
-OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
-# AdamW counts the steps of each parameter in a tensor, which is on the CPU wherever the parameter is.
-_COUNTER_BYTES = {"adamw": 4}
+from graphs.optimizers import OPTIMIZERS
 
 
 def capture(
@@ -43,7 +39,7 @@ def capture(
         loss_fn: what makes the loss of the model's output, or None if the model returns it: see ``TrainingStep``.
         batch: tensors (or nested lists, tuples and dicts of them), real or fake: a sequence of what is given by
             position, or a mapping of what is given by name.
-        optimizer: none, sgd, momentum or adamw: its state counts as static bytes.
+        optimizer: a name in ``graphs.optimizers``: its state counts as static bytes.
         accumulate: gradients of earlier batches are in memory as well.
         as_on_cuda: choose the kernels that CUDA would (attention), for planning without it.
         name: of the model, for the provenance.
@@ -51,8 +47,8 @@ def capture(
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
-    if optimizer not in OPTIMIZER_COPIES:
-        raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZER_COPIES)}")
+    if optimizer not in OPTIMIZERS:
+        raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
     if torch.is_inference_mode_enabled():
         raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
     step = TrainingStep(model, loss_fn)
@@ -71,8 +67,9 @@ def capture(
     statics = StaticTensors(step, batch, planned_device)
     trained = [allocated_bytes(p.nbytes, planned_device) for p in step.parameters() if p.requires_grad]
     trained_bytes = sum(trained)
-    counted_bytes = _COUNTER_BYTES.get(optimizer, 0) * len(trained) if planned_device.type == "cpu" else 0
-    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, OPTIMIZER_COPIES[optimizer] * trained_bytes + counted_bytes)
+    state = OPTIMIZERS[optimizer]
+    counted_bytes = state.counter_bytes * len(trained) if planned_device.type == "cpu" else 0
+    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, state.copies * trained_bytes + counted_bytes)
     statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * trained_bytes)
     provenance = {
         "model": name or type(model).__name__,

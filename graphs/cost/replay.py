@@ -47,7 +47,7 @@ class RealStep:
             if isinstance(step, Compute) and not at_end:
                 lines += hooks
         source = define("run", "static, hook", [*lines, *(hooks if at_end else ())])
-        run = load(program, source, f"<profile of {graph.fingerprint}>")["run"]
+        run = load(program, source, f"profile of {graph.fingerprint}")["run"]
         return lambda hook: run(self._static, hook)
 
     @contextmanager

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from graphs.errors import FormatError
-from graphs.importers.storages import Record, Storage, view_target
+from graphs.importers.storages import Record, Storage
 from graphs.io.fields import Fields, shown
 from graphs.ir import Graph, Phase
 
@@ -167,10 +167,8 @@ class _Log:
         else:
             self.views += 1
             if self.keeps_views:
-                handles = self.record.op(view_target(target), arguments, [(name, 0) for name, _ in views], time_ns)
+                handles = self.record.view_op(target, arguments, views, time_ns)
                 self.handles.update(zip((name for name, _ in views), handles, strict=True))
-                for handle in handles:
-                    self.record.release(handle)  # it goes with its base
             else:
                 self.record.view([base for _, base in views], time_ns)
         for name, base in views:

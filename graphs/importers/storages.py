@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 _RANDOM = re.compile(r"d?rou?pout|bernoulli|multinomial|randn?(_|$)|normal_$|uniform_$", re.IGNORECASE)
-_VIEW = "view of "  # begins the target of an op that is but a view
-_HOLD, _HELD = "hold", " held"  # target of an op that stands for a reference held on, and suffix of what it makes
 
 
 @dataclass(slots=True)
@@ -24,6 +22,7 @@ class Storage:
         stays: whether it is in memory to the end whatever is released.
         references: how many the program holds.
         released: index of the last op before the last reference went, None while one is held.
+        view_of: id of the storage that it is a view of, where views are ops that make storages of no bytes.
     """
 
     id: int
@@ -34,6 +33,7 @@ class Storage:
     stays: bool = False
     references: int = 1
     released: int | None = None
+    view_of: int | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +80,16 @@ class Record:
         else:
             self.ops[maker].time_ns += time_ns
 
+    def view_op(
+        self, target: str, inputs: Sequence[Storage], views: Sequence[tuple[str, Storage]], time_ns: int
+    ) -> tuple[Storage, ...]:
+        """An op that reads `inputs` and makes a view for each name and base of `views`; they go with their bases."""
+        made = self.op(f"view of {target}", inputs, [(name, 0) for name, _ in views], time_ns)
+        for view, (_, base) in zip(made, views, strict=True):
+            view.view_of = base.id
+            self.release(view)
+        return made
+
     def release(self, storage: Storage) -> None:
         """One reference less."""
         storage.references -= 1
@@ -100,46 +110,6 @@ class Record:
         return self.storages[-1]
 
 
-def view_target(target: str) -> str:
-    """The target of an op that is but a view."""
-    return _VIEW + target
-
-
-def views(graph: Graph) -> dict[int, int]:
-    """For each tensor that is but a view the one that it is a view of."""
-    return {t: op.inputs[0] for op in graph.ops if op.target.startswith(_VIEW) for t in op.outputs}
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A reference held beyond the last reader, as it stands in a graph.
-
-    Attributes:
-        storage: id of the tensor that the program went on to hold.
-        tensor: id of the one that stands for it from then on.
-        hold, release: ids of the ops that make and read that one.
-    """
-
-    storage: int
-    tensor: int
-    hold: int
-    release: int
-
-
-def held_storages(graph: Graph) -> tuple[Held, ...]:
-    """What the program that `graph` records held beyond the last reader; () for other graphs."""
-    if "log_ops" not in graph.provenance:
-        return ()
-    ids = {t.name: t.id for t in graph.tensors}
-    held = []
-    for op in graph.ops:
-        if op.target == _HOLD:
-            (t,) = op.outputs
-            (release,) = graph.consumers[t]
-            held.append(Held(ids[graph.tensors[t].name.removesuffix(_HELD)], t, op.id, release))
-    return tuple(held)
-
-
 class _Draft:
     """The ops of a record, with those between that stand for references held beyond the last reader."""
 
@@ -153,7 +123,7 @@ class _Draft:
         storages = self.record.storages
         for storage in storages:
             if storage.maker is None:
-                self.number[storage.id] = self.tensor(storage.name, storage.size_bytes, None, Kind.CONSTANT)
+                self.number[storage.id] = self._tensor(storage.name, storage.size_bytes, None, Kind.CONSTANT)
         begins, ends = self._held()
         held: dict[int, int] = {}
         for index, executed in enumerate(self.record.ops):
@@ -161,8 +131,10 @@ class _Draft:
             for storage in ends.get(index, ()):
                 self._op(f"release.{storage.name}", "release", (held[storage.id],), (), executed.phase)
             for storage in begins.get(index, ()):
-                held[storage.id] = t = self.tensor(storage.name + _HELD, storage.size_bytes, len(self.ops), Kind.ACTIVATION)
-                self._op(f"hold.{storage.name}", _HOLD, (), (t,), executed.phase)
+                held[storage.id] = t = self._tensor(
+                    f"{storage.name} held", storage.size_bytes, len(self.ops), Kind.ACTIVATION, held_for=self.number[storage.id]
+                )
+                self._op(f"hold.{storage.name}", "hold", (), (t,), executed.phase)
         kept = [s for s in storages if s.maker is not None and (s.stays or s.released is None)]
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.number[s.id] for s in kept), provenance)
 
@@ -172,7 +144,8 @@ class _Draft:
             storage = self.record.storages[s]
             stays = storage.stays or storage.released is None
             kind = Kind.CONSTANT if storage.stays else Kind.OUTPUT if stays else Kind.ACTIVATION
-            self.number[s] = self.tensor(storage.name, storage.size_bytes, len(self.ops), kind)
+            base = None if storage.view_of is None else self.number[storage.view_of]
+            self.number[s] = self._tensor(storage.name, storage.size_bytes, len(self.ops), kind, view_of=base)
         self.ops.append(
             Op(
                 id=len(self.ops),
@@ -190,10 +163,20 @@ class _Draft:
     def _op(self, name: str, target: str, inputs: tuple[int, ...], outputs: tuple[int, ...], phase: Phase) -> None:
         self.ops.append(Op(len(self.ops), name, target, inputs, outputs, time_s=0.0, phase=phase))
 
-    def tensor(self, name: str, size_bytes: int, producer: int | None, kind: Kind) -> int:
+    def _tensor(
+        self,
+        name: str,
+        size_bytes: int,
+        producer: int | None,
+        kind: Kind,
+        *,
+        view_of: int | None = None,
+        held_for: int | None = None,
+    ) -> int:
         """A new tensor; returns its id."""
-        self.tensors.append(Tensor(len(self.tensors), name, size_bytes, producer, kind))
-        return len(self.tensors) - 1
+        t = len(self.tensors)
+        self.tensors.append(Tensor(t, name, size_bytes, producer, kind, view_of=view_of, held_for=held_for))
+        return t
 
     def _held(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:
         """By op: storages that it touches last and that are held on, and those whose last reference goes after it."""

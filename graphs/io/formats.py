@@ -215,6 +215,10 @@ def _tensor_to_dict(tensor: Tensor) -> dict[str, object]:
         row["shape"] = list(tensor.shape)
     if tensor.dtype:
         row["dtype"] = tensor.dtype
+    if tensor.view_of is not None:
+        row["view_of"] = tensor.view_of
+    if tensor.held_for is not None:
+        row["held_for"] = tensor.held_for
     return row
 
 
@@ -227,6 +231,8 @@ def _tensor_from(fields: Fields, position: int, producer: int | None) -> Tensor:
         kind=fields.choice("kind", Kind),
         shape=fields.integers("shape") if "shape" in fields else (),
         dtype=fields.string("dtype") if "dtype" in fields else "",
+        view_of=fields.integer("view_of") if "view_of" in fields else None,
+        held_for=fields.integer("held_for") if "held_for" in fields else None,
     )
     fields.finish()
     return tensor

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from graphs.errors import TraceError
+from graphs.errors import TraceError, UnknownOptionError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,13 +59,14 @@ def build(name: str, **options: Any) -> Workload:
     ``FakeTensorMode`` nothing is allocated.
 
     Raises:
-        TraceError: unknown name, unknown option, or a value of the wrong type or out of range.
+        UnknownOptionError: it has no such option.
+        TraceError: unknown name, or a value of the wrong type or out of range.
     """
     factory = _factory(name)
     parameters = inspect.signature(factory).parameters
     for option, value in options.items():
         if option not in parameters:
-            raise TraceError(f"{name} has no option {option!r}: its options are {describe_options(name)}")
+            raise UnknownOptionError(name, option, f"its options are {describe_options(name)}")
         _check_value(name, option, value, parameters[option].annotation)
     return factory(**options)
 
@@ -80,7 +81,8 @@ def parse_options(name: str, texts: Sequence[str]) -> Mapping[str, Any]:
     """Options of `name` from texts like ``layers=4``, ``tie=false``, ``blocks=2,2``, as `build` takes them.
 
     Raises:
-        TraceError: not of this form, unknown option, given twice, or a value that cannot be read as its type.
+        UnknownOptionError: it has no such option.
+        TraceError: not of this form, given twice, or a value that cannot be read as its type.
     """
     parameters = inspect.signature(_factory(name)).parameters
     options: dict[str, Any] = {}
@@ -89,7 +91,7 @@ def parse_options(name: str, texts: Sequence[str]) -> Mapping[str, Any]:
         if not equals:
             raise TraceError(f"option {text!r} is not of the form name=value: the options of {name} are {describe_options(name)}")
         if option not in parameters:
-            raise TraceError(f"{name} has no option {option!r}: its options are {describe_options(name)}")
+            raise UnknownOptionError(name, option, f"its options are {describe_options(name)}")
         if option in options:
             raise TraceError(f"option {option!r} of {name} is given twice")
         options[option] = _read(name, option, value, parameters[option].annotation)

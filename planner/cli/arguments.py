@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
 from graphs.cost.devices import DEVICES
+from graphs.optimizers import OPTIMIZERS
 from planner import options
 from planner.models.tracing import Tracing
 from planner.visible import visible, visible_lines
@@ -89,7 +90,7 @@ def add_how_to_trace(parser: Parser) -> None:
     where.add_argument("--roofline", choices=tuple(DEVICES), help="model this device instead: nothing is run, nothing allocated")
     parser.add_argument(
         "--optimizer",
-        choices=("none", "sgd", "momentum", "adamw"),
+        choices=tuple(OPTIMIZERS),
         default="none",
         help="count its state as memory (default: none)",
     )

@@ -10,6 +10,7 @@ from graphs.errors import PlannerError
 from planner import options
 from planner.cli.arguments import DONE, Commands, add_command, add_quiet, add_reorder, print_json, print_text
 from solvers.registry import SOLVERS
+from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
@@ -44,9 +45,20 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
     parser.add_argument(
-        "--time-limit", type=options.duration, default=3600.0, metavar="TIME", help="90, 90s, 10m or 1.5h (default: 1h)"
+        "--time-limit",
+        type=options.duration,
+        default=3600.0,
+        metavar="TIME",
+        help="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)",
     )
-    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    parser.add_argument(
+        "--tolerance",
+        type=options.fraction,
+        default=WIDENING,
+        metavar="GAP",
+        help="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
+        "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
+    )
     parser.add_argument(
         "--write-model",
         metavar="FILE",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from graphs.errors import ModelError, PlannerError
+from graphs.errors import ModelError, UnknownOptionError
 from graphs.ir import Graph
 from planner.models.tracing import Tracing
 from planner.models.workload import ModelSpec
@@ -45,7 +45,7 @@ class Batches:
             return self._tracing.graph(spec)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
-        except PlannerError as error:
-            if f"has no option {self._option!r}" in str(error):
+        except UnknownOptionError as error:
+            if error.option == self._option:
                 raise ModelError(f"{error}; name the one that is the batch size with --batch-option") from error
             raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import ModelError
+from graphs.errors import ModelError, UnknownOptionError
 
 if TYPE_CHECKING:
     from graphs.zoo import Workload
@@ -85,7 +85,7 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
         ModelError: no such device, file or function; an option that is unknown, missing or of the
             wrong type; an error inside the function; a return value that is not
             ``(model, loss_fn, batch)``.
-        TraceError: the same, of a model in the zoo.
+        TraceError: the same, of a model in the zoo; an option that it does not have is a ModelError there too.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -160,7 +160,7 @@ def _typed_options(function: Callable[..., object], spec: ModelSpec) -> dict[str
     options: dict[str, object] = {}
     for name, text in spec.options:
         if name not in named and not takes_any:
-            raise ModelError(f"{what} has no option {name!r}: {_listed(named)}")
+            raise UnknownOptionError(what, name, _listed(named))
         options[name] = _read(text, _option_type(named.get(name), hints.get(name)), f"option {name!r} of {what}")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in options]
     if missing:

@@ -182,10 +182,16 @@ def plan_text(plan: Plan) -> str:
         *_eager_lines(plan),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {len(plan.schedule.computed) - plan.graph.ops:,} ops recomputed"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
-        ("gap", "unknown" if plan.gap is None else format_ratio(plan.gap)),
+        ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_tolerated(plan)}"),
         ("status", f"{plan.status}, by {visible(plan.solver)} in {plan.seconds:.2f} s"),
     ]
     return aligned(lines)
+
+
+def _tolerated(plan: Plan) -> str:
+    """The tolerance that the solve ended by, where it says so."""
+    tolerance = plan.settings.get("tolerance")
+    return f", tolerance {100 * tolerance:g}%" if isinstance(tolerance, int | float) else ""
 
 
 def _eager_lines(plan: Plan) -> list[tuple[str, str]]:

@@ -64,10 +64,10 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code
             define("backward", "static, saved", [program.unpack(), *backward]),
         )
     )
-    namespace = load(program, source, f"<schedule of {graph.fingerprint}, {len(schedule.steps)} steps>")
+    functions = load(program, source, f"schedule of {graph.fingerprint}, {len(schedule.steps)} steps")
     names = {name for line in backward for name in re.findall(r"\bt\d+\b", line)}
     reads = tuple(variable(source.tensor) in names for source in program.sources)
-    return Code(namespace["forward"], namespace["backward"], reads, returned, source)
+    return Code(functions["forward"], functions["backward"], reads, returned, source)
 
 
 def boundary(graph: Graph, schedule: Schedule) -> int:

@@ -28,6 +28,7 @@ from planner.torch_compile.partition import capture_joint, split
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_compile.shared_budget import SharedBudget
+from solvers.tolerance import WIDENING
 
 _OPTIONS = ("budget", "compile", "roofline", "time_limit", "tolerance")
 _COMPILERS = ("eager", "inductor")
@@ -44,7 +45,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of all graphs of
             the model; a percentage is of the peak without recomputation), ``compile`` (whose kernels run: those of
             eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
-            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (0.001).
+            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (as in ``planner.compile``).
 
     Raises:
         PlannerError: unknown options, or no budget.
@@ -100,7 +101,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         captured = capture_joint(joint, _device(joint, options), measure=False)
-        graph, limit, tolerance = captured.graph, options.get("time_limit", 60.0), options.get("tolerance", 1e-3)
+        graph, limit, tolerance = captured.graph, options.get("time_limit", 60.0), options.get("tolerance", WIDENING)
         schedule = solve(graph, budget.left_for(frame, graph), time_limit_s=limit, tolerance=tolerance).schedule
         budget.keep(frame, graph.static_bytes + kept_bytes(graph, schedule))
         return split(joint, captured, schedule, forward_outputs=num_fwd_outputs)

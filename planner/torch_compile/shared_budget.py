@@ -23,6 +23,7 @@ from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_r
 from planner.torch_compile.step_memory import Seen, beside, unread
 from planner.torch_compile.together import Together
 from solvers.policies.store_all import store_all
+from solvers.tolerance import WIDENING
 
 Solve = Callable[..., Any]
 
@@ -125,7 +126,7 @@ class SharedBudget:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {"time_limit_s": self.limit_s, "tolerance": self.options.get("tolerance", 1e-3)}
+        return {"time_limit_s": self.limit_s, "tolerance": self.options.get("tolerance", WIDENING)}
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
         """The budget in bytes, for a step of these graphs."""

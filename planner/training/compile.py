@@ -12,9 +12,10 @@ from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
 from planner.distributed.wrappers import Unwrapped, unwrap
+from planner.plan_check import check_sizes
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.graphed_step import Recorder
-from planner.runtime.machine import machine
+from planner.runtime.measure import device_name
 from planner.solving import budget_in_bytes, solve
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
@@ -22,6 +23,7 @@ from planner.training.dynamic import DynamicStep
 from planner.training.replan import ReplannedStep
 from planner.training.step import PlannedStep
 from solvers.result import Progress
+from solvers.tolerance import WIDENING, Tolerance
 
 
 def compile(  # noqa: A001
@@ -33,7 +35,7 @@ def compile(  # noqa: A001
     optimizer: str = "none",
     accumulate: bool = False,
     solver: str = "windows",
-    tolerance: float = 1e-3,
+    tolerance: float | Tolerance = WIDENING,
     time_limit_s: float = 60.0,
     passes: int = 5,
     reorder: bool | None = None,
@@ -59,7 +61,8 @@ def compile(  # noqa: A001
             model may come with how it is wrapped (``planner.distributed.wrappers``), where its own type does not say so.
         budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
             inputs, gradients and optimizer state included.
-        solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``.
+        solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``, which ends within the tolerance or when its
+            time is up, with the best schedule so far.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
         dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
@@ -105,7 +108,7 @@ def compile(  # noqa: A001
     def make(batch: Batch, budget: str | int) -> PlannedStep:
         if dynamic:
             return DynamicStep(compiler, batch, budget, max_plans=max_plans)
-        return _planned(compiler, batch, budget, cache, solved.keywords)
+        return _planned(compiler, batch, budget, cache, {**solved.keywords, "tolerance": Tolerance.of(tolerance).steps})
 
     if replan:
         return ReplannedStep(make, as_leaves(batch), budget, max_plans=max_plans)
@@ -135,6 +138,7 @@ def _planned(
             kept = plans.load(path, budget)
             if kept is not None:
                 try:
+                    check_sizes(captured.graph, kept)
                     return compiler.reuse(captured, batch, kept, None)
                 except PlannerError as error:
                     warn_unusable(path, error)
@@ -174,6 +178,6 @@ def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
     return {
         "graph": captured.graph.fingerprint,
         "static_bytes": captured.graph.static_bytes,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device_name(device),
         "torch": torch.__version__,
     }

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from graphs.capture.signature import Batch, leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
+from graphs.optimizers import OPTIMIZERS
 from planner.distributed.wrappers import Unwrapped
 from planner.training.compile import compile  # noqa: A004
 from planner.training.lru import LRUCache
@@ -109,18 +110,17 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     found = {_kind_of_group(type(optimizer), group) for group in optimizer.param_groups}
     if len(found) != 1 or None in found:
         raise PlannerError(
-            f"what memory {type(optimizer).__name__} takes is not known: name the optimizer that takes as much, "
-            'optimizer="adamw" (two copies of the parameters), "momentum" (one) or "none"'
+            f"what memory {type(optimizer).__name__} takes is not known: name the optimizer that keeps as many copies of the "
+            f"parameters, optimizer= one of {', '.join(f'{name!r} ({known.copies})' for name, known in OPTIMIZERS.items())}"
         )
     return str(found.pop())
 
 
 def _kind_of_group(optimizer: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str | None:
-    if optimizer is torch.optim.SGD:
-        return "momentum" if group["momentum"] else "sgd"
-    if optimizer in (torch.optim.Adam, torch.optim.AdamW) and not group["amsgrad"]:
-        return "adamw"
-    return None
+    name = optimizer.__name__
+    if getattr(torch.optim, name, None) is not optimizer:
+        return None
+    return next((kind for kind, known in OPTIMIZERS.items() if known.describes(name, group)), None)
 
 
 def _kind(batch: Batch, *, sizes_matter: bool) -> Hashable:

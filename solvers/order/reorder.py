@@ -1,5 +1,7 @@
 """An order of the ops that needs less memory at no cost: the program order is one topological order of many."""
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,15 +46,19 @@ class Reordering:
         return replace(result, graph=self.source, schedule=schedule, settings={**result.settings, "reordered": self.changed})
 
 
-def reordered(graph: Graph) -> Reordering:
-    """`graph` in the best order that is found; in its own where none is better.
+def reordered(graph: Graph, *, time_limit_s: float = math.inf) -> Reordering:
+    """`graph` in the best order that is found; in its own where none is better, or time was up before one was found.
 
     Ops stay in their phase. Ops that draw random numbers, or may do what the graph does not show, keep their
     order among each other, and the readers of what is written in place their side of the write. In the new
     order keeping everything has no higher peak, and the least budget no higher lower bound.
     """
+    until = time.monotonic() + time_limit_s
     before, after = constraints(graph)
-    found = permuted(graph, sifted(graph, before, after))
+    order = sifted(graph, before, after, should_stop=lambda: time.monotonic() > until)
+    if order is None:
+        return in_program_order(graph)
+    found = permuted(graph, order)
     return found if found.changed and _is_no_worse(found.graph, graph) else in_program_order(graph)
 
 

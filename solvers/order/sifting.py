@@ -6,7 +6,7 @@ weight gradient that frees a large activation moves up to where it can, and one 
 kept moves to the end.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,10 @@ from graphs.ir import Graph
 _PASSES = 50  # over all ops; graphs of real models need three
 
 
-def sifted(graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> list[int]:
-    """Op ids in an order whose profile has less area than the program order's, and no higher peak.
+def sifted(
+    graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]], *, should_stop: Callable[[], bool]
+) -> list[int] | None:
+    """Op ids in an order whose profile has less area than the program order's, and no higher peak; None if it was stopped.
 
     Neither does what is in memory whatever the schedule (an op's inputs, outputs and workspace, and the kept
     tensors made before it) rise above its maximum in program order.
@@ -26,11 +28,17 @@ def sifted(graph: Graph, before: Sequence[Collection[int]], after: Sequence[Coll
         graph: its program order is what is improved.
         before: for each op the ops that must come before it.
         after: for each op the ops that must come after it.
+        should_stop: polled.
     """
     sift = _Sift(graph, before, after)
     for turn in range(_PASSES):
         ops = range(len(graph.ops))
-        if not sum(sift.move(op) for op in (ops if turn % 2 else reversed(ops))):
+        moved = False
+        for op in ops if turn % 2 else reversed(ops):
+            if should_stop():
+                return None
+            moved |= sift.move(op)
+        if not moved:
             break
     return [int(op) for op in sift.order]
 

@@ -19,10 +19,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.importers.storages import held_storages, views
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
+from solvers.policies.held import held_storages
 from solvers.policies.replay import Task, Trial, answer, failure, last_needed, repeatable
 from solvers.result import Reason, Result
 
@@ -153,7 +153,7 @@ class Online:
             for t in graph.tensors
         ]
         self.held = {h.storage: h for h in held_storages(graph)}
-        base = views(graph)
+        base = {t.id: t.view_of for t in graph.tensors if t.view_of is not None}
         self.base = [base.get(t, t) for t in range(count)]  # of a view the tensor that it is a view of, of others themselves
         self.views: dict[int, list[int]] = {}
         for view in base:

@@ -13,6 +13,7 @@ from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
 from solvers.result import Progress, Reason, Result, Status
+from solvers.tolerance import Tolerance
 from solvers.windows.driver import run
 from solvers.windows.incumbent import Search
 
@@ -21,22 +22,25 @@ def solve(
     graph: Graph,
     budget_bytes: int,
     *,
-    tolerance: float = 1e-3,
+    tolerance: float | Tolerance = 1e-3,
     time_limit_s: float = 3600.0,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
     """The fastest schedule of `graph` within `budget_bytes`, as ``solvers.registry.Solver``.
 
-    The bound holds for every schedule whose first executions come in program order.
+    The bound holds for every schedule whose first executions come in program order. The tolerance in `settings` is the
+    one that was settled for: the least of those up to the end that the gap is within, or the last where it is within none.
     """
     search = Search(graph, budget_bytes, tolerance, time_limit_s, on_progress, should_stop)
     least = least_budget_bound(graph)
+    settled = Tolerance.of(tolerance).first
     if budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
     else:
         run(search)
-        status, message = _verdict(search, graph, budget_bytes, least.budget_bytes, time_limit_s)
+        settled = search.settled_for()
+        status, message = _verdict(search, settled, least.budget_bytes, time_limit_s)
     return Result(
         graph,
         budget_bytes=budget_bytes,
@@ -45,7 +49,7 @@ def solve(
         bound_s=None if status is Status.INFEASIBLE else search.bound_s,
         solver="windows",
         seconds=search.seconds,
-        settings={"tolerance": tolerance, "time_limit_s": time_limit_s},
+        settings={"tolerance": settled, "time_limit_s": time_limit_s},
         versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
         message=message,
         reason=Reason.TIME if status is Status.LIMIT else None,
@@ -54,7 +58,8 @@ def solve(
     )
 
 
-def _verdict(search: Search, graph: Graph, budget_bytes: int, least_bytes: int, time_limit_s: float) -> tuple[Status, str]:
+def _verdict(search: Search, settled: float, least_bytes: int, time_limit_s: float) -> tuple[Status, str]:
+    budget_bytes = search.budget_bytes
     if search.failure:
         return (Status.FEASIBLE if search.best is not None else Status.ERROR), search.failure
     if search.infeasible:
@@ -65,7 +70,7 @@ def _verdict(search: Search, graph: Graph, budget_bytes: int, least_bytes: int, 
             f"{_bracket(search, budget_bytes + 1)} {WAY_OUT}"
         )
     if search.best is not None:
-        return (Status.OPTIMAL if search.solved() else Status.FEASIBLE), ""
+        return (Status.OPTIMAL if search.within(settled) else Status.FEASIBLE), ""
     return Status.LIMIT, (
         f"no schedule within {format_bytes(budget_bytes)} was found in {format_seconds(search.seconds)} (limit "
         f"{format_seconds(time_limit_s)}), nor proved not to exist in the order of the ops that was tried. "

@@ -14,6 +14,7 @@ from solvers.highs import Answer, Floats, Option, Outcome, Program, Watch, solve
 from solvers.memory import give_back, resident_bytes
 from solvers.problem import OBJECTIVE_SCALE, Problem, problem_of
 from solvers.result import Progress
+from solvers.tolerance import Tolerance
 from solvers.windows.formulation.draft import StoppedError
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_ordered, build_relaxation
@@ -41,7 +42,7 @@ class Search:
         self,
         graph: Graph,
         budget_bytes: int,
-        tolerance: float,
+        tolerance: float | Tolerance,
         time_limit_s: float,
         on_progress: Callable[[Progress], None] | None,
         should_stop: Callable[[], bool] | None,
@@ -49,13 +50,13 @@ class Search:
         self.began = time.monotonic()
         self.problem: Problem = problem_of(graph, budget_bytes)
         self.budget_bytes = budget_bytes
-        self.tolerance = tolerance
+        self._tolerance = Tolerance.of(tolerance)
         self.deadline = self.began + time_limit_s
         self.best: Trial | None = None
         self.bound_s = graph.time_s
         self.least: Trial | None = None  # the one of least peak of all that were tried
         self.infeasible = False
-        self.solved_at: float | None = None
+        self.solved_s: float | None = None  # since it began, when it first was
         self.activity = "keeping everything"
         self.largest = (0, 0)  # rows and columns of a program that was solved
         self.solutions: deque[tuple[Discretization, Choice]] = deque(maxlen=3)  # of models, latest last
@@ -82,6 +83,11 @@ class Search:
         """Until the time limit."""
         return self.deadline - time.monotonic()
 
+    @property
+    def tolerance(self) -> float:
+        """On the gap, as it is now."""
+        return self._tolerance.at(self.seconds)
+
     def stopped(self) -> bool:
         """Whether the caller or the clock ends the solve."""
         if self._owner is threading.current_thread() and self._should_stop is not None and self._should_stop():
@@ -92,21 +98,32 @@ class Search:
         """Whether nothing is left to find out: proved infeasible, or within the tolerance."""
         if self.infeasible:
             return True
-        return self.best is not None and self.best.time_s <= self.bound_s * (1 + self.tolerance)
+        return self.within(self.tolerance)
+
+    def within(self, tolerance: float) -> bool:
+        """Whether the best schedule is."""
+        return self.best_s() <= self.bound_s * (1 + tolerance)
+
+    def settled_for(self) -> float:
+        """The least tolerance so far that the best schedule is within; the present one where it is within none."""
+        begun = [tolerance for _, tolerance in self._tolerance.begun(self.seconds)]
+        return next(filter(self.within, begun), begun[-1])
 
     def satisfied(self) -> bool:
         """Whether the solve has also had its time to do better than the tolerance asks for.
 
         Solutions are often within the tolerance long before they are as good as they get, and the rest costs
-        little: half as long again as it took to get there, or a moment.
+        little: half as long again as it took to get there, or a moment. Where it was the tolerance that came to
+        them, the time before has been had already.
         """
         if not self.solved():
             return False
-        if self.infeasible or self.best_s() <= self.bound_s * (1 + _CLOSE * self.tolerance):
+        if self.infeasible or self.within(_CLOSE * self.tolerance):
             return True
-        now = time.monotonic()
-        self.solved_at = self.solved_at or now
-        return now - self.solved_at > _more(self.solved_at - self.began)
+        seconds = self.seconds
+        self.solved_s = self.solved_s or seconds
+        widened_s, _ = self._tolerance.begun(self.solved_s)[-1]
+        return seconds - self.solved_s > _more(self.solved_s - widened_s)
 
     def enough(self) -> bool:
         """Whether to stop looking for better schedules."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from graphs.errors import TraceError
+from graphs.errors import PlannerError, TraceError
 from graphs.zoo import ZOO, Workload, build, describe_options, parse_options
 from graphs.zoo.llama import rotary_tables, rotate
 
@@ -246,7 +246,7 @@ def test_unet_normalises_by_groups_if_told() -> None:
     ],
 )
 def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TraceError) as error:
+    with pytest.raises(PlannerError) as error:
         build(name, **options)
     assert message in str(error.value)
     assert torch.get_default_dtype() == torch.float32
@@ -277,7 +277,7 @@ def test_options_are_read_from_text() -> None:
     ],
 )
 def test_unreadable_options_are_refused(texts: list[str], message: str) -> None:
-    with pytest.raises(TraceError) as error:
+    with pytest.raises(PlannerError) as error:
         parse_options("gpt2", texts)
     assert message in str(error.value)
 

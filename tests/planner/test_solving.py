@@ -3,6 +3,7 @@
 import sys
 import types
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.report.describe import plan_text
 from planner.solving import summarize
+from solvers.order.reorder import reordered
 from solvers.policies.store_all import store_all
-from solvers.registry import SOLVERS, Entry
+from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.result import Progress, Result, Status
+from solvers.tolerance import WIDENING, Tolerance
 
 
 @pytest.fixture
@@ -105,6 +108,39 @@ def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, mo
     assert asked[1] == 5.0
 
 
+def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, budget_bytes = synthetic.random_graph(350, 12), 27  # which fits in program order only
+    clock = types.SimpleNamespace(now=0.0)
+    given: list[tuple[str, float]] = []
+
+    def taking(name: str, seconds: float, work: Any) -> Any:
+        def slow(*arguments: Any, time_limit_s: float, **options: Any) -> Any:
+            given.append((name, time_limit_s))
+            clock.now += seconds
+            return work(*arguments, **options)
+
+        return slow
+
+    solve = taking("solve", 12.0, get_solver("windows"))
+    monkeypatch.setattr("planner.solving.time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("planner.solving.reordered", taking("order", 10.0, reordered))
+    monkeypatch.setattr("planner.solving.get_solver", lambda _: solve)
+    plan = planner.solve(graph, budget_bytes, time_limit_s=60.0)
+    assert given == [("order", 15.0), ("solve", 50.0), ("solve", 38.0)]
+    assert (plan.settings["reordered"], plan.settings["time_limit_s"]) == (False, 60.0)
+    given.clear()
+    planner.solve(graph, budget_bytes, time_limit_s=11.0)
+    assert given[1] == ("solve", 1.0)
+    assert given[2][1] <= 0.1
+
+
+def test_where_time_is_up_nothing_is_said_of_other_budgets(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.solving.time", types.SimpleNamespace(monotonic=count(step=8).__next__))
+    monkeypatch.setattr("planner.solving.least_evicting_schedule", None)
+    with pytest.raises(InfeasibleError, match=r"is below .*largest ops\)\.$"):
+        planner.solve(graph, 1, time_limit_s=20.0)
+
+
 def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
@@ -121,8 +157,33 @@ def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytes
         planner.solve(
             graph, 99, solver="failing", tolerance=0.5, time_limit_s=7, on_progress=seen.append, should_stop=lambda: True
         )
-    assert seen[:3] == [99, True, {"tolerance": 0.5, "time_limit_s": 7}]
+    assert seen[:3] == [99, True, {"tolerance": 0.5, "time_limit_s": pytest.approx(7, abs=1)}]
     assert isinstance(seen[3], Progress)
+
+
+@pytest.mark.parametrize(
+    ("widens", "options", "passed"),
+    [
+        (True, {}, WIDENING),
+        (False, {}, 0.001),
+        (True, {"tolerance": 0.3}, Tolerance(((0.0, 0.3),))),
+        (False, {"tolerance": 0.3}, 0.3),
+    ],
+)
+def test_the_default_tolerance_widens_for_solvers_that_look_at_the_clock(
+    widens: bool, options: dict[str, Any], passed: object, graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def solve(graph: Graph, budget_bytes: int, *, tolerance: object, **_: object) -> Result:
+        seen.append(tolerance)
+        return Result(graph, budget_bytes, Status.LIMIT, None, None, "seeing", 1.0)
+
+    monkeypatch.setitem(sys.modules, "seeing", types.SimpleNamespace(solve=solve))
+    monkeypatch.setitem(SOLVERS, "seeing", Entry("seeing", "sees", widens=widens))
+    with pytest.raises(LimitError):
+        planner.solve(graph, 99, solver="seeing", **options)
+    assert seen == [passed]
 
 
 def test_the_bound_is_said_to_be_of_the_class_that_was_searched(graph: Graph) -> None:

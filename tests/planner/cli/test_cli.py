@@ -195,6 +195,7 @@ def test_solve_writes_a_plan_that_fits(graph_file: Path, tmp_path: Path, capsys:
         "overhead",
         "bound",
         "gap",
+        "%, tolerance 0.1%",
         "optimal, by windows",
         f"written to {plan_file}",
     ):

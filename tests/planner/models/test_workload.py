@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphs.errors import ModelError, TraceError
+from graphs.errors import ModelError, PlannerError
 from graphs.zoo import Workload
 from planner.models.workload import ModelSpec, load, parse_spec
 
@@ -231,7 +231,7 @@ def test_what_is_no_python_file_is_refused(name: str, said: str, tmp_path: Path)
     ],
 )
 def test_what_is_not_in_the_zoo_is_refused(spec: str, said: str) -> None:
-    with pytest.raises(TraceError, match=said):
+    with pytest.raises(PlannerError, match=said):
         load(parse_spec(spec))
 
 

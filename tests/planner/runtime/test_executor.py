@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import linecache
 import re
 
 import pytest
@@ -165,6 +166,24 @@ def test_the_code_says_what_the_schedule_says() -> None:
     assert [int(t) for t in frees] == [step.tensor for step in schedule.steps if isinstance(step, Free)]
     for op, call in zip(captured.graph.ops, captured.program.calls, strict=True):
         assert source.count(call.expression) >= schedule.computed.count(op.id) >= 1
+
+
+def test_the_source_of_a_step_is_there_for_tracebacks_as_long_as_the_step() -> None:
+    before = set(linecache.cache)
+    first, _ = executor()
+    second, _ = executor()
+    files = [step.code.forward.__code__.co_filename for step in (first, second)]
+    assert len(set(files)) == 2
+    for step, file in zip((first, second), files, strict=True):
+        assert "".join(linecache.getlines(file)) == step.code.source
+    backward = first.code.backward
+    del first, step
+    assert linecache.getlines(files[0])
+    del backward
+    assert not linecache.getlines(files[0])
+    assert linecache.getlines(files[1])
+    del second
+    assert not {file for file in set(linecache.cache) - before if file.startswith("<schedule of")}
 
 
 def test_an_invalid_schedule_is_refused() -> None:

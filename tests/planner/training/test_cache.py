@@ -49,10 +49,24 @@ def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
     assert torch.equal(found, loss_fn(model(batch[0]), batch[1]))
 
 
-@pytest.mark.parametrize("other", [{"budget": "99%"}, {"batch": 9}, {"optimizer": "adamw"}, {"tolerance": 0.5}])
+@pytest.mark.parametrize(
+    "other", [{"budget": "99%"}, {"batch": 9}, {"optimizer": "adamw"}, {"tolerance": 0.5}, {"tolerance": 0.001}]
+)
 def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
     compiled(tmp_path)
     compiled(tmp_path, **other)
+    assert len(solves) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_number_of_threads_needs_another_plan(tmp_path: Path, solves: list[object]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            compiled(tmp_path)
+    finally:
+        torch.set_num_threads(threads)
     assert len(solves) == 2
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -81,6 +95,31 @@ def spoil_measured_peak(text: str) -> str:
     return json.dumps(data | {"measured_peak_bytes": data["budget_bytes"] + 1})
 
 
+def spoil_peak(text: str) -> str:
+    return json.dumps(json.loads(text) | {"peak_bytes": 1})
+
+
+def spoil_peak_without_recomputation(text: str) -> str:
+    data = json.loads(text)
+    graph = data["graph"] | {"store_all_peak_bytes": 2 * data["peak_bytes"] // 3}
+    return json.dumps(data | {"graph": graph})
+
+
+def spoil_time(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"time_s": 2 * data["time_s"], "bound_s": 2 * data["bound_s"]})
+
+
+def spoil_bound(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"bound_s": 2 * data["time_s"]})
+
+
+def spoil_status(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps(data | {"bound_s": data["time_s"] / 2, "status": "optimal"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -91,8 +130,12 @@ def spoil_measured_peak(text: str) -> str:
         (spoil_budget, "its measured peak here is .*, over its budget of 1 B"),
         (spoil_budget_upwards, r"its budget is 1000000000000 B, and \d+ B was asked for"),
         (spoil_measured_peak, "its measured peak here is .*, over its budget of"),
+        (spoil_peak, "a peak of 1 B, but its tensors alone take"),
+        (spoil_peak_without_recomputation, r"its budget is \d+ B, and \d+ B was asked for"),
+        (spoil_time, "a step time of .*, but its schedule executes nothing again"),
+        (spoil_bound, "that no schedule takes less than .*, but its own takes"),
+        (spoil_status, "that it is optimal, but its gap of 100.* is over the tolerance"),
     ],
-    ids=["cut short", "empty", "another graph", "no schedule", "over budget", "another budget", "measured over budget"],
 )
 def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solves: list[object]) -> None:
     compiled(tmp_path)
@@ -151,6 +194,18 @@ def test_a_plan_is_of_use_for_the_budget_it_was_made_for(tmp_path: Path) -> None
     for budget in ("60%", "100%", plan.budget_bytes - 1, plan.budget_bytes + 1):
         with pytest.warns(UserWarning, match=rf"its budget is {plan.budget_bytes} B, and \d+ B was asked for"):
             assert cache.load(path, budget) is None
+
+
+def test_a_share_of_a_peak_that_the_schedule_refutes_is_not_believed(tmp_path: Path, solves: list[object]) -> None:
+    first = compiled(tmp_path, budget="400%").plan.budget_bytes
+    (path,) = tmp_path.iterdir()
+    data = json.loads(path.read_text())
+    peak_bytes = data["graph"]["store_all_peak_bytes"] * 3 // 10
+    data["graph"]["store_all_peak_bytes"] = peak_bytes
+    path.write_text(json.dumps(data | {"budget_bytes": 4 * peak_bytes}))
+    with pytest.warns(UserWarning, match="a peak without recomputation of .*, but its tensors alone take"):
+        assert compiled(tmp_path, budget="400%").plan.budget_bytes == first
+    assert len(solves) == 2
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, solves: list[object]) -> None:

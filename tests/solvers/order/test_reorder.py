@@ -1,8 +1,9 @@
 """An order of the ops that needs less memory: it is one, it is never worse, and what runs in it is the same step."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -72,6 +73,16 @@ def test_a_chain_stays_as_it_is() -> None:
     found = reordered(graph)
     assert not found.changed
     assert found.graph is graph
+
+
+def test_where_time_is_short_the_program_order_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = weight_gradients()
+    asked = count()
+    monkeypatch.setattr("solvers.order.reorder.time", SimpleNamespace(monotonic=lambda: next(asked)))
+    assert reordered(graph, time_limit_s=1000).changed
+    asked = count()
+    assert reordered(graph, time_limit_s=3).graph is graph
+    assert next(asked) == 5  # the beginning, three moves in time, and one that is not begun
 
 
 def test_an_order_that_is_none_is_refused() -> None:

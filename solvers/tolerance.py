@@ -1,0 +1,47 @@
+"""How far from the bound a schedule may be when a solve ends with it: more, the longer the solve has taken."""
+
+import math
+from dataclasses import dataclass
+
+from graphs.errors import PlannerError
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """A tolerance on the gap, relative to the whole step, that may widen with time.
+
+    Attributes:
+        steps: seconds since the solve began, and the tolerance from then on; the first from 0 s on.
+    """
+
+    steps: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, given: "float | Tolerance") -> "Tolerance":
+        """What a user gives: a number holds all the time.
+
+        Raises:
+            PlannerError: it is negative, or no number.
+        """
+        if isinstance(given, Tolerance):
+            return given
+        if not math.isfinite(given) or given < 0:
+            raise PlannerError(f"tolerance is {given!r}: must be a fraction of the step time, 0 or more, such as 0.001")
+        return cls(((0.0, given),))
+
+    @property
+    def first(self) -> float:
+        """What holds at once."""
+        return self.steps[0][1]
+
+    def begun(self, seconds: float) -> tuple[tuple[float, float], ...]:
+        """Those of the steps that have begun when the solve has taken `seconds`."""
+        return self.steps[:1] + tuple(step for step in self.steps[1:] if step[0] <= seconds)
+
+    def at(self, seconds: float) -> float:
+        """What holds when the solve has taken `seconds`."""
+        return self.begun(seconds)[-1][1]
+
+
+# The last half percent may take as long again as all before, and more than it will ever save.
+WIDENING = Tolerance(((0.0, 1e-3), (20.0, 5e-3), (120.0, 2e-2)))

@@ -2,7 +2,10 @@
 
 An op is one kernel call, a tensor is one allocation (a storage). Views are neither: they cost
 nothing and are made again from their base. A tensor without a producer (parameter, buffer, input,
-optimizer state, ...) is in memory throughout; its bytes are the graph's static bytes.
+optimizer state, ...) is in memory throughout; on the device, its bytes are the graph's static bytes.
+
+Behind the ops of the program there may be optional ones: other ways to make the same bytes, in other
+memories (pools), on other queues (streams). A graph without them has one pool and one stream, the defaults.
 """
 
 import hashlib
@@ -13,7 +16,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from graphs.checks import check_graph
 from graphs.errors import GraphError
+from graphs.pools import COMPUTE, DEVICE, Pool
 
 _TOO_MUCH = 2**63  # bytes, or seconds
 
@@ -24,6 +29,11 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
+
+    @property
+    def place(self) -> int:
+        """Position among the phases."""
+        return list(Phase).index(self)
 
 
 class Kind(StrEnum):
@@ -49,23 +59,31 @@ class Tensor:
         id: position in ``Graph.tensors``.
         name: unique, for messages.
         size_bytes: bytes the allocator hands out, at least 0.
-        producer: id of the op that makes it, None for what lives throughout.
+        producers: ids of the ops that make it, the same bytes each, in ascending order: first the program's, then
+            optional ones. None for what lives throughout, which is static.
         kind: what it is to the step.
         shape, dtype: of the tensor as first made, for people to read.
         view_of: id of the tensor that it is a view of, where an imported graph has views as ops.
         held_for: id of the tensor that the program went on to hold, beyond its last reader, where this one stands for it
             from then on: its op reads nothing, and one op reads it.
+        pool: name of the memory it is in.
     """
 
     id: int
     name: str
     size_bytes: int
-    producer: int | None
+    producers: tuple[int, ...]
     kind: Kind = Kind.ACTIVATION
     shape: tuple[int, ...] = ()
     dtype: str = ""
     view_of: int | None = None
     held_for: int | None = None
+    pool: str = DEVICE
+
+    @property
+    def static(self) -> bool:
+        """Whether it is in memory throughout."""
+        return not self.producers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +96,17 @@ class Op:
         target: what is called, e.g. ``aten.mm.default``.
         inputs, outputs: tensor ids, each without repetition.
         time_s: seconds of one execution.
-        workspace_bytes: memory held during the execution only, besides inputs and outputs.
+        workspace_bytes: memory held during the execution only, besides inputs and outputs, in the first pool that
+            its stream owns.
         phase: forward, backward or optimizer.
         recomputable: False where a second execution would be wrong.
         random: draws from the generator; random ops keep their order among each other.
         mutates: ids of the static tensors it writes in place; readers keep their side of the write.
         module: path of the module it was called in, "" if unknown.
+        stream: name of the queue it runs on: ops on one stream run in the order of issue, streams side by side.
+        optional: not an op of the program: may be executed any number of times from none, anywhere.
+        stands_for: ids of the program's ops that an optional op may be executed in place of, all at once.
+        differs: what may differ from the program when it is executed (rounding, a lossy value), "" for not a bit.
     """
 
     id: int
@@ -98,6 +121,18 @@ class Op:
     random: bool = False
     mutates: tuple[int, ...] = ()
     module: str = ""
+    stream: str = COMPUTE
+    optional: bool = False
+    stands_for: tuple[int, ...] = ()
+    differs: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it makes the bits that the program would."""
+        return not self.differs
+
+
+_DEVICE_POOL = Pool(DEVICE, COMPUTE)
 
 
 @dataclass(frozen=True)
@@ -105,11 +140,12 @@ class Graph:
     """A training step: `ops` in program order, `tensors` by id, and what must be `kept`.
 
     Attributes:
-        ops: in a topological order; every op is executed at least once.
-        tensors: each op output has that op as producer; the others are static.
+        ops: the program's, in a topological order, each executed at least once or stood for; then optional ones.
+        tensors: each op output has that op among its producers; the others are static.
         kept: ids of produced tensors that must be in memory at the end (loss, gradients, outputs).
             They are delivered when first computed and never freed.
         provenance: where the graph comes from (model, inputs, device, dtype, versions, how timed).
+        pools: the memories, the device first.
 
     Raises:
         GraphError: when made from parts that do not describe a training step.
@@ -119,40 +155,58 @@ class Graph:
     tensors: tuple[Tensor, ...]
     kept: frozenset[int]
     provenance: Mapping[str, object] = field(default_factory=dict)
+    pools: tuple[Pool, ...] = (_DEVICE_POOL,)
 
     def __post_init__(self) -> None:
-        _check_tensors(self)
-        _check_ops(self)
-        _check_stand_ins(self)
-        for t in self.kept:
-            if not 0 <= t < len(self.tensors):
-                raise GraphError(f"kept tensor {t} does not exist: the graph has {len(self.tensors)} tensors")
-            if self.tensors[t].producer is None:
-                raise GraphError(f"kept tensor {self.tensors[t].name!r} has no producer: what is static is not listed as kept")
+        check_graph(self)
 
     def holding(self, kind: Kind, name: str, size_bytes: int) -> "Graph":
-        """This graph with so much more in memory throughout, which no op reads."""
-        tensors = (*self.tensors, Tensor(len(self.tensors), name, size_bytes, None, kind))
-        return Graph(self.ops, tensors, self.kept, self.provenance)
+        """This graph with so much more on the device throughout, which no op reads."""
+        tensors = (*self.tensors, Tensor(len(self.tensors), name, size_bytes, (), kind))
+        return Graph(self.ops, tensors, self.kept, self.provenance, self.pools)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether there is nothing to choose but when to execute the program's ops: one pool, one stream."""
+        return len(self.pools) == 1 and len(self.streams) == 1 and not self.ops[-1].optional
+
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams: ``COMPUTE``, the other owners of pools, then the others that ops run on."""
+        return tuple(dict.fromkeys((*(pool.owner for pool in self.pools), *(op.stream for op in self.ops))))
+
+    @cached_property
+    def program(self) -> tuple[Op, ...]:
+        """The ops that are not optional."""
+        return tuple(op for op in self.ops if not op.optional)
 
     @cached_property
     def static_bytes(self) -> int:
-        """Bytes in memory throughout the step."""
-        return sum(t.size_bytes for t in self.tensors if t.producer is None)
+        """Bytes on the device throughout the step."""
+        return self.static_bytes_by_pool[DEVICE]
+
+    @cached_property
+    def static_bytes_by_pool(self) -> dict[str, int]:
+        """Bytes in each pool throughout the step."""
+        sizes = {pool.name: 0 for pool in self.pools}
+        for t in self.tensors:
+            if t.static:
+                sizes[t.pool] += t.size_bytes
+        return sizes
 
     @cached_property
     def static_bytes_by_kind(self) -> dict[Kind, int]:
-        """Bytes in memory throughout, by kind, largest first."""
+        """Bytes on the device throughout, by kind, largest first."""
         sizes: dict[Kind, int] = {}
         for t in self.tensors:
-            if t.producer is None:
+            if t.static and t.pool == DEVICE:
                 sizes[t.kind] = sizes.get(t.kind, 0) + t.size_bytes
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
     @cached_property
     def time_s(self) -> float:
-        """Seconds of the step when every op is executed once."""
-        return math.fsum(op.time_s for op in self.ops)
+        """Seconds of the program's ops, each executed once, one after the other."""
+        return math.fsum(op.time_s for op in self.program)
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -165,10 +219,10 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of structure and sizes; times, workspaces and names are left out."""
+        """Hash of structure and sizes; times, workspaces, capacities and names of ops and tensors are left out."""
         used = sorted(set(self.kept).union(*(op.inputs + op.outputs + op.mutates for op in self.ops)))
         number = {t: i for i, t in enumerate(used)}  # static tensors that no op reads must not shift the others
-        structure = {
+        structure: dict[str, object] = {
             "ops": [
                 [
                     op.target,
@@ -177,9 +231,13 @@ class Graph:
                 ]
                 for op in self.ops
             ],
-            "tensors": [[t.size_bytes, t.producer, t.kind] for t in (self.tensors[t] for t in used)],
+            "tensors": [[t.size_bytes, t.producers[0] if t.producers else None, t.kind] for t in (self.tensors[t] for t in used)],
             "kept": [number[t] for t in sorted(self.kept)],
         }
+        if not self.plain:
+            structure["pools"] = [[pool.name, pool.owner] for pool in self.pools]
+            structure["places"] = [self.tensors[t].pool for t in used]
+            structure["choices"] = [[op.stream, op.optional, op.stands_for, op.differs] for op in self.ops]
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
@@ -197,86 +255,16 @@ def check_sums(graph: Graph) -> None:
         raise GraphError(f"the times of its ops sum to {total_s:g} s: must be below 2^63")
 
 
-def _check_tensors(graph: Graph) -> None:
-    names: set[str] = set()
-    for position, tensor in enumerate(graph.tensors):
-        where = f"tensor {tensor.name!r}"
-        if tensor.id != position:
-            raise GraphError(f"{where} has id {tensor.id} but stands at position {position}")
-        if tensor.name in names:
-            raise GraphError(f"{where} appears twice: names must be unique")
-        names.add(tensor.name)
-        if not isinstance(tensor.size_bytes, int) or tensor.size_bytes < 0:
-            raise GraphError(f"{where} has size {tensor.size_bytes!r}: sizes are whole bytes, 0 or more")
-        if tensor.producer is not None and not 0 <= tensor.producer < len(graph.ops):
-            raise GraphError(f"{where} has producer {tensor.producer}, which is not one of the {len(graph.ops)} ops")
+def check_plain(graph: Graph) -> None:
+    """Refuse a graph with choices that what asks does not know: solvers and the executor, as yet.
 
-
-def _check_ops(graph: Graph) -> None:
-    if not graph.ops:
-        raise GraphError("the graph has no ops")
-    names: set[str] = set()
-    phases = list(Phase)
-    latest_phase = 0
-    for position, op in enumerate(graph.ops):
-        where = f"op {op.name!r}"
-        if op.id != position:
-            raise GraphError(f"{where} has id {op.id} but stands at position {position}")
-        if op.name in names:
-            raise GraphError(f"{where} appears twice: names must be unique")
-        names.add(op.name)
-        if not math.isfinite(op.time_s) or op.time_s < 0:
-            raise GraphError(f"{where} has time {op.time_s!r}: times are finite seconds, 0 or more")
-        if not isinstance(op.workspace_bytes, int) or op.workspace_bytes < 0:
-            raise GraphError(f"{where} has workspace {op.workspace_bytes!r}: sizes are whole bytes, 0 or more")
-        if phases.index(op.phase) < latest_phase:
-            raise GraphError(f"{where} is {op.phase} but comes after a {phases[latest_phase]} op: ops must be in program order")
-        latest_phase = phases.index(op.phase)
-        _check_op_tensors(graph, op)
-    _check_producers(graph)
-
-
-def _check_op_tensors(graph: Graph, op: Op) -> None:
-    where = f"op {op.name!r}"
-    for t in (*op.inputs, *op.outputs, *op.mutates):
-        if not 0 <= t < len(graph.tensors):
-            raise GraphError(f"{where} names tensor {t}, which does not exist: the graph has {len(graph.tensors)}")
-    if len(set(op.inputs)) < len(op.inputs) or len(set(op.outputs)) < len(op.outputs):
-        raise GraphError(f"{where} lists a tensor twice")
-    for t in op.inputs:
-        producer = graph.tensors[t].producer
-        if producer is not None and producer >= op.id:
-            raise GraphError(
-                f"{where} reads {graph.tensors[t].name!r}, which op {graph.ops[producer].name!r} makes at or after it: "
-                "ops must be in a topological order (is there a cycle?)"
-            )
-    for t in op.mutates:
-        if graph.tensors[t].producer is not None:
-            raise GraphError(f"{where} mutates {graph.tensors[t].name!r}, which is not static")
-
-
-def _check_producers(graph: Graph) -> None:
-    makers: dict[int, int] = {}
-    for op in graph.ops:
-        for t in op.outputs:
-            if t in makers:
-                both = f"{graph.ops[makers[t]].name!r} and {op.name!r}"
-                raise GraphError(f"tensor {graph.tensors[t].name!r} is an output of both {both}")
-            makers[t] = op.id
-    for tensor in graph.tensors:
-        if tensor.producer != makers.get(tensor.id):
-            raise GraphError(
-                f"tensor {tensor.name!r} has producer {tensor.producer}, but the op that lists it is {makers.get(tensor.id)}"
-            )
-
-
-def _check_stand_ins(graph: Graph) -> None:
-    for tensor in graph.tensors:
-        where = f"tensor {tensor.name!r}"
-        for other in (tensor.view_of, tensor.held_for):
-            if other is not None and (not 0 <= other < len(graph.tensors) or other == tensor.id or tensor.producer is None):
-                raise GraphError(f"{where} stands for tensor {other}: it must be made by an op, and for another that exists")
-        if tensor.held_for is None or tensor.producer is None:
-            continue
-        if graph.ops[tensor.producer].inputs or len(graph.consumers[tensor.id]) != 1:
-            raise GraphError(f"{where} stands for one that is held: its op must read nothing, and one op must read it")
+    Raises:
+        GraphError: it has several pools or streams, or optional ops.
+    """
+    if graph.plain:
+        return
+    optional = len(graph.ops) - len(graph.program)
+    raise GraphError(
+        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {optional} optional ops: schedules are found, "
+        "shown and run for graphs with one of each and none optional; leave the choices out of the graph"
+    )

@@ -46,6 +46,7 @@ class Plan:
         measured_peak_bytes: of one step with real tensors; None if none was run.
         graph_file: where the graph is, relative to the folder of the plan's file; None if it is in no file.
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
+        pool_peaks_bytes: predicted for each other pool than the device, by name; empty where there is none.
     """
 
     graph: GraphSummary
@@ -62,6 +63,7 @@ class Plan:
     measured_peak_bytes: int | None = None
     graph_file: str | None = None
     eager: EagerComparison | None = None
+    pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         unknown = "unknown"

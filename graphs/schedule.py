@@ -53,12 +53,12 @@ def schedule_of(graph: Graph, computed: Sequence[int]) -> Schedule:
     steps: list[Step] = []
     # Walking backwards, a tensor is wanted between a reader and the computation before it.
     wanted = set(graph.kept)
-    first = {op: position for position, op in reversed(list(enumerate(computed)))}
+    first = {t: position for position in range(len(computed) - 1, -1, -1) for t in graph.ops[computed[position]].outputs}
     for position in range(len(computed) - 1, -1, -1):
         node = graph.ops[computed[position]]
-        dies = [t for t in (*node.inputs, *node.outputs) if graph.tensors[t].producer is not None and t not in wanted]
+        dies = [t for t in (*node.inputs, *node.outputs) if not graph.tensors[t].static and t not in wanted]
         steps.extend(Free(t) for t in reversed(dies))
         steps.append(Compute(node.id))
-        wanted.difference_update(t for t in node.outputs if t not in graph.kept or first[node.id] == position)
+        wanted.difference_update(t for t in node.outputs if t not in graph.kept or first[t] == position)
         wanted.update(node.inputs)
     return Schedule(tuple(reversed(steps)))

@@ -1,13 +1,17 @@
 """The judge of every plan: what a schedule on a graph takes, in bytes and seconds.
 
-Shares no code with any solver: a mistake there shows here.
+Shares no code with any solver: a mistake there shows here. Memory is counted in the order of the steps, so that
+a peak is a fact of the schedule, whatever the streams' timing; time is for ``graphs.clocks`` where there are several.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphs.clocks import run_clocks
 from graphs.errors import ScheduleError
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
+from graphs.pools import Pool
 from graphs.schedule import Compute, Free, Schedule
 
 
@@ -16,11 +20,13 @@ class Simulation:
     """What a schedule takes.
 
     Attributes:
-        peak_bytes: most memory held at any step, static bytes included.
-        time_s: seconds of all executions.
-        memory_bytes: for each step, memory during it (Compute) or after it (Free).
+        peak_bytes: most memory held on the device at any step, static bytes included.
+        time_s: seconds until the last stream is done; with one stream, of all executions.
+        memory_bytes: for each step, memory of the device during it (Compute) or after it (Free).
         peak_step: index of the first step at which the peak is reached.
         recomputed: number of executions beyond the first of each op.
+        pool_peaks_bytes: most memory held in each of ``Graph.pools``, the device's first.
+        clocks_s: when each of ``Graph.streams`` is done.
     """
 
     peak_bytes: int
@@ -28,109 +34,169 @@ class Simulation:
     memory_bytes: tuple[int, ...]
     peak_step: int
     recomputed: int
+    pool_peaks_bytes: tuple[int, ...]
+    clocks_s: tuple[float, ...]
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """Run `schedule` on `graph` with sizes instead of tensors.
 
-    During a Compute step, memory = static + live tensors + the op's outputs + its workspace; an
+    During a Compute step, memory of a pool = static + live tensors + the op's outputs + its workspace; an
     output that is live already is there twice during the step, and once afterwards.
 
     Raises:
         ScheduleError: an op or tensor that does not exist; an op that reads what is not in memory,
-            runs again though it must not, runs on the wrong side of a write in place, or out of
-            order with another random op; a free of what is not in memory or must be kept; an op
-            never executed; a kept tensor missing at the end.
+            runs again though it must not, runs on the wrong side of a write in place, out of
+            order with another random op, makes what is there in a pool of another stream, or exceeds a
+            pool's capacity; a free of what is not in memory or must be kept; an op of the program never
+            executed or stood for; a kept tensor missing at the end.
     """
     judge = _Judge(graph)
+    device, *others = judge.memories
     memory: list[int] = []
     for index, step in enumerate(schedule.steps):
-        match step:
-            case Compute(op):
-                memory.append(judge.compute(index, op))
-            case Free(tensor):
-                memory.append(judge.free(index, tensor))
-            case _:
-                raise ScheduleError(f"step {index} is {step!r}, which this judge does not know")
+        if isinstance(step, Compute):
+            judge.compute(index, step.op)
+        elif isinstance(step, Free):
+            judge.free(index, step.tensor)
+        else:
+            raise ScheduleError(f"step {index} is {step!r}, which this judge does not know")
+        memory.append(device.now_bytes)
     judge.finish()
     peak = max(memory)
+    times = [graph.ops[op].time_s for op in judge.computed]
+    clocks_s = (math.fsum(times),) if len(graph.streams) == 1 else run_clocks(graph, schedule).clocks_s
     return Simulation(
         peak_bytes=peak,
-        time_s=math.fsum(judge.times_s),
+        time_s=max(clocks_s),
         memory_bytes=tuple(memory),
         peak_step=memory.index(peak),
-        recomputed=len(judge.times_s) - len(graph.ops),
+        recomputed=len(judge.computed) - len(set(judge.computed)),
+        pool_peaks_bytes=(peak, *(other.peak_bytes for other in others)),
+        clocks_s=clocks_s,
     )
+
+
+class _Memory:
+    """What is in a pool: `live_bytes` after a step, `now_bytes` during it."""
+
+    def __init__(self, graph: Graph, pool: Pool) -> None:
+        self.pool = pool
+        self.sizes = [t.size_bytes if t.pool == pool.name else 0 for t in graph.tensors]
+        self.limit_bytes = math.inf if pool.capacity_bytes is None else pool.capacity_bytes
+        self.works_for = [p.owner for p in graph.pools].index(pool.owner) == graph.pools.index(pool)
+        self.live_bytes = self.now_bytes = self.peak_bytes = graph.static_bytes_by_pool[pool.name]
+
+    def compute(self, op: Op, new: Sequence[int]) -> None:
+        """Take the bytes of its outputs, for good where they are `new`, and of its workspace."""
+        sizes = self.sizes
+        made_bytes = sum([sizes[t] for t in op.outputs])
+        self.now_bytes = self.live_bytes + made_bytes
+        if self.works_for and op.stream == self.pool.owner:
+            self.now_bytes += op.workspace_bytes
+        self.live_bytes += made_bytes if len(new) == len(op.outputs) else sum([sizes[t] for t in new])
+        if self.now_bytes > self.peak_bytes:
+            self.peak_bytes = self.now_bytes
+
+    def free(self, t: int) -> None:
+        self.live_bytes -= self.sizes[t]
+        self.now_bytes = self.live_bytes
 
 
 class _Judge:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.live: set[int] = set()
-        self.live_bytes = graph.static_bytes
-        self.times_s: list[float] = []
-        self.done = [False] * len(graph.ops)
-        self.random_ops = [op.id for op in graph.ops if op.random]
+        self.memories = [_Memory(graph, pool) for pool in graph.pools]
+        self.owner = {pool.name: pool.owner for pool in graph.pools}
+        self.there = [not t.producers for t in graph.tensors]
+        self.computed: list[int] = []
+        self.done = [False] * len(graph.ops)  # executed, or stood for
+        self.random_ops = [op.id for op in graph.program if op.random]
         self.random_done = 0
         self.writers: dict[int, list[int]] = {}
-        for op in graph.ops:
+        for op in graph.program:
             for t in op.mutates:
                 self.writers.setdefault(t, []).append(op.id)
 
-    def compute(self, index: int, op_id: int) -> int:
+    def compute(self, index: int, op_id: int) -> None:
         if not 0 <= op_id < len(self.graph.ops):
             raise ScheduleError(f"step {index} computes op {op_id}, but the graph has {len(self.graph.ops)} ops")
         op = self.graph.ops[op_id]
-        where = f"step {index} computes {op.name!r}"
+        there = self.there
         for t in op.inputs:
-            if self.graph.tensors[t].producer is not None and t not in self.live:
-                raise ScheduleError(f"{where}, but its input {self.graph.tensors[t].name!r} is not in memory")
-        self._check_order(where, op_id)
-        outputs_bytes = sum(self.graph.tensors[t].size_bytes for t in op.outputs)
-        during = self.live_bytes + outputs_bytes + op.workspace_bytes
-        for t in op.outputs:
-            if t not in self.live:
-                self.live.add(t)
-                self.live_bytes += self.graph.tensors[t].size_bytes
-        self.done[op_id] = True
-        self.times_s.append(op.time_s)
-        return during
+            if not there[t]:
+                raise ScheduleError(
+                    f"step {index} computes {op.name!r}, but its input {self.graph.tensors[t].name!r} is not in memory"
+                )
+        for place in (*op.stands_for, op_id):
+            self._check_order(index, op, self.graph.ops[place])
+            self.done[place] = True
+        new = [t for t in op.outputs if not there[t]]
+        if len(new) < len(op.outputs):
+            self._check_double(index, op)
+        for t in new:
+            there[t] = True
+        for memory in self.memories:
+            memory.compute(op, new)
+            if memory.now_bytes > memory.limit_bytes:
+                raise ScheduleError(
+                    f"step {index} computes {op.name!r}, which takes pool {memory.pool.name!r} to {memory.now_bytes} bytes: "
+                    f"its capacity is {memory.limit_bytes}"
+                )
+        self.computed.append(op_id)
 
-    def _check_order(self, where: str, op_id: int) -> None:
-        op = self.graph.ops[op_id]
-        if self.done[op_id]:
-            if not op.recomputable:
-                raise ScheduleError(f"{where} again, but it must be executed only once")
-        elif op.random:
+    def _check_order(self, index: int, op: Op, place: Op) -> None:
+        """`op` runs as `place`: itself, or an op of the program that it stands for. Optional ops have no order of their own."""
+        if self.done[place.id]:
+            if not place.recomputable:
+                instead = "" if place is op else f" in place of {place.name!r}"
+                raise ScheduleError(f"step {index} computes {op.name!r}{instead} again, but it must be executed only once")
+        elif place.random and not place.optional:
             expected = self.random_ops[self.random_done]
-            if expected != op_id:
-                raise ScheduleError(f"{where} before {self.graph.ops[expected].name!r}: random ops must keep their order")
+            if expected != place.id:
+                raise ScheduleError(
+                    f"step {index} computes {op.name!r} before {self.graph.ops[expected].name!r}: "
+                    "random ops must keep their order"
+                )
             self.random_done += 1
+        if not self.writers or place.optional:
+            return
         for t in (*op.inputs, *op.mutates):
             for writer in self.writers.get(t, ()):
-                if writer != op_id and self.done[writer] != (writer < op_id):
-                    side = "before" if writer < op_id else "after"
+                if writer != place.id and writer not in op.stands_for and self.done[writer] != (writer < place.id):
+                    side = "before" if writer < place.id else "after"
                     raise ScheduleError(
-                        f"{where} {side} {self.graph.ops[writer].name!r} writes {self.graph.tensors[t].name!r}, "
-                        "the other way round than in the program"
+                        f"step {index} computes {op.name!r} {side} {self.graph.ops[writer].name!r} writes "
+                        f"{self.graph.tensors[t].name!r}, the other way round than in the program"
                     )
 
-    def free(self, index: int, t: int) -> int:
+    def _check_double(self, index: int, op: Op) -> None:
+        """The second copy of an output goes when the op is done, which only the stream that owns the memory knows in time."""
+        for t in op.outputs:
+            tensor = self.graph.tensors[t]
+            if self.there[t] and self.owner[tensor.pool] != op.stream:
+                raise ScheduleError(
+                    f"step {index} computes {op.name!r} on the stream {op.stream!r}, but {tensor.name!r} is in memory already, "
+                    f"in pool {tensor.pool!r} of the stream {self.owner[tensor.pool]!r}: free it first"
+                )
+
+    def free(self, index: int, t: int) -> None:
         if not 0 <= t < len(self.graph.tensors):
             raise ScheduleError(f"step {index} frees tensor {t}, but the graph has {len(self.graph.tensors)} tensors")
         tensor = self.graph.tensors[t]
-        if t in self.graph.kept or tensor.producer is None:
+        if t in self.graph.kept or not tensor.producers:
             raise ScheduleError(f"step {index} frees {tensor.name!r}, which must stay in memory")
-        if t not in self.live:
+        if not self.there[t]:
             raise ScheduleError(f"step {index} frees {tensor.name!r}, which is not in memory")
-        self.live.remove(t)
-        self.live_bytes -= tensor.size_bytes
-        return self.live_bytes
+        self.there[t] = False
+        for memory in self.memories:
+            memory.free(t)
 
     def finish(self) -> None:
-        for op in self.graph.ops:
+        for op in self.graph.program:
             if not self.done[op.id]:
-                raise ScheduleError(f"the schedule never computes {op.name!r}")
+                instead = " or an op that stands for it" if any(op.id in other.stands_for for other in self.graph.ops) else ""
+                raise ScheduleError(f"the schedule never computes {op.name!r}{instead}")
         for t in self.graph.kept:
-            if t not in self.live:
+            if not self.there[t]:
                 raise ScheduleError(f"the schedule ends without {self.graph.tensors[t].name!r}, which must be kept")

@@ -21,7 +21,7 @@ class Draft:
 
     def static(self, name: str, size_bytes: int, kind: Kind = Kind.PARAMETER) -> int:
         """Add a tensor that lives throughout; returns its id."""
-        self.tensors.append(Tensor(len(self.tensors), name, size_bytes, None, kind))
+        self.tensors.append(Tensor(len(self.tensors), name, size_bytes, (), kind))
         return len(self.tensors) - 1
 
     def op(
@@ -40,7 +40,7 @@ class Draft:
         index = len(self.ops)
         outputs = tuple(range(len(self.tensors), len(self.tensors) + len(sizes_bytes)))
         for place, (t, size) in enumerate(zip(outputs, sizes_bytes, strict=True)):
-            self.tensors.append(Tensor(t, f"{name}.{place}" if place else name, size, index))
+            self.tensors.append(Tensor(t, f"{name}.{place}" if place else name, size, (index,)))
         self.ops.append(
             Op(
                 id=index,

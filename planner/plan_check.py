@@ -32,7 +32,11 @@ def check_plan(graph: Graph, plan: Plan) -> Simulation:
             "edited; solve again"
         )
     simulation = simulate(graph, plan.schedule)
-    if wrong := figure_differences(plan, simulation):
+    wrong = figure_differences(plan, simulation)
+    others = {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}
+    if plan.pool_peaks_bytes != others:
+        wrong.append(f"peaks of {dict(plan.pool_peaks_bytes)} in other pools than the device's, but its schedule has {others}")
+    if wrong:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
     return simulation
 

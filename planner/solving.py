@@ -102,7 +102,7 @@ def summarize(graph: Graph) -> GraphSummary:
     """What a plan says about the graph it is for.
 
     Raises:
-        GraphError: its sizes or times sum to more than can be counted.
+        GraphError: its sizes or times sum to more than can be counted, or it has choices that no solver knows.
     """
     check_sums(graph)
     return GraphSummary(

@@ -64,7 +64,7 @@ def least_budget_bound(graph: Graph) -> LeastBudget:
 
 def need_at(graph: Graph, budget_bytes: int | None) -> Need:
     """The largest need when nothing that takes more than `budget_bytes` (None: no limit) is executed again."""
-    sizes = [0 if t.producer is None else t.size_bytes for t in graph.tensors]
+    sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
     held = _held_bytes(graph, sizes, budget_bytes)
     best: Need | None = None
     for op in graph.ops:
@@ -111,20 +111,19 @@ def any_order_need(graph: Graph) -> Need:
     workspace, and the kept tensors that were made by what it depends on, directly or by way of others.
     ``need_at`` counts, for one order, all that comes before v there: its bound is no lower, but of that order.
     """
-    sizes = [0 if t.producer is None else t.size_bytes for t in graph.tensors]
+    sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
     kept = [t for t in graph.tensors if t.id in graph.kept and t.size_bytes]
     depends: list[int] = []  # for each op a bit for each op that it depends on
     best: Need | None = None
     for op in graph.ops:
         bits = 0
         for t in op.inputs:
-            producer = graph.tensors[t].producer
-            if producer is not None:
+            for producer in graph.tensors[t].producers:
                 bits |= depends[producer] | 1 << producer
         depends.append(bits)
         own = {*op.inputs, *op.outputs}
         inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
-        held = sum(t.size_bytes for t in kept if t.id not in own and t.producer is not None and bits >> t.producer & 1)
+        held = sum(t.size_bytes for t in kept if t.id not in own and any(bits >> p & 1 for p in t.producers))
         total = graph.static_bytes + inputs + outputs + op.workspace_bytes + held
         if best is None or total > best.total_bytes:
             best = Need(op.id, total, graph.static_bytes, inputs, outputs, op.workspace_bytes, held)

@@ -67,7 +67,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
             models find are schedules of the graph still, but no bounds.
     """
     allowed = [op.recomputable and (repeatable is None or op.id in repeatable) for op in graph.ops]
-    produced = [t.producer is not None for t in graph.tensors]
+    produced = [not t.static for t in graph.tensors]
     sizes = tuple(t.size_bytes if produced[t.id] else 0 for t in graph.tensors)
     kept = tuple(t.id in graph.kept for t in graph.tensors)
     inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in graph.ops)
@@ -81,7 +81,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         inputs=inputs,
         outputs=tuple(op.outputs for op in graph.ops),
         sizes=sizes,
-        producers=tuple(-1 if t.producer is None else t.producer for t in graph.tensors),
+        producers=tuple(t.producers[0] if t.producers else -1 for t in graph.tensors),
         kept=kept,
         own_bytes=own,
         again_bytes=again,

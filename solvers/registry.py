@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph
+from graphs.ir import Graph, check_plain
 from solvers.result import Progress, Result
 from solvers.tolerance import Tolerance
 
@@ -87,7 +87,7 @@ SOLVERS: dict[str, Entry] = {
 
 
 def get_solver(name: str) -> Solver:
-    """The `solve` function of the solver called `name`.
+    """The `solve` function of the solver called `name`, which refuses a graph with choices that solvers do not know.
 
     Raises:
         PlannerError: no such solver; names those there are.
@@ -97,12 +97,15 @@ def get_solver(name: str) -> Solver:
     entry = SOLVERS[name]
     function = import_module(entry.module).solve
     solve: Solver = partial(function, **entry.options) if entry.options else function
-    return solve if entry.widens else _with_first_tolerance(solve)
+    return _checked(solve, widens=entry.widens)
 
 
-def _with_first_tolerance(solve: Solver) -> Solver:
+def _checked(solve: Solver, *, widens: bool) -> Solver:
+    """`solve` for graphs that solvers know, with the first tolerance where it takes one only."""
+
     @wraps(solve)
     def solve_by_it(graph: Graph, budget_bytes: int, *, tolerance: float | Tolerance = 1e-3, **options: Any) -> Result:
-        return solve(graph, budget_bytes, tolerance=Tolerance.of(tolerance).first, **options)
+        check_plain(graph)
+        return solve(graph, budget_bytes, tolerance=tolerance if widens else Tolerance.of(tolerance).first, **options)
 
     return solve_by_it

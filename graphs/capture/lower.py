@@ -118,7 +118,7 @@ class StaticTensors:
         shape = () if value is None else tuple(value.shape)
         dtype = "" if value is None else _dtype_name(value)
         unique = name if kind in (Kind.PARAMETER, Kind.BUFFER) else f"{kind}_{name}"
-        self.tensors.append(Tensor(tensor, unique, size_bytes, None, kind, shape, dtype))
+        self.tensors.append(Tensor(tensor, unique, size_bytes, (), kind, shape, dtype))
         if value is not None:
             self.sources.append(Source(tensor, kind, name))
         return tensor
@@ -197,7 +197,7 @@ class _Lowering:
             else:
                 returned.append(self.expressions[value])
                 kinds[owner] = Kind.OUTPUT
-        kept = frozenset(t for t in kinds if self.tensors[t].producer is not None)
+        kept = frozenset(t for t in kinds if not self.tensors[t].static)
         tensors = tuple(replace(t, kind=kinds[t.id]) if t.id in kept else t for t in self.tensors)
         program = Program(
             calls=tuple(self.calls),
@@ -333,7 +333,7 @@ class _Lowering:
 
     def _new_tensor(self, name: str, size_bytes: int, kind: Kind, shape: tuple[int, ...], dtype: str) -> int:
         tensor = len(self.tensors)
-        self.tensors.append(Tensor(tensor, name, size_bytes, len(self.ops), kind, shape, dtype))
+        self.tensors.append(Tensor(tensor, name, size_bytes, (len(self.ops),), kind, shape, dtype))
         return tensor
 
     def _render_view(self, node: fx.Node) -> str:
@@ -351,10 +351,10 @@ class _Lowering:
         args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg, strides) for arg in node.args]
         args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
         assert isinstance(node.target, torch._ops.OpOverload)
-        target = called(node.target)
+        target, name = called(node.target), str(node.target)
         if drawn := drawn_in_place(node):
-            target, args[0] = drawn[0], self._render_filled(args[0], drawn[1])
-        return f"{self._name(target, str(target).replace('.', '_'))}({', '.join(args)})"
+            target, name, args[0] = drawn[0], str(drawn[0]), self._render_filled(args[0], drawn[1])
+        return f"{self._name(target, name.replace('.', '_'))}({', '.join(args)})"
 
     def _render_filled(self, like: str, strides: Sequence[int]) -> str:
         return f"{self._name(to_be_filled, 'to_be_filled')}({like}, {tuple(strides)})"

@@ -109,5 +109,5 @@ def with_real_sizes(capture: Capture, step: nn.Module, batch: Batch) -> Capture:
     with real.running():
         real.compile(look=lambda op: f"{op.outputs}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})", at_end=False)(see)
     graph = capture.graph
-    tensors = tuple(t if t.producer is None else replace(t, size_bytes=sizes[t.id]) for t in graph.tensors)
+    tensors = tuple(t if t.static else replace(t, size_bytes=sizes[t.id]) for t in graph.tensors)
     return replace(capture, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))

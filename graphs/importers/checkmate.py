@@ -34,14 +34,14 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     if loss >= len(times):
         fields.refuse("loss", f"the index of one of the {len(times)} ops")
     # Tensor i + 1 is the output of op i.
-    tensors = [Tensor(0, "fixed_memory", fixed_bytes, None, Kind.PARAMETER)]
+    tensors = [Tensor(0, "fixed_memory", fixed_bytes, (), Kind.PARAMETER)]
     ops = []
     for i, time in enumerate(times):
         row = Fields({"parents": parents[i]}, source=source, path=f"op {i}")
         read = row.integers("parents", below=i) if i else ()
         if i == 0 and parents[0] != []:
             row.refuse("parents", "empty: the first op reads nothing")
-        tensors.append(Tensor(i + 1, f"t{i}", sizes[i] * KIB, i))
+        tensors.append(Tensor(i + 1, f"t{i}", sizes[i] * KIB, (i,)))
         ops.append(
             Op(
                 id=i,

@@ -43,10 +43,10 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     for i, link in enumerate(fields.array("links")):
         giver, reader = _link(link, i, place, source)
         read[reader].append(giver)
-    tensors = [Tensor(i, f"t{i}", node.size_bytes, i) for i, node in enumerate(nodes)]
+    tensors = [Tensor(i, f"t{i}", node.size_bytes, (i,)) for i, node in enumerate(nodes)]
     fixed_bytes = sum(node.fixed_bytes for node in nodes)
     if fixed_bytes:
-        tensors.append(Tensor(len(tensors), "parameters", fixed_bytes, None, Kind.PARAMETER))
+        tensors.append(Tensor(len(tensors), "parameters", fixed_bytes, (), Kind.PARAMETER))
     turn = next((i for i, node in enumerate(nodes) if node.backward), len(nodes))
     ops = [
         Op(

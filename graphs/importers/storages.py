@@ -175,7 +175,8 @@ class _Draft:
     ) -> int:
         """A new tensor; returns its id."""
         t = len(self.tensors)
-        self.tensors.append(Tensor(t, name, size_bytes, producer, kind, view_of=view_of, held_for=held_for))
+        makers = () if producer is None else (producer,)
+        self.tensors.append(Tensor(t, name, size_bytes, makers, kind, view_of=view_of, held_for=held_for))
         return t
 
     def _held(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:

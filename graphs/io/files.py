@@ -170,7 +170,7 @@ def layout(data: Mapping[str, object]) -> str:
     for name, value in data.items():
         if name == "steps" and isinstance(value, list):
             parts.append(f"{_dump(name)}: [{_rows(_executions(value))}]")
-        elif name in ("tensors", "ops") and isinstance(value, list):
+        elif name in ("pools", "tensors", "ops") and isinstance(value, list):
             parts.append(f"{_dump(name)}: [{_rows(map(_dump, value))}]")
         elif isinstance(value, dict):
             parts.append(f"{_dump(name)}: {{{_rows(f'{_dump(key)}: {_dump(entry)}' for key, entry in value.items())}}}")

@@ -10,11 +10,12 @@ from graphs.io.fields import Fields, plain, shown
 from graphs.io.files import layout, read_object, write_text
 from graphs.ir import Graph, Kind, Op, Phase, Tensor, check_sums
 from graphs.plan import GraphSummary, Plan
+from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step
 
 GRAPH_FORMAT = "remat-planner graph"
 PLAN_FORMAT = "remat-planner plan"
-VERSION = 1
+VERSION = 2
 
 _WRITER = {GRAPH_FORMAT: "planner trace", PLAN_FORMAT: "planner solve"}
 
@@ -84,6 +85,7 @@ def graph_to_dict(graph: Graph) -> dict[str, object]:
         "format": GRAPH_FORMAT,
         "version": VERSION,
         "provenance": plain(graph.provenance, "provenance"),
+        **({"pools": [_pool_to_dict(pool) for pool in others]} if (others := graph.pools[1:]) else {}),
         "tensors": [_tensor_to_dict(tensor) for tensor in graph.tensors],
         "ops": [_op_to_dict(op) for op in graph.ops],
         "kept": sorted(graph.kept),
@@ -100,16 +102,23 @@ def graph_from_dict(data: object, *, source: str = "graph") -> Graph:
     provenance = fields.mapping("provenance")
     tensor_rows, op_rows = fields.array("tensors"), fields.array("ops")
     ops = tuple(_op_from(Fields(row, source=source, path=f"ops[{i}]"), i, len(tensor_rows)) for i, row in enumerate(op_rows))
-    makers = {t: op.id for op in reversed(ops) for t in op.outputs}
+    makers: dict[int, tuple[int, ...]] = {}
+    for op in ops:
+        for t in op.outputs:
+            makers[t] = (*makers.get(t, ()), op.id)
     tensors = tuple(
-        _tensor_from(Fields(row, source=source, path=f"tensors[{i}]"), i, makers.get(i)) for i, row in enumerate(tensor_rows)
+        _tensor_from(Fields(row, source=source, path=f"tensors[{i}]"), i, makers.get(i, ())) for i, row in enumerate(tensor_rows)
     )
+    pool_rows = fields.array("pools") if "pools" in fields else []
+    others = tuple(_pool_from(Fields(row, source=source, path=f"pools[{i}]")) for i, row in enumerate(pool_rows))
     kept = fields.integers("kept", below=len(tensors))
     if len(set(kept)) < len(kept):
         fields.refuse("kept", "a list without repetition")
     fields.finish()
     try:
-        return Graph(ops=ops, tensors=tensors, kept=frozenset(kept), provenance=provenance)
+        return Graph(
+            ops=ops, tensors=tensors, kept=frozenset(kept), provenance=provenance, pools=(Pool(DEVICE, COMPUTE), *others)
+        )
     except GraphError as error:
         raise GraphError(f"{source}: {error}") from None
 
@@ -139,6 +148,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         "settings": plain(plan.settings, "settings"),
         "versions": plain(plan.versions, "versions"),
         "measured_peak_bytes": plan.measured_peak_bytes,
+        **({"pool_peaks_bytes": dict(plan.pool_peaks_bytes)} if plan.pool_peaks_bytes else {}),
         **({} if plan.graph_file is None else {"graph_file": plan.graph_file}),
         **({} if plan.eager is None else {"eager": plain(asdict(plan.eager), "eager")}),
         "steps": [_step_to_list(step) for step in plan.schedule.steps],
@@ -169,6 +179,7 @@ def plan_from_dict(data: object, *, source: str = "plan") -> Plan:
         settings=fields.mapping("settings"),
         versions={name: str(version) for name, version in versions.items()},
         measured_peak_bytes=None if fields.take("measured_peak_bytes") is None else fields.integer("measured_peak_bytes"),
+        pool_peaks_bytes=_peaks_from(fields) if "pool_peaks_bytes" in fields else {},
         graph_file=fields.string("graph_file") if "graph_file" in fields else None,
         eager=_eager_from(Fields(fields.take("eager"), source=source, path="eager")) if "eager" in fields else None,
     )
@@ -196,7 +207,10 @@ def _header(data: object, expected: str, source: str) -> Fields:
     if isinstance(version, bool) or not isinstance(version, int):
         fields.refuse("version", "a whole number")
     if version != VERSION:
-        raise FormatError(f"{source}: is a {what} of version {shown(version)}, this planner reads {VERSION}")
+        raise FormatError(
+            f"{source}: is a {what} of version {shown(version)}, this planner reads {VERSION}: make a new one with "
+            f"{_WRITER[expected]}"
+        )
     return fields
 
 
@@ -209,6 +223,23 @@ def _summable(graph: Graph, source: str) -> Graph:
     return graph
 
 
+def _pool_to_dict(pool: Pool) -> dict[str, object]:
+    row: dict[str, object] = {"name": pool.name, "owner": pool.owner}
+    if pool.capacity_bytes is not None:
+        row["capacity_bytes"] = pool.capacity_bytes
+    return row
+
+
+def _pool_from(fields: Fields) -> Pool:
+    pool = Pool(
+        name=fields.string("name"),
+        owner=fields.string("owner"),
+        capacity_bytes=_bytes(fields, "capacity_bytes") if "capacity_bytes" in fields else None,
+    )
+    fields.finish()
+    return pool
+
+
 def _tensor_to_dict(tensor: Tensor) -> dict[str, object]:
     row: dict[str, object] = {"id": tensor.id, "name": tensor.name, "bytes": tensor.size_bytes, "kind": str(tensor.kind)}
     if tensor.shape:
@@ -219,20 +250,23 @@ def _tensor_to_dict(tensor: Tensor) -> dict[str, object]:
         row["view_of"] = tensor.view_of
     if tensor.held_for is not None:
         row["held_for"] = tensor.held_for
+    if tensor.pool != DEVICE:
+        row["pool"] = tensor.pool
     return row
 
 
-def _tensor_from(fields: Fields, position: int, producer: int | None) -> Tensor:
+def _tensor_from(fields: Fields, position: int, producers: tuple[int, ...]) -> Tensor:
     tensor = Tensor(
         id=_own_id(fields, position),
         name=fields.string("name"),
         size_bytes=_bytes(fields, "bytes"),
-        producer=producer,
+        producers=producers,
         kind=fields.choice("kind", Kind),
         shape=fields.integers("shape") if "shape" in fields else (),
         dtype=fields.string("dtype") if "dtype" in fields else "",
         view_of=fields.integer("view_of") if "view_of" in fields else None,
         held_for=fields.integer("held_for") if "held_for" in fields else None,
+        pool=fields.string("pool") if "pool" in fields else DEVICE,
     )
     fields.finish()
     return tensor
@@ -258,6 +292,14 @@ def _op_to_dict(op: Op) -> dict[str, object]:
         row["mutates"] = list(op.mutates)
     if op.module:
         row["module"] = op.module
+    if op.stream != COMPUTE:
+        row["stream"] = op.stream
+    if op.optional:
+        row["optional"] = True
+    if op.stands_for:
+        row["stands_for"] = list(op.stands_for)
+    if op.differs:
+        row["differs"] = op.differs
     return row
 
 
@@ -275,6 +317,10 @@ def _op_from(fields: Fields, position: int, tensors: int) -> Op:
         random=fields.boolean("random") if "random" in fields else False,
         mutates=fields.integers("mutates", below=tensors) if "mutates" in fields else (),
         module=fields.string("module") if "module" in fields else "",
+        stream=fields.string("stream") if "stream" in fields else COMPUTE,
+        optional=fields.boolean("optional") if "optional" in fields else False,
+        stands_for=fields.integers("stands_for") if "stands_for" in fields else (),
+        differs=fields.string("differs") if "differs" in fields else "",
     )
     fields.finish()
     return op
@@ -292,6 +338,11 @@ def _summary_from(fields: Fields) -> GraphSummary:
     )
     fields.finish()
     return summary
+
+
+def _peaks_from(fields: Fields) -> dict[str, int]:
+    peaks = Fields(fields.take("pool_peaks_bytes"), source=fields.source, path="pool_peaks_bytes")
+    return {name: peaks.integer(name) for name in fields.mapping("pool_peaks_bytes")}
 
 
 def _eager_from(fields: Fields) -> EagerComparison:

@@ -71,12 +71,13 @@ class GraphFacts:
 
 def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of `graph`, with the largest ops and tensors first."""
+    summary = summarize(graph)
     order = reordered(graph).graph
     least = least_budget_bound(order)
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
-    made = sorted((t for t in graph.tensors if t.producer is not None), key=lambda t: -t.size_bytes)
+    made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
-        summary=summarize(graph),
+        summary=summary,
         kept_tensors=len(graph.kept),
         static_bytes_by_kind={str(kind): size for kind, size in graph.static_bytes_by_kind.items()},
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
@@ -288,7 +289,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int)
 
 
 def _op_facts(graph: Graph, op: Op) -> OpFacts:
-    input_bytes = sum(graph.tensors[t].size_bytes for t in op.inputs if graph.tensors[t].producer is not None)
+    input_bytes = sum(graph.tensors[t].size_bytes for t in op.inputs if not graph.tensors[t].static)
     output_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs)
     return OpFacts(
         name=op.name,
@@ -304,7 +305,7 @@ def _op_facts(graph: Graph, op: Op) -> OpFacts:
 
 
 def _tensor_facts(graph: Graph, tensor: Tensor) -> TensorFacts:
-    maker = "" if tensor.producer is None else graph.ops[tensor.producer].name
+    maker = "" if tensor.static else graph.ops[tensor.producers[0]].name
     return TensorFacts(tensor.name, tensor.size_bytes, tensor.shape, tensor.dtype, maker)
 
 

@@ -128,7 +128,7 @@ class Timeline:
                 case Free(tensor):
                     del live[tensor]
         tensors = [(self.graph.tensors[t], since_s) for t, since_s in live.items()]
-        held = [Held(t, self.graph.ops[t.producer], since_s) for t, since_s in tensors if t.producer is not None]
+        held = [Held(t, self.graph.ops[t.producers[0]], since_s) for t, since_s in tensors if not t.static]
         return tuple(sorted(held, key=lambda one: -one.tensor.size_bytes))
 
     @cached_property

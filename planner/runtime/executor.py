@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError
-from graphs.ir import Kind
+from graphs.ir import Kind, check_plain
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.runtime.codegen import compile_schedule
@@ -28,8 +28,10 @@ class Executor:
         """Compile `schedule` for the captured step of `model`.
 
         Raises:
+            GraphError: the captured graph has choices that are not run.
             ScheduleError: the schedule does not run on the captured graph.
         """
+        check_plain(capture.graph)
         simulate(capture.graph, schedule)
         self.graph = capture.graph
         self.program = capture.program

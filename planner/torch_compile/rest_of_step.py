@@ -22,13 +22,13 @@ def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
     made = tuple(tangents)
     cut = _first_backward(graph)
 
-    def shifted(op: int | None) -> int | None:
-        return op if op is None or op < cut else op + 1
+    def shifted(producers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(op if op < cut else op + 1 for op in producers)
 
-    outputs = sorted(t for t in graph.kept if (p := graph.tensors[t].producer) is not None and p < cut)
+    outputs = sorted(t for t in graph.kept if any(p < cut for p in graph.tensors[t].producers))
     rest = Op(cut, "rest_of_the_step", "rest", tuple(outputs), made, 0.0, rest_bytes, Phase.BACKWARD, recomputable=False)
     ops = (*graph.ops[:cut], rest, *(replace(op, id=op.id + 1) for op in graph.ops[cut:]))
-    tensors = tuple(replace(t, producer=cut if t.id in made else shifted(t.producer)) for t in graph.tensors)
+    tensors = tuple(replace(t, producers=(cut,) if t.id in made else shifted(t.producers)) for t in graph.tensors)
     return Graph(ops, tensors, graph.kept.union(made), graph.provenance)
 
 

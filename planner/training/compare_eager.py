@@ -144,15 +144,15 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
         real.compile(look=_outputs_of, at_end=False)(see)
     graph = captured.graph
     other = {op.id for op in graph.ops if op.outputs and op.id in made and not results.digests.intersection(made[op.id])}
-    ends = {t for t in graph.kept if (producer := graph.tensors[t].producer) is not None and producer in other}
+    ends = {t for t in graph.kept if not other.isdisjoint(graph.tensors[t].producers)}
     ends |= {t for op in graph.ops if op.mutates for t in op.inputs}
     found: set[int] = set()
-    waiting = [graph.tensors[t].producer for t in ends]
+    waiting = [p for t in ends for p in graph.tensors[t].producers]
     while waiting:
         op = waiting.pop()
-        if op is not None and op in other and op not in found:
+        if op in other and op not in found:
             found.add(op)
-            waiting += [graph.tensors[t].producer for t in graph.ops[op].inputs]
+            waiting += [p for t in graph.ops[op].inputs for p in graph.tensors[t].producers]
     first = min((op for op in found if graph.ops[op].target != "generator.get_state"), default=None)
     if first is None:
         return None

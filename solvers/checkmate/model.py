@@ -69,8 +69,8 @@ class Model:
         self.memory_unit = max(capacity_bytes, 1) / _MEMORY_RANGE
         self.capacity = capacity_bytes / self.memory_unit
         self.time_unit = (graph.time_s or 1.0) / _TIME_RANGE
-        self.size = [0.0 if t.producer is None else t.size_bytes / self.memory_unit for t in graph.tensors]
-        self.maker = [-1 if t.producer is None else t.producer for t in graph.tensors]
+        self.size = [0.0 if t.static else t.size_bytes / self.memory_unit for t in graph.tensors]
+        self.maker = [t.producers[0] if t.producers else -1 for t in graph.tensors]
         self.last_stage = _last_stages(graph)
         self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self.variable: Callable[..., Any] = getattr(self.program, "add_variable", pulp.LpVariable)

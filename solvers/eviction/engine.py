@@ -81,11 +81,11 @@ class _Run:
         self.size = [t.size_bytes for t in graph.tensors]
         factors = np.ones(len(self.size)) if bias is None else bias
         self.sized: list[float] = ((np.array(self.size, dtype=np.float64) + 1.0) ** rule.size / factors).tolist()
-        self.producer = [-1 if t.producer is None else t.producer for t in graph.tensors]
+        self.producer = [t.producers[0] if t.producers else -1 for t in graph.tensors]
         self.inputs = [[t for t in op.inputs if self.producer[t] >= 0] for op in graph.ops]
         self.time = [op.time_s for op in graph.ops]
         self.live: set[int] = set()
-        self.there = [t.producer is None for t in graph.tensors]  # in memory: alive, or static
+        self.there = [t.static for t in graph.tensors]  # in memory: alive, or static
         self.next_use = [readers[0] if readers else _NEVER for readers in graph.consumers]
         self.cost: dict[int, float] = {}  # to make tensors again, where nothing has changed since it was found
         self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]

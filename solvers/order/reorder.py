@@ -75,7 +75,7 @@ def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
     """
     place = {op: position for position, op in enumerate(order)}
     ops = tuple(replace(graph.ops[op], id=position) for position, op in enumerate(order))
-    tensors = tuple(t if t.producer is None else replace(t, producer=place[t.producer]) for t in graph.tensors)
+    tensors = tuple(replace(t, producers=tuple(place[p] for p in t.producers)) for t in graph.tensors)
     return Reordering(graph, Graph(ops, tensors, graph.kept, graph.provenance), tuple(order))
 
 
@@ -95,7 +95,7 @@ def _pairs(graph: Graph) -> Iterable[tuple[int, int]]:
     touching: dict[int, list[tuple[int, bool]]] = {}  # tensor -> ops that read or write it, and whether they write
     ordered: int | None = None
     for op in graph.ops:
-        yield from ((p, op.id) for t in op.inputs if (p := graph.tensors[t].producer) is not None)
+        yield from ((p, op.id) for t in op.inputs for p in graph.tensors[t].producers)
         for t in {*op.inputs, *op.mutates}:
             touching.setdefault(t, []).append((op.id, t in op.mutates or op.id in hidden))
         if op.random or op.id in hidden:

@@ -58,7 +58,7 @@ class _Sift:
         count = len(graph.ops)
         self.graph = graph
         self.before, self.after = before, after
-        self.sizes = [0 if t.producer is None else t.size_bytes for t in graph.tensors]
+        self.sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
         self.order = np.arange(count)
         self.place = np.arange(count)
         self.outputs = [sum(self.sizes[t] for t in op.outputs) for op in graph.ops]

@@ -24,7 +24,7 @@ class Held:
 def held_storages(graph: Graph) -> tuple[Held, ...]:
     """What the program that `graph` records held beyond the last reader."""
     return tuple(
-        Held(t.held_for, t.id, t.producer, graph.consumers[t.id][0])
+        Held(t.held_for, t.id, t.producers[0], graph.consumers[t.id][0])
         for t in graph.tensors
-        if t.held_for is not None and t.producer is not None
+        if t.held_for is not None and not t.static
     )

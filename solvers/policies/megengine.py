@@ -102,7 +102,7 @@ def _heuristics(
 
 def _is_spared(graph: Graph, t: int, least_bytes: int) -> bool:
     tensor = graph.tensors[t]
-    return tensor.size_bytes <= least_bytes or (tensor.producer is not None and graph.ops[tensor.producer].random)
+    return tensor.size_bytes <= least_bytes or any(graph.ops[p].random for p in tensor.producers)
 
 
 def _estimate_s(graph: Graph, op: Op) -> float:
@@ -126,16 +126,14 @@ class Dynamic(CostByClasses):
 
     def neighbours(self, t: int) -> tuple[int, ...]:
         """Inputs and siblings."""
-        producer = self.run.graph.tensors[t].producer
-        made = () if producer is None else self.run.graph.ops[producer].outputs
+        made = (other for p in self.run.graph.tensors[t].producers for other in self.run.graph.ops[p].outputs)
         return (*self.run.parents[t], *(sibling for sibling in made if sibling != t))
 
     def scores(self, candidates: Ints) -> Floats:
         """As in ``Heuristic``."""
         run = self.run
         cost = self.neighbourhood_s(candidates) * _BYTES_PER_S + 1e-3
-        producers = (run.graph.tensors[t].producer for t in candidates.tolist())
-        again = np.array([0 if producer is None else run.again[producer] for producer in producers])
+        again = np.array([sum(run.again[p] for p in run.graph.tensors[t].producers) for t in candidates.tolist()])
         below = run.size_bytes[candidates] / _MIB * (run.clock_s - run.touched_s[candidates] + 1e-3)
         return ratio(cost * 1.0001**again, below)
 

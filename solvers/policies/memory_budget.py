@@ -128,8 +128,7 @@ class Partition:
         scale = max(1.0, weights.sum() / (_UNBOUNDED // 2))
         edges = [(place[t], place[t] + 1, max(1, int(weight / scale))) for t, weight in zip(tensors, weights, strict=True)]
         for t in tensors:
-            producer = self.graph.tensors[t].producer
-            if producer in banned:
+            if not banned.isdisjoint(self.graph.tensors[t].producers):
                 edges.append((source, place[t], _UNBOUNDED))
             if t in self.read:
                 edges.append((place[t] + 1, sink, _UNBOUNDED))

@@ -132,7 +132,7 @@ class Online:
         self.size_bytes: Floats = np.array([t.size_bytes for t in graph.tensors], dtype=np.float64)
         self.estimates_s = [heuristic.estimate_s(graph, op) for op in graph.ops]
         self.own_s: Floats = np.array(
-            [0.0 if t.producer is None else self.estimates_s[t.producer] for t in graph.tensors], dtype=np.float64
+            [self.estimates_s[t.producers[0]] if t.producers else 0.0 for t in graph.tensors], dtype=np.float64
         )
         self.touched_s: Floats = np.zeros(count)
         self.since: Ints = np.zeros(count, dtype=np.int64)
@@ -149,7 +149,7 @@ class Online:
         self.numbers = self.now = 0
         fit = repeatable(graph)
         self.evictable = [
-            t.producer is not None and t.id not in graph.kept and fit[t.producer] and not heuristic.spares(graph, t.id)
+            not t.static and t.id not in graph.kept and fit[t.producers[0]] and not heuristic.spares(graph, t.id)
             for t in graph.tensors
         ]
         self.held = {h.storage: h for h in held_storages(graph)}
@@ -203,9 +203,9 @@ class Online:
         stand_ins = {h.tensor for h in self.held.values()}
         dies: dict[int, list[int]] = {}
         for t in self.graph.tensors:
-            if t.producer is None or t.id in self.graph.kept or t.id in stand_ins or self.base[t.id] != t.id:
+            if t.static or t.id in self.graph.kept or t.id in stand_ins or self.base[t.id] != t.id:
                 continue
-            uses = [t.producer, *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
+            uses = [t.producers[0], *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
             if t.id in self.held:
                 uses.append(self.held[t.id].release)
             dies.setdefault(max(uses), []).append(t.id)
@@ -221,8 +221,7 @@ class Online:
             while missing and self.live[missing[-1]]:
                 self._lock(missing.pop())
             if missing:
-                producer = self.graph.tensors[missing[-1]].producer
-                assert producer is not None
+                producer = self.graph.tensors[missing[-1]].producers[0]
                 stack.append((producer, missing[-1], self._begin(producer)))
                 continue
             stack.pop()
@@ -241,7 +240,7 @@ class Online:
 
     def _inputs(self, op_id: int) -> tuple[int, ...]:
         """What op `op_id` reads, static tensors left out, and what it reads as a view."""
-        inputs = [t for t in self.graph.ops[op_id].inputs if self.graph.tensors[t].producer is not None]
+        inputs = [t for t in self.graph.ops[op_id].inputs if not self.graph.tensors[t].static]
         bases = {self.base[t] for t in inputs if self.base[t] != t}
         return tuple(t for t in inputs if t not in bases)
 

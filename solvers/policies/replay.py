@@ -137,7 +137,7 @@ def failure(task: Task, why: str, reason: Reason, *, settings: Mapping[str, obje
 def free_source(graph: Graph, op_id: int) -> bool:
     """Whether making the outputs of op `op_id` again costs nothing and takes nothing."""
     op = graph.ops[op_id]
-    return op.time_s == 0.0 and all(graph.tensors[t].producer is None for t in op.inputs)
+    return op.time_s == 0.0 and all(graph.tensors[t].static for t in op.inputs)
 
 
 def droppable(graph: Graph) -> frozenset[int]:
@@ -191,7 +191,7 @@ def recompute_groups(
             for t in op.inputs:
                 if t not in absent:
                     continue
-                inside = members[groups[graph.tensors[t].producer or 0]]
+                inside = members[groups[graph.tensors[t].producers[0]]]
                 again = needed_for(graph, wanted & absent if at_once else [t], inside, absent)
                 computed += again
                 absent.difference_update(made for i in again for made in graph.ops[i].outputs)
@@ -200,6 +200,6 @@ def recompute_groups(
 
 
 def _is_inside(graph: Graph, groups: Sequence[Hashable], t: int) -> bool:
-    group = groups[graph.tensors[t].producer or 0]
+    group = groups[graph.tensors[t].producers[0]]
     readers = (r for r in graph.consumers[t] if graph.ops[r].phase is Phase.FORWARD)
     return group is not None and all(groups[reader] == group for reader in readers)

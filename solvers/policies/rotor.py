@@ -156,7 +156,7 @@ def _by_maker(stages: Stages, stage: int) -> tuple[int, ...]:
     made = [0] * (stage + 1)
     for t in stages.crossing[stage]:
         tensor = stages.graph.tensors[t]
-        made[stages.stage_of(tensor.producer or 0)] += tensor.size_bytes
+        made[stages.stage_of(tensor.producers[0])] += tensor.size_bytes
     return tuple(made)
 
 

@@ -35,7 +35,7 @@ class Forward:
 def crossings(graph: Graph) -> list[frozenset[int]]:
     """For each forward op what crosses a cut after it: made up to it, and read by forward ops after it."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
-    may_go = {t for t in droppable(graph) if not free_source(graph, graph.tensors[t].producer or 0)}
+    may_go = {t for t in droppable(graph) if not free_source(graph, graph.tensors[t].producers[0])}
     last = {t: op.id for op in forward for t in op.inputs if t in may_go}
     crossing: set[int] = set()
     after = []
@@ -100,7 +100,7 @@ class Stages:
         """
         reach = {}
         for t in read_later(self.graph) & self.absent:
-            made = self.stage_of(self.graph.tensors[t].producer or 0)
+            made = self.stage_of(self.graph.tensors[t].producers[0])
             readers = [r for r in self.graph.consumers[t] if self.graph.ops[r].phase is Phase.FORWARD]
             crossed = made < len(self) and t in self.crossing[made]
             reach[t] = (made, self.stage_of(readers[-1]) if crossed else made)

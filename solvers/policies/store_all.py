@@ -2,14 +2,19 @@
 
 from collections.abc import Callable
 
-from graphs.ir import Graph
+from graphs.ir import Graph, check_plain
 from graphs.schedule import Schedule, schedule_of
 from solvers.policies.replay import Task, Trial, answer
 from solvers.result import Progress, Result
 
 
 def store_all(graph: Graph) -> Schedule:
-    """Every op once in program order, every tensor freed after its last use."""
+    """Every op once in program order, every tensor freed after its last use.
+
+    Raises:
+        GraphError: the graph has choices: what keeping everything is depends on them.
+    """
+    check_plain(graph)
     return schedule_of(graph, range(len(graph.ops)))
 
 

@@ -274,7 +274,7 @@ def write(path: Path, data: object) -> Path:
 
 def shape(graph: Graph) -> list[tuple[str, list[str], int, Phase]]:
     return [
-        (op.name, [graph.ops[t.producer].name for t in map(graph.tensors.__getitem__, op.inputs) if t.producer is not None],
+        (op.name, [graph.ops[p].name for t in op.inputs for p in graph.tensors[t].producers],
          sum(graph.tensors[t].size_bytes for t in op.outputs), op.phase)
         for op in graph.ops
     ]  # fmt: skip

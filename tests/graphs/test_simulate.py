@@ -106,7 +106,7 @@ def test_what_must_not_run_again() -> None:
 
 def test_random_ops_keep_their_order() -> None:
     ops = tuple(Op(i, f"r{i}", "rand", (), (i,), 1.0, random=True) for i in range(2))
-    graph = Graph(ops, tuple(Tensor(i, f"t{i}", 1, i) for i in range(2)), frozenset())
+    graph = Graph(ops, tuple(Tensor(i, f"t{i}", 1, (i,)) for i in range(2)), frozenset())
     run(graph, Compute(0), Compute(1), Compute(0))  # again, in any order: from the state it had before
     with pytest.raises(ScheduleError, match=r"step 0 computes 'r1' before 'r0'"):
         run(graph, Compute(1), Compute(0))

@@ -10,10 +10,11 @@ import pytest
 
 import planner
 from graphs import synthetic
-from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, PlannerError
+from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError
 from graphs.io.formats import plan_from_dict, plan_to_dict
 from graphs.ir import Graph
 from graphs.simulate import simulate
+from planner.plan_check import check_plan
 from planner.report.describe import plan_text
 from planner.solving import summarize
 from solvers.order.reorder import reordered
@@ -191,3 +192,10 @@ def test_the_bound_is_said_to_be_of_the_class_that_was_searched(graph: Graph) ->
     reference = plan_text(planner.solve(graph, "80%", solver="checkmate"))
     assert "takes each op first in program order, is faster" in exact
     assert "takes each op at most once per stage, in program order, is faster" in reference
+
+
+def test_a_plan_that_promises_peaks_of_pools_that_are_not_there(graph: Graph) -> None:
+    plan = planner.solve(graph, "80%")
+    check_plan(graph, plan)
+    with pytest.raises(MismatchError, match=r"the plan says peaks of \{'host': 1\} in other pools than the device's"):
+        check_plan(graph, replace(plan, pool_peaks_bytes={"host": 1}))

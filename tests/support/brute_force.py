@@ -11,8 +11,8 @@ def fastest(graph: Graph, budget_bytes: int) -> float | None:
     A state is how many ops were executed and which tensors are in memory. Nothing is assumed about when an op
     runs again, how often, or in what order; a tensor may be freed at any time.
     """
-    size = [0 if t.producer is None else t.size_bytes for t in graph.tensors]
-    produced = [t.producer is not None for t in graph.tensors]
+    size = [0 if t.static else t.size_bytes for t in graph.tensors]
+    produced = [not t.static for t in graph.tensors]
     start = (0, frozenset[int]())
     spent = {start: 0.0}
     queue = [(0.0, 0, start)]

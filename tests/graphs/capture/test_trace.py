@@ -104,8 +104,7 @@ def test_random_ops_are_marked_and_their_states_are_tensors() -> None:
         assert op.random
         (state,) = [t for t in op.inputs if graph.tensors[t].kind is Kind.RANDOM_STATE]
         assert graph.tensors[state].size_bytes == torch.get_rng_state().numel()
-        producer = graph.tensors[state].producer
-        assert producer is not None
+        (producer,) = graph.tensors[state].producers
         assert not graph.ops[producer].recomputable
 
 

@@ -29,6 +29,7 @@ from graphs.io.formats import (
 )
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.plan import GraphSummary, Plan
+from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from planner.solving import solve
@@ -48,13 +49,17 @@ def graphs(draw: st.DrawFn) -> Graph:
     """Any valid graph, with every field that there is."""
     tensors: list[Tensor] = []
 
-    def tensor(producer: int | None) -> int:
+    host = Pool("host", "copies", draw(st.none() | st.just(2**63 - 1)))
+    pools = draw(st.sampled_from([(Pool(DEVICE, COMPUTE),), (Pool(DEVICE, COMPUTE), host)]))
+
+    def tensor(*producers: int) -> int:
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         kind, dtype = draw(st.sampled_from(Kind)), draw(names)
-        tensors.append(Tensor(len(tensors), f"{draw(names)}{len(tensors)}", draw(sizes), producer, kind, shape, dtype))
+        pool = draw(st.sampled_from(pools)).name if producers else DEVICE
+        tensors.append(Tensor(len(tensors), f"{draw(names)}{len(tensors)}", draw(sizes), producers, kind, shape, dtype, pool))
         return len(tensors) - 1
 
-    static = [tensor(None) for _ in range(draw(st.integers(0, 3)))]
+    static = [tensor() for _ in range(draw(st.integers(0, 3)))]
     ops = []
     for i in range(draw(st.integers(1, 5))):
         inputs = tuple(draw(st.lists(st.sampled_from(range(len(tensors))), unique=True, max_size=3))) if tensors else ()
@@ -74,9 +79,31 @@ def graphs(draw: st.DrawFn) -> Graph:
             module=draw(names),
         )
         ops.append(op)
-    made = [t.id for t in tensors if t.producer is not None]
+    program = tuple(ops)
+    made = [t.id for t in tensors if not t.static]
     kept = frozenset(draw(st.lists(st.sampled_from(made)))) if made else frozenset()
-    return Graph(tuple(ops), tuple(tensors), kept, draw(st.dictionaries(names, free, max_size=3)))
+    for i in range(len(ops), len(ops) + draw(st.integers(0, 2))):
+        stands_for = tuple(sorted(draw(st.sets(st.sampled_from(range(len(program)))))))
+        others = tuple(draw(st.lists(st.sampled_from(made), unique=True))) if made else ()
+        for t in others:
+            tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, i))
+        ops.append(
+            Op(
+                id=i,
+                name=f"{draw(names)}{i}",
+                target=draw(names),
+                inputs=tuple(t for t in made if t not in others),
+                outputs=(*others, tensor(i)),
+                time_s=draw(times),
+                random=any(ops[p].random for p in stands_for),
+                mutates=tuple({t for p in stands_for for t in ops[p].mutates}),
+                stream=draw(st.sampled_from([COMPUTE, "copies"])),
+                optional=True,
+                stands_for=stands_for,
+                differs=draw(names),
+            )
+        )
+    return Graph(tuple(ops), tuple(tensors), kept, draw(st.dictionaries(names, free, max_size=3)), pools)
 
 
 @st.composite
@@ -98,6 +125,7 @@ def plans(draw: st.DrawFn) -> Plan:
         settings=draw(st.dictionaries(names, free, max_size=2)),
         versions=draw(st.dictionaries(names, names, max_size=2)),
         measured_peak_bytes=draw(st.none() | sizes),
+        pool_peaks_bytes=draw(st.dictionaries(names, sizes, max_size=2)),
         graph_file=draw(st.none() | st.text()),
     )
 
@@ -122,10 +150,10 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
 @pytest.fixture
 def graph() -> Graph:
     tensors = (
-        Tensor(0, "x", 8, None, Kind.INPUT, (2,), "float32"),
-        Tensor(1, "h", 16, 0),
-        Tensor(2, "y", 16, 1),
-        Tensor(3, "loss", 4, 2, Kind.OUTPUT),
+        Tensor(0, "x", 8, (), Kind.INPUT, (2,), "float32"),
+        Tensor(1, "h", 16, (0,)),
+        Tensor(2, "y", 16, (1,)),
+        Tensor(3, "loss", 4, (2,), Kind.OUTPUT),
     )
     ops = (
         Op(0, "f", "aten.f", (0,), (1,), 0.1, workspace_bytes=3, random=True, module="net.0"),
@@ -167,6 +195,12 @@ def test_the_document_names_every_field(graph: Graph, plan: Plan) -> None:
     rows = [graph_data, *graph_data["tensors"], *graph_data["ops"], plan_data, plan_data["graph"]]
     fields = {field for row in rows for field in row} | set(Kind) | set(Phase)
     assert {field for field in fields if f"`{field}`" not in document} == set()
+
+
+def test_a_plain_graph_has_none_of_the_fields_of_choices(graph: Graph, plan: Plan) -> None:
+    data: Any = graph_to_dict(graph)
+    fields = {field for row in (data, *data["tensors"], *data["ops"], plan_to_dict(plan)) for field in row}
+    assert not fields & {"pools", "pool", "producers", "stream", "optional", "stands_for", "differs", "pool_peaks_bytes"}
 
 
 @pytest.mark.parametrize("which", ["graph", "plan"])
@@ -251,7 +285,7 @@ def test_a_plan_is_no_graph_and_a_graph_is_no_plan(graph: Graph, plan: Plan, tmp
 INFINITE = float("inf")
 
 BROKEN_GRAPHS: list[tuple[str, Any, str]] = [
-    ("version", 7, "is a graph of version 7, this planner reads 1"),
+    ("version", 1, "is a graph of version 1, this planner reads 2: make a new one with planner trace"),
     ("version", True, "version is true: must be a whole number"),
     ("version", "1", 'version is "1": must be a whole number'),
     ("provenance", [], "provenance is []: must be an object"),
@@ -314,11 +348,25 @@ BROKEN_GRAPHS: list[tuple[str, Any, str]] = [
     ("kept", [3, 3], "kept is [3, 3]: must be a list without repetition"),
     ("kept", [0], "kept tensor 'x' has no producer"),
     ("kept", None, "kept is null: must be a list"),
+    ("pools", [3], "pools[0] is 3: must be an object"),
+    ("pools", [{"name": "host"}], "pools[0] has no field 'owner'"),
+    ("pools", [{"name": "host", "owner": 1}], "pools[0].owner is 1: must be a string"),
+    ("pools", [{"name": "host", "owner": "copies", "capacity_bytes": 0.5}], "pools[0].capacity_bytes is 0.5: must be a whole"),
+    ("pools", [{"name": "device", "owner": "compute"}], "pool 'device' appears twice"),
+    ("tensors.1.pool", "host", "tensor 'h' is in the pool 'host': the graph has 'device'"),
+    ("tensors.1.pool", 1, "tensors[1].pool is 1: must be a string"),
+    ("ops.1.stream", 1, "ops[1].stream is 1: must be a string"),
+    ("ops.1.optional", 1, "ops[1].optional is 1: must be true or false"),
+    ("ops.1.optional", True, "op 'l' comes after the optional op 'g'"),
+    ("ops.1.stands_for", [0], "op 'g' stands for other ops, but is not optional"),
+    ("ops.1.stands_for", 0, "ops[1].stands_for is 0: must be a list"),
+    ("ops.1.differs", "rounding", "op 'g' differs from the program (rounding), but is not optional"),
+    ("ops.1.differs", None, "ops[1].differs is null: must be a string"),
     ("budget_bytes", 1, 'the file has the unknown field "budget_bytes"'),
 ]
 
 BROKEN_PLANS: list[tuple[str, Any, str]] = [
-    ("version", 0, "is a plan of version 0, this planner reads 1"),
+    ("version", 1, "is a plan of version 1, this planner reads 2: make a new one with planner solve"),
     ("version", 10**5000, "digits"),
     ("graph", None, "graph is null: must be an object"),
     ("graph.fingerprint", 1, "graph.fingerprint is 1: must be a string"),
@@ -338,6 +386,8 @@ BROKEN_PLANS: list[tuple[str, Any, str]] = [
     ("settings.limit", INFINITE, "settings.limit is Infinity: must be finite"),
     ("versions", {"a": 1}, 'versions is {"a": 1}: must be an object of strings'),
     ("measured_peak_bytes", "much", 'measured_peak_bytes is "much": must be a whole number'),
+    ("pool_peaks_bytes", {"host": 0.5}, "pool_peaks_bytes.host is 0.5: must be a whole number"),
+    ("pool_peaks_bytes", 1, "pool_peaks_bytes is 1: must be an object"),
     ("steps", "CCF", 'steps is "CCF": must be a list'),
     ("steps.1", [], 'steps[1] is []: must be like ["compute", 12]'),
     ("steps.1", "compute", 'steps[1] is "compute": must be like ["compute", 12]'),

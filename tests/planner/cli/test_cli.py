@@ -27,11 +27,11 @@ COMMANDS = ["trace", "solve", "run", "info"]
 
 def chain() -> Graph:
     """Six ops forward and six backward, each of which reads what its counterpart has read."""
-    tensors, ops = [Tensor(0, "x", 1000, None)], []
+    tensors, ops = [Tensor(0, "x", 1000, ())], []
     for i in range(12):
         forward = i < 6
         inputs = (i,) if forward else (i, 11 - i)
-        tensors.append(Tensor(i + 1, f"t{i}", 1000, i))
+        tensors.append(Tensor(i + 1, f"t{i}", 1000, (i,)))
         ops.append(Op(i, f"op{i}", "example", inputs, (i + 1,), 0.001, phase=Phase.FORWARD if forward else Phase.BACKWARD))
     return Graph(tuple(ops), tuple(tensors), frozenset({12}), {"model": "chain", "device": "cpu"})
 
@@ -175,7 +175,7 @@ def test_info_shows_a_plan(graph_file: Path, tmp_path: Path, capsys: pytest.Capt
 def test_names_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     op = Op(0, "a\x1b[31m\nb", "t", (), (0,), 1.0, module="m\r")
     path = tmp_path / "model.json"
-    write_graph(Graph((op,), (Tensor(0, "t\x07", 5, 0),), frozenset(), {"model": "x\ty"}), path)
+    write_graph(Graph((op,), (Tensor(0, "t\x07", 5, (0,)),), frozenset(), {"model": "x\ty"}), path)
     said = call(capsys, "info", path)
     assert said.code == 0
     assert all(line.isprintable() for line in said.out.splitlines())

@@ -4,6 +4,7 @@ import copy
 import gc
 import linecache
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import planner
 from benchmarks.storages import LiveStorages
 from graphs.capture.trace import capture
 from graphs.cost.allocator import cpu_allocations
-from graphs.errors import InfeasibleError, MismatchError, ScheduleError
+from graphs.errors import GraphError, InfeasibleError, MismatchError, ScheduleError
 from graphs.schedule import Free, schedule_of
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.executor import Executor
@@ -48,6 +49,15 @@ def test_compile_is_one_call() -> None:
 def test_compile_refuses_an_impossible_budget() -> None:
     with pytest.raises(InfeasibleError, match=r"is below .*, the least any schedule of this graph needs: op"):
         planner.compile(*make("vit"), budget="5%", passes=1)
+
+
+def test_a_graph_with_choices_is_refused() -> None:
+    workload = make("vit")
+    captured = capture(*workload)
+    graph, schedule = captured.graph, store_all(captured.graph)
+    aside = replace(captured, graph=replace(graph, ops=(replace(graph.ops[0], stream="side"), *graph.ops[1:])))
+    with pytest.raises(GraphError, match="the graph has 1 pools, 2 streams and 0 optional ops"):
+        Executor(aside, schedule, workload.model, workload.loss_fn)
 
 
 def test_extra_outputs_are_returned_detached() -> None:

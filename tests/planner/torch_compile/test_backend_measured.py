@@ -311,4 +311,4 @@ def test_the_rest_of_the_step_needs_its_room() -> None:
     roomy = with_rest(captured, graph.tangents, 10**6)
     assert len(roomy.ops) == len(captured.ops) + 1
     assert without_rest(captured, store_all(roomy)).computed == store_all(captured).computed
-    assert all(roomy.tensors[t].producer is not None for t in graph.tangents)
+    assert all(not roomy.tensors[t].static for t in graph.tangents)

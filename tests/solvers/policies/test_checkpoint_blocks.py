@@ -81,7 +81,7 @@ def test_of_a_transformer_only_boundaries_stay(layers: int) -> None:
     end = schedule.steps.index(Compute(next(op.id for op in graph.ops if op.phase is Phase.BACKWARD)))
     made = {t for s in schedule.steps[:end] if isinstance(s, Compute) for t in graph.ops[s.op].outputs}
     live = made - {s.tensor for s in schedule.steps[:end] if isinstance(s, Free)}
-    inside = [graph.ops[graph.tensors[t].producer or 0] for t in live]
+    inside = [graph.ops[graph.tensors[t].producers[0]] for t in live]
     left = {op.name.split(".", 1)[1] for op in inside if block_of(op.module, 1)}
     assert left == {"add2", "dropout1.state", "dropout2.state", "dropout3.state"}
 

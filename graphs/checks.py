@@ -1,0 +1,201 @@
+"""What must hold of the parts of a graph; ``Graph`` asks when it is made."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from graphs.errors import GraphError
+from graphs.pools import COMPUTE, DEVICE
+
+if TYPE_CHECKING:
+    from graphs.ir import Graph, Op
+
+
+def check_graph(graph: "Graph") -> None:
+    """Refuse parts that do not describe a training step.
+
+    Raises:
+        GraphError: says which part, its value, and what would do.
+    """
+    _check_pools(graph)
+    _check_tensors(graph)
+    _check_ops(graph)
+    _check_producers(graph)
+    written = {t: op.name for op in graph.program for t in op.mutates}
+    for op in graph.ops:
+        _check_choice(graph, op, written)
+    _check_stand_ins(graph)
+    _check_kept(graph)
+    _check_capacities(graph)
+
+
+def _check_pools(graph: "Graph") -> None:
+    if not graph.pools or (graph.pools[0].name, graph.pools[0].owner) != (DEVICE, COMPUTE):
+        raise GraphError(f"the first pool of a graph is {DEVICE!r}, which the stream {COMPUTE!r} owns")
+    if graph.pools[0].capacity_bytes is not None:
+        raise GraphError(f"pool {DEVICE!r} has capacity {graph.pools[0].capacity_bytes!r}: its capacity is the budget of a solve")
+    names: set[str] = set()
+    for pool in graph.pools:
+        if pool.name in names:
+            raise GraphError(f"pool {pool.name!r} appears twice: names must be unique")
+        names.add(pool.name)
+        if not pool.name or not pool.owner:
+            raise GraphError(f"pool {pool.name!r} is owned by the stream {pool.owner!r}: both need a name")
+        if pool.capacity_bytes is not None and (not isinstance(pool.capacity_bytes, int) or pool.capacity_bytes < 0):
+            raise GraphError(f"pool {pool.name!r} has capacity {pool.capacity_bytes!r}: sizes are whole bytes, 0 or more")
+
+
+def _check_tensors(graph: "Graph") -> None:
+    pools = {pool.name for pool in graph.pools}
+    names: set[str] = set()
+    for position, tensor in enumerate(graph.tensors):
+        where = f"tensor {tensor.name!r}"
+        if tensor.id != position:
+            raise GraphError(f"{where} has id {tensor.id} but stands at position {position}")
+        if tensor.name in names:
+            raise GraphError(f"{where} appears twice: names must be unique")
+        names.add(tensor.name)
+        if not isinstance(tensor.size_bytes, int) or tensor.size_bytes < 0:
+            raise GraphError(f"{where} has size {tensor.size_bytes!r}: sizes are whole bytes, 0 or more")
+        for producer in tensor.producers:
+            if not 0 <= producer < len(graph.ops):
+                raise GraphError(f"{where} has producer {producer}, which is not one of the {len(graph.ops)} ops")
+        if tensor.pool not in pools:
+            raise GraphError(f"{where} is in the pool {tensor.pool!r}: the graph has {', '.join(map(repr, sorted(pools)))}")
+
+
+def _check_ops(graph: "Graph") -> None:
+    if not graph.ops:
+        raise GraphError("the graph has no ops")
+    if graph.ops[0].optional:
+        raise GraphError(f"op {graph.ops[0].name!r} is optional and comes first: the program's ops come before optional ones")
+    owners = {pool.owner for pool in graph.pools}
+    names: set[str] = set()
+    before: Op | None = None
+    for position, op in enumerate(graph.ops):
+        where = f"op {op.name!r}"
+        if op.id != position:
+            raise GraphError(f"{where} has id {op.id} but stands at position {position}")
+        if op.name in names:
+            raise GraphError(f"{where} appears twice: names must be unique")
+        names.add(op.name)
+        if not math.isfinite(op.time_s) or op.time_s < 0:
+            raise GraphError(f"{where} has time {op.time_s!r}: times are finite seconds, 0 or more")
+        if not isinstance(op.workspace_bytes, int) or op.workspace_bytes < 0:
+            raise GraphError(f"{where} has workspace {op.workspace_bytes!r}: sizes are whole bytes, 0 or more")
+        if not op.stream:
+            raise GraphError(f"{where} runs on a stream without a name")
+        if op.workspace_bytes and op.stream not in owners:
+            raise GraphError(
+                f"{where} has a workspace of {op.workspace_bytes} bytes, but its stream {op.stream!r} owns no pool to take it "
+                "from: make it an output, which is freed when the op is done"
+            )
+        _check_place(before, op)
+        _check_op_tensors(graph, op)
+        before = op
+
+
+def _check_place(before: "Op | None", op: "Op") -> None:
+    """Phases follow each other, and optional ops the program."""
+    if before is None or op.optional:
+        return
+    if before.optional:
+        raise GraphError(f"op {op.name!r} comes after the optional op {before.name!r}: optional ops come after the program's")
+    if op.phase.place < before.phase.place:
+        raise GraphError(f"op {op.name!r} is {op.phase} but comes after a {before.phase} op: ops must be in program order")
+
+
+def _check_op_tensors(graph: "Graph", op: "Op") -> None:
+    where = f"op {op.name!r}"
+    for t in (*op.inputs, *op.outputs, *op.mutates):
+        if not 0 <= t < len(graph.tensors):
+            raise GraphError(f"{where} names tensor {t}, which does not exist: the graph has {len(graph.tensors)}")
+    if len(set(op.inputs)) < len(op.inputs) or len(set(op.outputs)) < len(op.outputs):
+        raise GraphError(f"{where} lists a tensor twice")
+    for t in op.inputs:
+        producers = graph.tensors[t].producers
+        if producers and producers[0] >= op.id:
+            raise GraphError(
+                f"{where} reads {graph.tensors[t].name!r}, which op {graph.ops[producers[0]].name!r} makes at or after it: "
+                "ops must be in a topological order (is there a cycle?)"
+            )
+    for t in op.mutates:
+        if not graph.tensors[t].static:
+            raise GraphError(f"{where} mutates {graph.tensors[t].name!r}, which is not static")
+
+
+def _check_producers(graph: "Graph") -> None:
+    makers: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for t in op.outputs:
+            earlier = makers.setdefault(t, [])
+            if earlier and not op.optional:
+                both = f"{graph.ops[earlier[0]].name!r} and {op.name!r}"
+                raise GraphError(f"tensor {graph.tensors[t].name!r} is an output of both {both}, and neither is optional")
+            earlier.append(op.id)
+    for tensor in graph.tensors:
+        listing = tuple(makers.get(tensor.id, ()))
+        if tensor.producers != listing:
+            raise GraphError(
+                f"tensor {tensor.name!r} has producers {tensor.producers}, but the ops that list it are {listing}, in this order"
+            )
+
+
+def _check_choice(graph: "Graph", op: "Op", written: Mapping[int, str]) -> None:
+    """`written`: for each tensor that is written in place, an op that does."""
+    where = f"op {op.name!r}"
+    if not op.optional:
+        if op.stands_for or op.differs:
+            what = "stands for other ops" if op.stands_for else f"differs from the program ({op.differs})"
+            raise GraphError(f"{where} {what}, but is not optional")
+        return
+    for t in set(op.inputs).intersection(op.outputs):
+        raise GraphError(f"{where} both reads and makes {graph.tensors[t].name!r}")
+    for p in op.stands_for:
+        if not 0 <= p < len(graph.program):
+            raise GraphError(f"{where} stands for op {p}, which is not one of the {len(graph.program)} of the program")
+    if list(op.stands_for) != sorted(set(op.stands_for)):
+        raise GraphError(f"{where} stands for {op.stands_for}: each op once, in ascending order")
+    stood_for = [graph.ops[p] for p in op.stands_for]
+    if set(op.mutates) != {t for p in stood_for for t in p.mutates}:
+        raise GraphError(f"{where} is optional and must write in place what the ops write that it stands for, and nothing else")
+    if op.random != any(p.random for p in stood_for):
+        raise GraphError(f"{where} is optional and must draw random numbers where an op does that it stands for, and only there")
+    for t in op.inputs:
+        if t in written and not op.stands_for:
+            raise GraphError(
+                f"{where} is optional and reads {graph.tensors[t].name!r}, which {written[t]!r} writes in place: say which op it "
+                "stands for, since it has no place of its own before or after the write"
+            )
+
+
+def _check_kept(graph: "Graph") -> None:
+    for t in graph.kept:
+        if not 0 <= t < len(graph.tensors):
+            raise GraphError(f"kept tensor {t} does not exist: the graph has {len(graph.tensors)} tensors")
+        tensor = graph.tensors[t]
+        if tensor.static:
+            raise GraphError(f"kept tensor {tensor.name!r} has no producer: what is static is not listed as kept")
+        if graph.ops[tensor.producers[0]].optional:
+            raise GraphError(f"kept tensor {tensor.name!r} is made by optional ops only: the program must deliver it")
+
+
+def _check_capacities(graph: "Graph") -> None:
+    for pool in graph.pools[1:]:
+        static_bytes = graph.static_bytes_by_pool[pool.name]
+        if pool.capacity_bytes is not None and static_bytes > pool.capacity_bytes:
+            raise GraphError(
+                f"pool {pool.name!r} has a capacity of {pool.capacity_bytes} bytes, but {static_bytes} are there throughout"
+            )
+
+
+def _check_stand_ins(graph: "Graph") -> None:
+    for tensor in graph.tensors:
+        where = f"tensor {tensor.name!r}"
+        for other in (tensor.view_of, tensor.held_for):
+            if other is not None and (not 0 <= other < len(graph.tensors) or other == tensor.id or tensor.static):
+                raise GraphError(f"{where} stands for tensor {other}: it must be made by an op, and for another that exists")
+        if tensor.held_for is None:
+            continue
+        if graph.ops[tensor.producers[0]].inputs or len(graph.consumers[tensor.id]) != 1:
+            raise GraphError(f"{where} stands for one that is held: its op must read nothing, and one op must read it")

@@ -1,0 +1,80 @@
+"""When each step of a schedule begins and ends: a clock per stream. The schedule is one that ``simulate`` accepts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graphs.ir import Graph
+from graphs.schedule import Compute, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The times of a schedule, in seconds from its beginning, each added up along its stream.
+
+    Attributes:
+        starts_s, ends_s: for each step: of its execution (Compute), or of the wait before memory goes back (Free).
+        clocks_s: for each of ``Graph.streams``, when it is done.
+    """
+
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+    clocks_s: tuple[float, ...]
+
+
+def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
+    """The times of `schedule` on `graph`.
+
+    An op starts when its stream is free, what it reads is ready, what it writes in place is no longer in use, and the
+    owners of other pools that its outputs are in have come to this step: the bytes may just have been freed there. Before
+    a tensor is freed, the owner of its pool waits for what was issued with it on other streams.
+    """
+    running = _Running(graph)
+    starts_s, ends_s = [], []
+    for step in schedule.steps:
+        start_s, end_s = running.compute(step.op) if isinstance(step, Compute) else running.free(step.tensor)
+        starts_s.append(start_s)
+        ends_s.append(end_s)
+    return Clocks(tuple(starts_s), tuple(ends_s), tuple(running.clock_s))
+
+
+class _Running:
+    """The streams, between two steps."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        stream = {name: i for i, name in enumerate(graph.streams)}
+        owner = {pool.name: stream[pool.owner] for pool in graph.pools}
+        self.stream = [stream[op.stream] for op in graph.ops]
+        self.owner = [owner[t.pool] for t in graph.tensors]
+        self.clock_s = [0.0] * len(stream)
+        self.ready_s = [0.0] * len(graph.tensors)
+        self.there = [t.static for t in graph.tensors]
+        # For each tensor the streams that something was issued on with it, and when the last of these ends there.
+        self.busy_s: list[dict[int, float]] = [{} for _ in graph.tensors]
+
+    def compute(self, op_id: int) -> tuple[float, float]:
+        op, stream = self.graph.ops[op_id], self.stream[op_id]
+        waits_s = [self.clock_s[self.owner[t]] for t in op.outputs]
+        waits_s += (self.ready_s[t] for t in op.inputs)
+        start_s = max(self.clock_s[stream], *waits_s, *self._uses(op.mutates), 0.0)
+        end_s = self.clock_s[stream] = start_s + op.time_s
+        for t in (*op.inputs, *op.mutates):
+            self.busy_s[t][stream] = end_s
+        for t in op.mutates:
+            self.ready_s[t] = end_s
+        for t in op.outputs:
+            if not self.there[t]:
+                self.there[t] = True
+                self.ready_s[t] = end_s
+                self.busy_s[t] = {stream: end_s}
+        return start_s, end_s
+
+    def free(self, t: int) -> tuple[float, float]:
+        owner = self.owner[t]
+        start_s = self.clock_s[owner]
+        end_s = self.clock_s[owner] = max(start_s, *self._uses((t,)), 0.0)
+        self.there[t] = False
+        return start_s, end_s
+
+    def _uses(self, tensors: Iterable[int]) -> Iterable[float]:
+        return (end_s for t in tensors for end_s in self.busy_s[t].values())

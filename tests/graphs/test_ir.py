@@ -1,0 +1,190 @@
+"""Graphs with choices: what they may be made of, and what stays as it was for those without."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphs.errors import GraphError
+from graphs.ir import Graph, Op, Phase, Tensor, check_plain
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
+from graphs.synthetic import chain, diamond, random_graph, random_training_step
+from planner.report.describe import graph_facts
+from planner.solving import solve
+from solvers.policies.store_all import store_all
+from solvers.registry import get_solver
+
+HOST = Pool("host", DEVICE_TO_HOST, 8)
+DEVICE_POOL = Pool(DEVICE, COMPUTE)
+
+
+def parts() -> dict[str, Any]:
+    """f makes a from the static w, g makes b from a; a can go to the host and come back; fast stands for both."""
+    tensors = (
+        Tensor(0, "w", 1, ()),
+        Tensor(1, "a", 4, (0, 3)),
+        Tensor(2, "b", 2, (1, 4)),
+        Tensor(3, "a@host", 4, (2,), pool="host"),
+    )
+    ops = (
+        Op(0, "f", "f", (0,), (1,), 1.0),
+        Op(1, "g", "g", (1,), (2,), 1.0, phase=Phase.BACKWARD),
+        Op(2, "out", "copy", (1,), (3,), 2.0, stream=DEVICE_TO_HOST, optional=True),
+        Op(3, "in", "copy", (3,), (1,), 2.0, stream=HOST_TO_DEVICE, optional=True),
+        Op(4, "fast", "fast", (0,), (2,), 1.5, optional=True, stands_for=(0, 1), differs="rounding"),
+    )
+    return {"ops": ops, "tensors": tensors, "kept": frozenset({2}), "pools": (DEVICE_POOL, HOST)}
+
+
+def with_op(index: int, **changes: Any) -> Graph:
+    made = parts()
+    ops = list(made["ops"])
+    ops[index] = replace(ops[index], **changes)
+    return Graph(**{**made, "ops": tuple(ops)})
+
+
+def with_tensor(index: int, **changes: Any) -> Graph:
+    made = parts()
+    tensors = list(made["tensors"])
+    tensors[index] = replace(tensors[index], **changes)
+    return Graph(**{**made, "tensors": tuple(tensors)})
+
+
+def test_a_graph_with_choices() -> None:
+    graph = Graph(**parts())
+    assert graph.streams == (COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE)
+    assert [op.name for op in graph.program] == ["f", "g"]
+    assert graph.time_s == 2.0
+    assert graph.static_bytes_by_pool == {DEVICE: 1, "host": 0}
+    assert [op.exact for op in graph.ops] == [True, True, True, True, False]
+    assert [t.static for t in graph.tensors] == [True, False, False, False]
+    assert not graph.plain and chain(3).plain
+
+
+def test_static_bytes_of_another_pool_are_not_the_devices() -> None:
+    made = parts()
+    tensors = (*made["tensors"], Tensor(4, "state", 5, (), pool="host"))
+    graph = Graph(**{**made, "tensors": tensors})
+    assert graph.static_bytes == 1 and sum(graph.static_bytes_by_kind.values()) == 1
+    assert graph.static_bytes_by_pool == {DEVICE: 1, "host": 5}
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        ((), "the first pool of a graph is 'device', which the stream 'compute' owns"),
+        ((HOST, DEVICE_POOL), "the first pool of a graph is 'device'"),
+        ((Pool(DEVICE, HOST_TO_DEVICE), HOST), "the first pool of a graph is 'device', which the stream 'compute' owns"),
+        ((Pool(DEVICE, COMPUTE, 5), HOST), "pool 'device' has capacity 5: its capacity is the budget of a solve"),
+        ((DEVICE_POOL, HOST, HOST), "pool 'host' appears twice"),
+        ((DEVICE_POOL, Pool("host", "")), "pool 'host' is owned by the stream '': both need a name"),
+        ((DEVICE_POOL, Pool("host", COMPUTE, -1)), "pool 'host' has capacity -1"),
+        ((DEVICE_POOL,), "tensor 'a@host' is in the pool 'host': the graph has 'device'"),
+    ],
+)
+def test_pools_that_are_refused(pools: tuple[Pool, ...], said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        Graph(**{**parts(), "pools": pools})
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "said"),
+    [
+        (0, {"optional": True}, "op 'f' is optional and comes first"),
+        (4, {"optional": False, "phase": Phase.BACKWARD}, "op 'fast' comes after the optional op 'in'"),
+        (0, {"stream": ""}, "op 'f' runs on a stream without a name"),
+        (3, {"workspace_bytes": 3}, "op 'in' has a workspace of 3 bytes, but its stream 'host_to_device' owns no pool"),
+        (0, {"stands_for": (1,)}, "op 'f' stands for other ops, but is not optional"),
+        (0, {"differs": "rounding"}, r"op 'f' differs from the program \(rounding\), but is not optional"),
+        (4, {"stands_for": (2,)}, "op 'fast' stands for op 2, which is not one of the 2 of the program"),
+        (4, {"stands_for": (1, 0)}, r"op 'fast' stands for \(1, 0\): each op once, in ascending order"),
+        (4, {"random": True}, "op 'fast' is optional and must draw random numbers where"),
+        (4, {"mutates": (0,)}, "op 'fast' is optional and must write in place what"),
+        (2, {"inputs": (1, 3)}, "op 'out' reads 'a@host', which op 'out' makes at or after it"),
+        (3, {"inputs": (1, 3)}, "op 'in' both reads and makes 'a'"),
+        (1, {"outputs": (1, 2)}, "tensor 'a' is an output of both 'f' and 'g', and neither is optional"),
+    ],
+)
+def test_ops_that_are_refused(index: int, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        with_op(index, **changes)
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "said"),
+    [
+        (1, {"producers": (0,)}, r"tensor 'a' has producers \(0,\), but the ops that list it are \(0, 3\)"),
+        (2, {"producers": (4, 1)}, r"tensor 'b' has producers \(4, 1\), but the ops that list it are \(1, 4\), in this order"),
+        (1, {"producers": (0, 5)}, "tensor 'a' has producer 5, which is not one of the 5 ops"),
+    ],
+)
+def test_tensors_that_are_refused(index: int, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        with_tensor(index, **changes)
+
+
+def test_what_the_program_does_not_deliver_cannot_be_kept() -> None:
+    with pytest.raises(GraphError, match="kept tensor 'a@host' is made by optional ops only"):
+        Graph(**{**parts(), "kept": frozenset({3})})
+
+
+def test_more_than_a_pool_holds_cannot_be_there_throughout() -> None:
+    made = parts()
+    with pytest.raises(GraphError, match="pool 'host' has a capacity of 8 bytes, but 9 are there throughout"):
+        Graph(**{**made, "tensors": (*made["tensors"], Tensor(4, "state", 9, (), pool="host"))})
+
+
+def test_an_optional_op_on_what_is_written_needs_a_place() -> None:
+    made = parts()
+    write = replace(made["ops"][1], mutates=(0,))
+    ops = (made["ops"][0], write, *made["ops"][2:4], replace(made["ops"][4], mutates=(0,)))
+    assert not Graph(**{**made, "ops": ops}).plain
+    with pytest.raises(GraphError, match="op 'fast' is optional and reads 'w', which 'g' writes in place: say which op"):
+        Graph(**{**made, "ops": (*ops[:4], replace(ops[4], stands_for=(), mutates=()))})
+
+
+def test_solvers_refuse_what_they_do_not_know() -> None:
+    graph = Graph(**parts())
+    refused = "the graph has 2 pools, 3 streams and 3 optional ops"
+    for name in ("windows", "checkmate", "sac", "dtr", "store_all"):
+        with pytest.raises(GraphError, match=refused):
+            get_solver(name)(graph, 100)
+    with pytest.raises(GraphError, match=refused):
+        solve(graph, "100%")
+    with pytest.raises(GraphError, match=refused):
+        store_all(graph)
+    with pytest.raises(GraphError, match=refused):
+        graph_facts(graph)
+    check_plain(chain(3))
+
+
+def test_one_queue_besides_is_a_choice_already() -> None:
+    ops = (chain(2).ops[0], replace(chain(2).ops[1], stream="side"))
+    with pytest.raises(GraphError, match="1 pools, 2 streams and 0 optional ops"):
+        check_plain(Graph(ops, chain(2).tensors, frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("graph", "fingerprint"),
+    [
+        (chain(4), "b6e683a4ddd126c73c5a3a19b70da314"),
+        (diamond(), "871da442b2abe20f5e07edf0d2956da9"),
+        (random_graph(1, 20), "a063f8606e8c00bcb56763831b7eb252"),
+        (random_training_step(3, 500), "2a84497e08e4dfc8ada771288a566522"),
+    ],
+    ids=["chain", "diamond", "random", "step"],
+)
+def test_the_fingerprint_of_a_graph_without_choices_is_what_it_always_was(graph: Graph, fingerprint: str) -> None:
+    assert graph.fingerprint == fingerprint
+
+
+def test_choices_are_in_the_fingerprint() -> None:
+    graphs = [
+        Graph(**parts()),
+        with_op(2, stream=HOST_TO_DEVICE),
+        with_op(4, stands_for=(1,)),
+        with_op(4, differs=""),
+        with_tensor(1, pool="host"),
+        Graph(**{**parts(), "pools": (DEVICE_POOL, replace(HOST, owner=HOST_TO_DEVICE))}),
+    ]
+    assert len({graph.fingerprint for graph in graphs}) == len(graphs)

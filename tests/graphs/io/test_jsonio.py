@@ -56,7 +56,11 @@ def graphs(draw: st.DrawFn) -> Graph:
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         kind, dtype = draw(st.sampled_from(Kind)), draw(names)
         pool = draw(st.sampled_from(pools)).name if producers else DEVICE
-        tensors.append(Tensor(len(tensors), f"{draw(names)}{len(tensors)}", draw(sizes), producers, kind, shape, dtype, pool))
+        view_of = draw(st.none() | st.integers(0, len(tensors) - 1)) if producers and tensors else None
+        made = Tensor(
+            len(tensors), f"{draw(names)}{len(tensors)}", draw(sizes), producers, kind, shape, dtype, view_of, pool=pool
+        )
+        tensors.append(made)
         return len(tensors) - 1
 
     static = [tensor() for _ in range(draw(st.integers(0, 3)))]

@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 import planner
 from graphs.errors import OutputError, PlannerError

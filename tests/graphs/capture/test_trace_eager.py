@@ -215,6 +215,10 @@ def test_an_lstm_takes_its_first_states_and_casts() -> None:
     states = (torch.randn(1, 5, 33), torch.randn(1, 5, 33))
     captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        try:
+            lstm(torch.randn(6, 5, 17), states)
+        except RuntimeError as error:
+            pytest.skip(f"eager PyTorch has no such LSTM on this processor: {error}")
         captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
 
 

@@ -1,29 +1,24 @@
 """From a joint graph to ops and storages, and to the program that executes them."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
-    AOTInput,
-    BufferAOTInput,
     GradAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
     TangentAOTInput,
 )
 
 from graphs.capture.conditions import DataGuards
-from graphs.capture.eager_ops import called
 from graphs.capture.guards import Guards
-from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
-from graphs.capture.program import TANGENT, Call, Program, Source, variable
-from graphs.capture.redraw import LOCK, drawing_from
-from graphs.capture.signature import Batch, Signature, leaves
+from graphs.capture.program import Call, Program, variable
+from graphs.capture.redraw import LOCK
+from graphs.capture.render import Renderer
+from graphs.capture.signature import Signature
+from graphs.capture.statics import StaticTensors, allocated_bytes, dtype_name
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
@@ -47,81 +42,6 @@ class Capture:
     nodes: tuple[fx.Node | None, ...]
     guards: Guards | None = None
     conditions: DataGuards | None = None
-
-
-def allocated_bytes(size_bytes: int, device: torch.device) -> int:
-    """What the allocator of `device` takes for `size_bytes`: CUDA's deals in blocks of 512 bytes."""
-    return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes
-
-
-class StaticTensors:
-    """What is in memory throughout: each storage is counted once, under the first name it is found by.
-
-    Args:
-        device: whose allocator holds it.
-    """
-
-    def __init__(self, step: nn.Module, batch: Batch, device: torch.device) -> None:
-        self.device = device
-        self.tensors: list[Tensor] = []
-        self.sources: list[Source] = []
-        self._by_name: dict[tuple[Kind, str], int] = {}
-        self._by_object: dict[int, int] = {}
-        self._counted: set[int] = set()
-        self._objects: list[torch.Tensor] = []
-        for name, parameter in step.named_parameters(remove_duplicate=False):
-            self.add(Kind.PARAMETER, name, parameter)
-        for name, buffer in step.named_buffers(remove_duplicate=False):
-            self.add(Kind.BUFFER, name, buffer)
-        for index, leaf in enumerate(leaves(batch)):
-            if isinstance(leaf, torch.Tensor):
-                self.add(Kind.INPUT, str(index), leaf)
-
-    def add(self, kind: Kind, name: str, value: torch.Tensor) -> int:
-        """The id of `value`, which is known as `name` from now on."""
-        if id(value) not in self._by_object:
-            cdata = storage(value)
-            # An input may be a slice of a data set: only its own bytes are the step's.
-            size = value.numel() * value.element_size() if kind is Kind.INPUT else value.untyped_storage().nbytes()
-            size = 0 if cdata in self._counted else allocated_bytes(size, self.device)
-            self._by_object[id(value)] = self._append(kind, name, size, value)
-            self._counted.add(cdata)
-            self._objects.append(value)  # keeps id() and storage identities valid
-        self._by_name[kind, name] = self._by_object[id(value)]
-        return self._by_object[id(value)]
-
-    def reserve(self, name: str, kind: Kind, size_bytes: int) -> None:
-        """Count `size_bytes` that no op reads; nothing where there are none."""
-        if size_bytes:
-            self._append(kind, name, size_bytes, None)
-
-    def find(self, desc: AOTInput) -> int:
-        """The id of the tensor that a joint graph's input stands for."""
-        match desc:
-            case ParamAOTInput(target=name):
-                return self._by_name[Kind.PARAMETER, name]
-            case BufferAOTInput(target=name):
-                return self._by_name[Kind.BUFFER, name]
-            case PlainAOTInput(idx=index):
-                return self._by_name[Kind.INPUT, str(index)]
-        raise TraceError(f"the step has an input {desc!r}, a kind that is not supported: pass plain tensors")
-
-    def tangent(self, value: torch.Tensor) -> int:
-        """The id of the gradient of the loss, which autograd holds during the backward pass."""
-        if (Kind.INPUT, TANGENT) not in self._by_name:
-            size = allocated_bytes(value.numel() * value.element_size(), self.device)
-            self._by_name[Kind.INPUT, TANGENT] = self._append(Kind.INPUT, TANGENT, size, value)
-        return self._by_name[Kind.INPUT, TANGENT]
-
-    def _append(self, kind: Kind, name: str, size_bytes: int, value: torch.Tensor | None) -> int:
-        tensor = len(self.tensors)
-        shape = () if value is None else tuple(value.shape)
-        dtype = "" if value is None else _dtype_name(value)
-        unique = name if kind in (Kind.PARAMETER, Kind.BUFFER) else f"{kind}_{name}"
-        self.tensors.append(Tensor(tensor, unique, size_bytes, (), kind, shape, dtype))
-        if value is not None:
-            self.sources.append(Source(tensor, kind, name))
-        return tensor
 
 
 def lower(
@@ -157,9 +77,8 @@ class _Lowering:
         self.calls: list[Call] = []
         self.nodes: list[fx.Node | None] = []
         own = torch.Generator(device=generator.device)
-        self.namespace: dict[str, object] = {"generator": generator, "own_generator": own, "lock": LOCK}
-        self.names: dict[object, str] = {}
-        self.expressions: dict[fx.Node, str] = {}
+        self.render = Renderer({"generator": generator, "own_generator": own, "lock": LOCK})
+        self.namespace, self.expressions = self.render.namespace, self.render.expressions
         self.owner: dict[int, int] = {}  # storage -> tensor
         self.modules: dict[object, str] = {}  # autograd sequence number -> module path
         self.written: set[int] = set()
@@ -252,7 +171,7 @@ class _Lowering:
         read = {storage(t) for arg in node.all_input_nodes for _, t in _storages(arg.meta["val"])}
         aliases = [storage(t) in read for _, t in made]
         if made and all(aliases):
-            self.expressions[node] = self._render_view(node)
+            self.expressions[node] = self.render.view(node)
             return
         if any(aliases) or len({storage(t) for _, t in made}) < len(made):
             raise TraceError(f"op {node.name!r} ({node.target}) returns tensors that share memory, which cannot be planned")
@@ -292,12 +211,12 @@ class _Lowering:
         ignored = ignored_inputs(node)
         read = [t for arg in node.all_input_nodes if arg not in ignored for _, t in _storages(arg.meta["val"])]
         inputs = (*dict.fromkeys(self.owner[storage(t)] for t in read), *(() if state is None else (state,)))
-        expression = self._render_call(node)
+        expression = self.render.call(node)
         results = []
         for path, value in made:
             size = allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
             name, shape = f"{node.name}{path}", tuple(value.shape)
-            tensor = self._new_tensor(name, size, Kind.ACTIVATION, shape, _dtype_name(value))
+            tensor = self._new_tensor(name, size, Kind.ACTIVATION, shape, dtype_name(value))
             self.owner[storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)
@@ -318,7 +237,7 @@ class _Lowering:
                 module=self._module(node),
             )
         )
-        redraw = None if state is None else self._render_redraw(node)
+        redraw = None if state is None else self.render.redraw(node)
         self.calls.append(Call(expression, tuple(results), state, redraw))
         self.nodes.append(node)
 
@@ -335,63 +254,6 @@ class _Lowering:
         tensor = len(self.tensors)
         self.tensors.append(Tensor(tensor, name, size_bytes, (len(self.ops),), kind, shape, dtype))
         return tensor
-
-    def _render_view(self, node: fx.Node) -> str:
-        base = node.args[0]
-        if node.target is torch.ops.aten.detach.default:
-            return self._render(base)  # nothing is recorded where a program runs
-        if node.target is torch.ops.aten.t.default and isinstance(base, fx.Node) and base.target is torch.ops.aten.t.default:
-            return self._render(base.args[0])
-        return self._render_call(node)
-
-    def _render_call(self, node: fx.Node) -> str:
-        # An ignored input may be gone by the time the op is executed; only the static ones cannot.
-        gone = {arg for arg in ignored_inputs(node) if arg.op != "placeholder"}
-        strides = read_strides(node)
-        args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg, strides) for arg in node.args]
-        args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
-        assert isinstance(node.target, torch._ops.OpOverload)
-        target, name = called(node.target), str(node.target)
-        if drawn := drawn_in_place(node):
-            target, name, args[0] = drawn[0], str(drawn[0]), self._render_filled(args[0], drawn[1])
-        return f"{self._name(target, name.replace('.', '_'))}({', '.join(args)})"
-
-    def _render_filled(self, like: str, strides: Sequence[int]) -> str:
-        return f"{self._name(to_be_filled, 'to_be_filled')}({like}, {tuple(strides)})"
-
-    def _render_redraw(self, node: fx.Node) -> str | None:
-        """The call of `node` with a generator to draw from."""
-        target, drawn = drawing_from(node), drawn_in_place(node)
-        if target is None:
-            return None
-        args = [self._render(arg) for arg in node.args]
-        if drawn:
-            target, args[0] = drawn[0], self._render_filled(args[0], drawn[1])
-        args += [f"{key}={self._render(value)}" for key, value in node.kwargs.items() if key != "generator"]
-        name = getattr(target, "__name__", str(target)).replace(".", "_")
-        return f"{self._name(target, f'{name}_from')}({', '.join((*args, 'generator=own_generator'))})"
-
-    def _render(self, arg: object, strides: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> str:
-        match arg:
-            case fx.Node() if arg in strides:
-                return f"{self._name(laid_out, 'laid_out')}({self.expressions[arg]}, {tuple(strides[arg])})"
-            case fx.Node():
-                return self.expressions[arg]
-            case list() | tuple():
-                return f"[{', '.join(self._render(item, strides) for item in arg)}]"
-            case None | bool() | int() | str():
-                return repr(arg)
-            case float() if arg == arg and abs(arg) != float("inf"):
-                return repr(arg)
-            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-                raise TraceError(f"the step depends on the size {arg}, which is not known before it runs: shapes must be static")
-        return self._name(arg, f"const_{len(self.names)}")
-
-    def _name(self, value: object, wanted: str) -> str:
-        if value not in self.names:
-            self.names[value] = wanted
-            self.namespace[wanted] = value
-        return self.names[value]
 
     def _learn_module(self, node: fx.Node) -> None:
         number, stack = node.meta.get("seq_nr"), node.meta.get("nn_module_stack")
@@ -421,7 +283,3 @@ def _storages(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from _storages(item, f"{path}[{i}]")
-
-
-def _dtype_name(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

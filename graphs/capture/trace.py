@@ -14,9 +14,10 @@ from graphs.capture.dropout import dropout_as_eager
 from graphs.capture.eager_ops import refuse_kernels_of_the_cpu, separate_biases
 from graphs.capture.joint import device_of, joint_graph
 from graphs.capture.layouts import layouts_as_eager
-from graphs.capture.lower import Capture, StaticTensors, allocated_bytes, lower
+from graphs.capture.lower import Capture, lower
 from graphs.capture.outputs import fix_outputs
 from graphs.capture.signature import Batch, Signature, leaves
+from graphs.capture.statics import StaticTensors, allocated_bytes
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.errors import TraceError
 from graphs.ir import Kind

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from graphs.capture.eager_ops import called
 from graphs.capture.layouts import laid_out, read_strides
-from graphs.capture.lower import Capture, allocated_bytes
+from graphs.capture.lower import Capture
 from graphs.capture.outputs import items
+from graphs.capture.statics import allocated_bytes
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.devices import Device, op_time_s, workspace_bytes
 from graphs.ir import Graph

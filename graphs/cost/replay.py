@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from graphs.capture.lower import Capture, allocated_bytes
+from graphs.capture.lower import Capture
 from graphs.capture.program import Writer, define, load, variable
 from graphs.capture.signature import Batch, leaves
+from graphs.capture.statics import allocated_bytes
 from graphs.capture.unchanged import kept
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, schedule_of

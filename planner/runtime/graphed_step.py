@@ -13,9 +13,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphs.capture.lower import Capture, allocated_bytes
+from graphs.capture.lower import Capture
 from graphs.capture.random_ops import drawn_once
 from graphs.capture.signature import Batch
+from graphs.capture.statics import allocated_bytes
 from graphs.capture.step import TrainingStep
 from graphs.capture.unchanged import unchanged
 from graphs.cost.replay import real_static, written_by

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from graphs.capture.lower import StaticTensors
+from graphs.capture.statics import StaticTensors
 from graphs.capture.step import TrainingStep
 from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError

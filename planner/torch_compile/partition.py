@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from graphs.capture.eager_ops import separate_biases
 from graphs.capture.layouts import layouts_as_eager
-from graphs.capture.lower import Capture, StaticTensors, lower
+from graphs.capture.lower import Capture, lower
 from graphs.capture.outputs import ignored_inputs, items, outputs
 from graphs.capture.random_ops import drawn_once
 from graphs.capture.signature import Signature
+from graphs.capture.statics import StaticTensors
 from graphs.cost.devices import Device
 from graphs.cost.op_by_op import profile_ops
 from graphs.cost.roofline import model_times

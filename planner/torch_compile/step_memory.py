@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphs.capture.lower import allocated_bytes
+from graphs.capture.statics import allocated_bytes
 
 # Bytes by the identity of a storage.
 Storages = dict[int, int]

@@ -19,7 +19,7 @@ def on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
     """What calls `step` on fake tensors like its own and those of `batch`: nothing is computed, and no real tensor written.
 
     Afterwards no ``functools.lru_cache`` returns a fake tensor, which eager PyTorch would compute with later. What the step
-    keeps elsewhere Dynamo has seen, and graphs.trace_effects puts back.
+    keeps elsewhere Dynamo has seen, and graphs.capture.effects puts back.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     called = False

@@ -127,7 +127,7 @@ def drawn_in_place(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None:
 
 
 def to_be_filled(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Memory like that of `value`, with `strides`, for an op that fills it."""
+    """Memory like that of `value`, with `strides`, for what fills it."""
     return value.new_empty_strided(value.shape, strides)
 
 
@@ -136,7 +136,7 @@ def laid_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     whole = value.shape
     for dim, stride in enumerate(strides):
         value = value.narrow(dim, 0, 1) if stride == 0 else value
-    return value.new_empty_strided(value.shape, strides).copy_(value).expand(whole)
+    return to_be_filled(value, strides).copy_(value).expand(whole)
 
 
 def _is_exact(node: fx.Node) -> bool:
@@ -148,7 +148,7 @@ def _eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
     captured = node.meta["val"]
     if _WRITTEN in node.meta:
         with _fake_mode(captured):
-            return captured.new_empty_strided(captured.shape, node.meta[_WRITTEN])
+            return to_be_filled(captured, node.meta[_WRITTEN])
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: eager[arg] if arg in eager else arg.meta["val"])
     with _fake_mode(captured), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -188,7 +188,7 @@ def compare(
     judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
     kept = KeptRows(folder, graph)
-    absent = kept.missing([task.key for task in tasks])
+    absent = set(kept.missing(task.key for task in tasks))
     missing = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(missing)
     for solved in solve_tasks(judge, missing, jobs=jobs, should_stop=stop):

@@ -22,7 +22,7 @@ _PLACE_GAP = 5e-3  # of the whole step, likewise
 _RUNS = 20  # of eviction at a time
 _IDLE_RUNS = 200  # of these without better, and it is given a rest
 _SEGMENT_S = 2.0  # for each model of a segment
-_STRETCH_GAP = 2e-5  # of the whole step, likewise; what is gained less is left
+_SEGMENT_GAP = 2e-5  # of the whole step, likewise; what is gained less is left
 _LEAST_SHARE = 0.25  # of the time, for a way that gains nothing, beside the best
 _SLOW = 1e-4  # of what is made smaller, in a second: where no way gains as much, all get about the same time
 _MEMORY = 0.95  # what was gained and spent counts this much less a second later
@@ -85,7 +85,7 @@ class Portfolio:
             before = search.best_s()
             self.repairs.guided(search.enough)
             self.repairs.varied(_RUNS, search.enough)
-            idle = 0 if search.best_s() < before * (1 - _STRETCH_GAP) else idle + _RUNS
+            idle = 0 if search.best_s() < before * (1 - _SEGMENT_GAP) else idle + _RUNS
 
     def improvements(self) -> Iterator[None]:
         """Choose anew in one segment of the best schedule after another."""
@@ -100,10 +100,10 @@ class Portfolio:
         """A solution of the model of a segment that costs less than `below_s`."""
         search = self.search
         search.tell(f"improving ops {model.detail.ends[0] + 1} to {model.detail.ends[-1]}")
-        below = search.problem.units(below_s - _STRETCH_GAP * search.problem.base_s)
+        below = search.problem.units(below_s - _SEGMENT_GAP * search.problem.base_s)
         start = start_values(model, choice)
         answer = search.solve_part(
-            model.program, _SEGMENT_S, gap=_STRETCH_GAP, start=start, below=below, should_stop=search.stopped
+            model.program, _SEGMENT_S, gap=_SEGMENT_GAP, start=start, below=below, should_stop=search.stopped
         )
         if answer.values is None or answer.objective is None or answer.objective >= below:
             return None

@@ -9,8 +9,11 @@ from pathlib import Path
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.runtime.machine import commit, machine
+from solvers.clock import WallClock
 from solvers.registry import get_solver
+from solvers.request import Request
 from solvers.result import Progress
+from solvers.tolerance import Tolerance
 
 TOLERANCE = 1e-3
 
@@ -75,7 +78,8 @@ def solve_case(case: Case, file: Path) -> Outcome:
             first_s = progress.seconds
 
     solve = get_solver(case.solver)
-    result = solve(graph, case.budget_bytes, tolerance=TOLERANCE, time_limit_s=case.time_limit_s, on_progress=on_progress)
+    clock = WallClock(case.time_limit_s)
+    result = solve(Request(graph, case.budget_bytes, Tolerance.of(TOLERANCE), clock, on_progress))
     resident_mb = peak_resident_mb()  # before the program is written once more
     traced = {"torch": graph.provenance["torch"]} if "torch" in graph.provenance else {}
     versions = {**result.versions, **traced, "Python": platform.python_version()}

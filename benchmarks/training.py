@@ -26,6 +26,7 @@ from graphs.zoo import Workload, build
 from planner import api, options
 from planner.runtime.measure import Step
 from planner.solving import order_for
+from solvers.clock import WallClock
 from solvers.least import least_budget
 
 SEED = 0
@@ -124,7 +125,7 @@ def least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
     with recipe.precision(device):
         graph = api.trace(*workload, optimizer=recipe.optimizer, passes=1)
     order = order_for(graph, "windows", reorder=None)
-    return least_budget(order.graph, time_limit_s=_LEAST_LIMIT_S).found_bytes
+    return least_budget(order.graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
 
 
 def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> planner.PlannedStep:

@@ -25,6 +25,7 @@ from planner.runtime.measure import turn_times
 from planner.solving import order_for, summarize
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
+from solvers.clock import WallClock
 from solvers.least import least_budget
 
 SHARES = (0.7, 0.5, 0.3)  # of the way from the least budget to the peak
@@ -111,7 +112,7 @@ class Trial:
         workload = self._fresh()
         try:
             graph = api.trace(*workload, passes=1)
-            least = least_budget(order_for(graph, "windows", reorder=None).graph, time_limit_s=_LEAST_LIMIT_S).found_bytes
+            least = least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
             self._say(PLANNED, _failed(self._row, error))
             return

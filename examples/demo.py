@@ -16,6 +16,7 @@ from planner.report.describe import table
 from planner.report.plots import plot_memory
 from planner.report.tables import COLUMNS, kept, run_row
 from planner.solving import summarize
+from solvers.clock import WallClock
 from solvers.least import least_budget
 
 OPTIONS = {"layers": 4, "width": 192, "heads": 6, "vocab": 2000, "seq": 192, "batch": 4}
@@ -32,13 +33,13 @@ def main() -> int:
     peak = summary.store_all_peak_bytes
     print(f"GPT-2 with dropout, {', '.join(f'{k} {v}' for k, v in OPTIONS.items())}: {summary.ops} ops, ", end="")
     print(f"{format_bytes(peak)} without recomputation, of it {format_bytes(summary.static_bytes)} throughout")
-    least = least_budget(graph, time_limit_s=15.0)
+    least = least_budget(graph, clock=WallClock(15.0))
     print(f"least budget: a schedule meets {format_bytes(least.found_bytes)}, none less than {format_bytes(least.proved_bytes)}")
 
     rows, reports = [], []
     tight = least.found_bytes + (peak - least.found_bytes) // 10
     for budget in (int(0.9 * peak), int(0.7 * peak), int(0.5 * peak), tight, int(1.02 * least.found_bytes)):
-        plan = planner.solve(graph, budget, time_limit_s=15.0)
+        plan = planner.solve(graph, budget, clock=WallClock(15.0))
         report = planner.run(plan, *workload, repeats=5)
         reports.append(report)
         rows.append(run_row(plan, report))

@@ -58,6 +58,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def work(text: str) -> float:
+    """A number above 0, of units of work."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: write 60 for the work of about a minute")
+    return value
+
+
 def count(text: str) -> int:
     """A whole number above 0."""
     if not text.isdecimal() or not 0 < int(text) < 10**6:

@@ -1,7 +1,6 @@
 """From a graph and a budget to a plan. Never imports torch."""
 
 import math
-import time
 import warnings
 from collections.abc import Callable
 
@@ -11,18 +10,19 @@ from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
 from solvers.bounds import least_budget_bound
+from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
+from solvers.request import Request
 from solvers.result import Progress, Result, Status
 from solvers.tolerance import WIDENING, Tolerance
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
-_WOULD_DO_S = 5.0  # for finding a budget that would do, where none that was given does
+_WOULD_DO = 5.0  # of the clock, for finding a budget that would do, where none that was given does
 _REORDER_SHARE = 0.25  # of the time limit: what looking for an order of the ops may take
-_AT_ONCE_S = 0.01  # what a solver gets when time is up: it ends with what it finds at once
 
 
 def solve(
@@ -32,6 +32,7 @@ def solve(
     solver: str = "windows",
     tolerance: float | Tolerance = WIDENING,
     time_limit_s: float = 3600.0,
+    work_limit: float | None = None,
     reorder: bool | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -48,6 +49,8 @@ def solve(
             ``settings`` of the plan have the one that was settled for.
         time_limit_s: seconds the whole call may take, with the best schedule so far as its answer; looking for an order of
             the ops takes a quarter of them at most.
+        work_limit: work it may take instead (``solvers.clock.WorkClock``), about a second each: the plan is the same on every
+            run and on slower machines, and comes later, as one thread works at a time.
         reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
         on_progress: called as the solve advances.
@@ -59,43 +62,42 @@ def solve(
         LimitError: time was up, or the solve was stopped, before a schedule was found.
         PlannerError: no such solver, options out of range, or the solver failed.
     """
-    began = time.monotonic()
+    clock = clock_of(time_limit_s, work_limit)
     run = get_solver(solver)
     tolerance = Tolerance.of(tolerance)
-    if not math.isfinite(time_limit_s) or time_limit_s <= 0:
-        raise PlannerError(f"time limit is {time_limit_s!r}: must be seconds, above 0")
-
-    def left_s() -> float:
-        return time_limit_s - (time.monotonic() - began)
 
     def solve_in(order: Reordering) -> Result:
-        result = run(
-            order.graph,
-            budget_bytes,
-            tolerance=tolerance,
-            time_limit_s=max(_AT_ONCE_S, left_s()),
-            on_progress=on_progress,
-            should_stop=should_stop,
-        )
-        return order.result_of_source(result)
+        return order.result_of_source(run(Request(order.graph, budget_bytes, tolerance, clock, on_progress, should_stop)))
 
     summary = summarize(graph)
     budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
-    order = order_for(graph, solver, reorder=reorder, time_limit_s=_REORDER_SHARE * left_s())
+    order = order_for(graph, solver, reorder=reorder, clock=clock.part(_REORDER_SHARE * clock.limit))
     result = solve_in(order)
     if result.status is Status.INFEASIBLE and order.changed:
         # Proved for the new order only. Where neither fits, the new order's message says how little would do.
         other = solve_in(in_program_order(graph))
         result = result if other.status is Status.INFEASIBLE else other
     if result.status is Status.INFEASIBLE:
-        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, left_s(), should_stop))
-    return _plan_from(result, summary, time_limit_s)
+        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, clock, should_stop))
+    return _plan_from(result, summary)
 
 
-def order_for(graph: Graph, solver: str, *, reorder: bool | None, time_limit_s: float = math.inf) -> Reordering:
+def clock_of(time_limit_s: float, work_limit: float | None = None) -> Clock:
+    """A clock that starts now, for one of the two limits.
+
+    Raises:
+        PlannerError: the limit is not above zero.
+    """
+    what, limit, unit = ("time", time_limit_s, "seconds") if work_limit is None else ("work", work_limit, "a number")
+    if not math.isfinite(limit) or limit <= 0:
+        raise PlannerError(f"{what} limit is {limit!r}: must be {unit}, above 0")
+    return WallClock(limit) if work_limit is None else WorkClock(limit)
+
+
+def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
     """`graph` in the order in which `solver` gets it; `reorder` as in ``solve``."""
     wanted = solver in _REORDERED if reorder is None else reorder
-    return reordered(graph, time_limit_s=time_limit_s) if wanted else in_program_order(graph)
+    return reordered(graph, clock) if wanted else in_program_order(graph)
 
 
 def summarize(graph: Graph) -> GraphSummary:
@@ -147,24 +149,24 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
     return min(budget, UNLIMITED_BYTES)
 
 
-def _what_would_do(graph: Graph, budget_bytes: int, left_s: float, should_stop: Callable[[], bool] | None) -> str:
+def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> str:
     """A budget that is known to do, where a single op refutes `budget_bytes`; otherwise the solver has said what is known.
 
     It takes up to some seconds, of those that are left: worth it here, where a person is told, and not in solvers, which are
     asked many times.
     """
-    if left_s <= 0:
-        return ""
     proved_bytes = least_budget_bound(graph).budget_bytes
     if budget_bytes >= proved_bytes:
         return ""
-    limit_s = min(left_s, _WOULD_DO_S)
-    evicting = least_evicting_schedule(graph, time_limit_s=limit_s, should_stop=should_stop, proved_bytes=proved_bytes)
+    if left(clock) <= 0:
+        return ""
+    limited = clock.part(_WOULD_DO)
+    evicting = least_evicting_schedule(graph, limited, should_stop=should_stop, proved_bytes=proved_bytes)
     schedule = evicting or store_all(graph)
     return f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
 
 
-def _plan_from(result: Result, summary: GraphSummary, time_limit_s: float) -> Plan:
+def _plan_from(result: Result, summary: GraphSummary) -> Plan:
     if result.status is Status.LIMIT:
         raise LimitError(result.message)
     if result.schedule is None or result.peak_bytes is None or result.time_s is None:
@@ -186,6 +188,6 @@ def _plan_from(result: Result, summary: GraphSummary, time_limit_s: float) -> Pl
         status=str(result.status),
         solver=result.solver,
         seconds=result.seconds,
-        settings=result.settings if "time_limit_s" not in result.settings else {**result.settings, "time_limit_s": time_limit_s},
+        settings=result.settings,
         versions=result.versions,
     )

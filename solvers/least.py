@@ -1,6 +1,5 @@
 """The least budget of schedules that first execute the ops in program order, bracketed: by proofs and by schedules."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,8 +7,11 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
+from solvers.clock import Clock, WallClock, left
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.policies.store_all import store_all
+from solvers.request import Request
+from solvers.tolerance import Tolerance
 from solvers.windows.driver import run
 from solvers.windows.incumbent import Search
 
@@ -41,7 +43,7 @@ class LeastBudgetBracket:
 def least_budget(
     graph: Graph,
     *,
-    time_limit_s: float = 30.0,
+    clock: Clock | None = None,
     precision: float = 0.005,
     should_stop: Callable[[], bool] | None = None,
 ) -> LeastBudgetBracket:
@@ -49,21 +51,23 @@ def least_budget(
 
     Args:
         graph: the training step.
-        time_limit_s: seconds to spend.
+        clock: what to spend; None: 30 seconds.
         precision: stop when the bracket's width is at most this part of its upper end.
         should_stop: polled; once True, the bracket so far is the answer.
     """
-    end = time.monotonic() + time_limit_s
+    clock = clock or WallClock(30.0)
+    should_stop = should_stop or (lambda: False)
     proved = least_budget_bound(graph).budget_bytes
-    evicting = least_evicting_schedule(graph, time_limit_s=_SLICE * time_limit_s, should_stop=should_stop, proved_bytes=proved)
+    rules = clock.part(_SLICE * clock.limit)
+    evicting = least_evicting_schedule(graph, rules, should_stop=should_stop, proved_bytes=proved)
     best = min((s for s in (store_all(graph), evicting) if s), key=lambda s: simulate(graph, s).peak_bytes)
     found = simulate(graph, best).peak_bytes
     refused = proved  # nothing was found here, though it is not proved that there is nothing
-    while found - proved > precision * found and time.monotonic() < end and not (should_stop and should_stop()):
+    while found - proved > precision * found and left(clock) > 0 and not should_stop():
         if found - refused <= precision * found:
             refused = proved  # all has been asked for a short while: with the time left, again
         budget = int(refused + _NEXT * (found - refused))
-        search = _first_schedule(graph, budget, max(1.0, (end - time.monotonic()) * _SLICE), should_stop)
+        search = _first_schedule(graph, budget, clock.part(max(1.0, left(clock) * _SLICE)), should_stop)
         if search.least is not None and search.least.peak_bytes < found:
             best, found = search.least.schedule, search.least.peak_bytes
         if search.best is None:
@@ -73,12 +77,12 @@ def least_budget(
     return LeastBudgetBracket(proved, found, best)
 
 
-def _first_schedule(graph: Graph, budget_bytes: int, time_limit_s: float, should_stop: Callable[[], bool] | None) -> Search:
+def _first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> Search:
     """A search until there is a schedule, however slow, or the proof that there is none."""
 
     def enough() -> bool:
-        return search.best is not None or (should_stop is not None and should_stop())
+        return search.best is not None or should_stop()
 
-    search = Search(graph, budget_bytes, 1.0, time_limit_s, None, enough)
+    search = Search(Request(graph, budget_bytes, Tolerance.of(1.0), clock, should_stop=enough))
     run(search)
     return search

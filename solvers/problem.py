@@ -50,6 +50,11 @@ class Problem:
         return len(self.time_s)
 
     @property
+    def budget_bytes(self) -> int:
+        """M and the static bytes."""
+        return self.capacity_bytes + self.graph.static_bytes
+
+    @property
     def base_s(self) -> float:
         """Seconds of the step without recomputation."""
         return self.graph.time_s

@@ -2,49 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from importlib import import_module
-from typing import Any, Protocol
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph, check_plain
-from solvers.result import Progress, Result
-from solvers.tolerance import Tolerance
+from graphs.ir import check_plain
+from solvers.request import Request
+from solvers.result import Result
 
-
-class Solver(Protocol):
-    """A function that finds a schedule of `graph` within `budget_bytes` (static bytes included).
-
-    Keyword arguments: `tolerance` on the gap, relative to the whole step (of one that widens with time, solvers take the
-    first value unless their entry says otherwise); `time_limit_s` for the whole solve; `on_progress`, called as the solve
-    advances; `should_stop`, polled: once it returns True the solver ends with the best it has.
-    """
-
-    def __call__(
-        self,
-        graph: Graph,
-        budget_bytes: int,
-        *,
-        tolerance: float | Tolerance = 1e-3,
-        time_limit_s: float = 3600.0,
-        on_progress: Callable[[Progress], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> Result:
-        """Solve."""
-        ...
+Solver = Callable[[Request], Result]  # finds a schedule within the budget, or says why there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with.
-
-    `widens` says whether it ends by a tolerance that widens as time goes by.
-    """
+    """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with."""
 
     module: str
     description: str
     options: Mapping[str, object] = field(default_factory=dict)
-    widens: bool = False
 
 
 CHEN = "solvers.policies.chen"
@@ -53,9 +27,7 @@ MEGENGINE = "solvers.policies.megengine"
 SAC = "solvers.policies.sac"
 
 SOLVERS: dict[str, Entry] = {
-    "windows": Entry(
-        "solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)", widens=True
-    ),
+    "windows": Entry("solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)"),
     "store_all": Entry("solvers.policies.store_all", "keep everything: no recomputation"),
     "checkmate": Entry("solvers.checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)"),
     "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)"),
@@ -96,16 +68,10 @@ def get_solver(name: str) -> Solver:
         raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
     entry = SOLVERS[name]
     function = import_module(entry.module).solve
-    solve: Solver = partial(function, **entry.options) if entry.options else function
-    return _checked(solve, widens=entry.widens)
 
+    def solve(request: Request) -> Result:
+        check_plain(request.graph)
+        result: Result = function(request, **entry.options)
+        return result
 
-def _checked(solve: Solver, *, widens: bool) -> Solver:
-    """`solve` for graphs that solvers know, with the first tolerance where it takes one only."""
-
-    @wraps(solve)
-    def solve_by_it(graph: Graph, budget_bytes: int, *, tolerance: float | Tolerance = 1e-3, **options: Any) -> Result:
-        check_plain(graph)
-        return solve(graph, budget_bytes, tolerance=tolerance if widens else Tolerance.of(tolerance).first, **options)
-
-    return solve_by_it
+    return solve

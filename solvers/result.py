@@ -21,6 +21,20 @@ class Status(StrEnum):
     ERROR = "error"  # the solver failed; `message` says how
 
 
+_ROUNDING = 1e-9  # of the gap, in floating point
+
+
+def is_within(time_s: float, bound_s: float, tolerance: float) -> bool:
+    """Whether a schedule that takes `time_s` has a gap of at most `tolerance`: the one place that says what is optimal."""
+    gap = relative_gap(time_s, bound_s)
+    return gap is not None and gap <= tolerance + _ROUNDING
+
+
+def status_of(time_s: float, bound_s: float, tolerance: float) -> Status:
+    """Of a solve that ended with a schedule."""
+    return Status.OPTIMAL if is_within(time_s, bound_s, tolerance) else Status.FEASIBLE
+
+
 class Reason(StrEnum):
     """Why a solve that ended with LIMIT found nothing."""
 

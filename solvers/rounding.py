@@ -7,14 +7,11 @@ it can, and is judged by its simulation.
 """
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pulp
 
-from graphs.ir import Graph
-from graphs.plan import relative_gap
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
@@ -22,9 +19,10 @@ from solvers import highs
 from solvers.bounds import least_budget_bound, too_small_message
 from solvers.checkmate import CLASS
 from solvers.checkmate.model import ALWAYS, NEVER, Model, value_of
-from solvers.checkmate.run import HIGHS, Answer, Watch, check_solver, run
-from solvers.highs import Outcome
-from solvers.result import Progress, Reason, Result, Status
+from solvers.checkmate.run import HIGHS, Answer, check_clock, check_solver, run
+from solvers.highs.program import Outcome
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, status_of
 
 FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -32,38 +30,40 @@ THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 Handed = dict[tuple[int, int], float]
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    fractions: Sequence[float] = FRACTIONS,
-    thresholds: Sequence[float] = THRESHOLDS,
-    samples: int = 20,
-    seed: int = 0,
-    milp_solver: str = HIGHS,
-) -> Result:
-    """As ``solvers.registry.Solver``: the fastest schedule found at the largest fraction at which one fits.
+@dataclass(frozen=True, slots=True)
+class RoundingParams:
+    """What is tried.
 
-    The bound is the relaxation's optimum for the whole budget, over the schedules that
-    ``solvers.checkmate`` covers. LIMIT if nothing fits.
-
-    Args:
+    Attributes:
         fractions: parts of the budget, static bytes taken off, that the relaxation is solved for in turn.
         thresholds: S above it counts as handed over.
         samples: random roundings at each fraction, in which S counts with a probability of its value.
         seed: of these.
         milp_solver: any that PuLP knows.
+    """
+
+    fractions: tuple[float, ...] = FRACTIONS
+    thresholds: tuple[float, ...] = THRESHOLDS
+    samples: int = 20
+    seed: int = 0
+    milp_solver: str = HIGHS
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``: the fastest schedule found at the largest fraction at which one fits.
+
+    The bound is the relaxation's optimum for the whole budget, over the schedules that
+    ``solvers.checkmate`` covers. LIMIT if nothing fits.
+    The parameters are ``RoundingParams``.
 
     Raises:
-        PlannerError: PuLP has no such solver, or it is not installed.
+        PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
     """
-    watch = Watch(time_limit_s, on_progress, should_stop, start=time.perf_counter())
-    check_solver(milp_solver)
-    search = _Search(graph, budget_bytes, thresholds, samples, random.Random(seed), milp_solver, watch)
+    graph, budget_bytes = request.graph, request.budget_bytes
+    params = request.params_of(RoundingParams())
+    check_solver(params.milp_solver)
+    check_clock(request.clock)
+    rounding = _Rounding(request, params, random.Random(params.seed))
     least = least_budget_bound(graph)
     reason: Reason | None = None
     if budget_bytes < least.budget_bytes:
@@ -71,53 +71,48 @@ def solve(
     elif (too_large := Model(graph, budget_bytes).too_large()) is not None:
         status, reason, message = Status.LIMIT, Reason.SIZE, too_large
     else:
-        search.run(fractions)
-        status, reason, message = search.verdict(tolerance)
+        rounding.run()
+        status, reason, message = rounding.verdict()
     return Result(
         graph,
         budget_bytes=budget_bytes,
         status=status,
-        schedule=search.best[1] if search.best else None,
-        bound_s=search.bound_s if status is not Status.INFEASIBLE else None,
+        schedule=rounding.best[1] if rounding.best else None,
+        bound_s=rounding.bound_s if status is not Status.INFEASIBLE else None,
         solver="rounding",
-        seconds=watch.seconds,
+        seconds=request.clock.seconds,
         settings={
-            "tolerance": tolerance,
-            "time_limit_s": time_limit_s,
-            "milp_solver": milp_solver,
-            "fraction": search.fraction,
-            "thresholds": list(thresholds),
-            "samples": samples,
-            "seed": seed,
+            **request.settings,
+            "milp_solver": params.milp_solver,
+            "fraction": rounding.fraction,
+            "thresholds": list(params.thresholds),
+            "samples": params.samples,
+            "seed": params.seed,
             "schedules": CLASS,
         },
-        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if milp_solver == HIGHS else {})},
+        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
         message=message,
         reason=reason,
     )
 
 
 @dataclass(slots=True)
-class _Search:
+class _Rounding:
     """One solve: relaxations for smaller and smaller parts of the budget, until a rounded schedule fits."""
 
-    graph: Graph
-    budget_bytes: int
-    thresholds: Sequence[float]
-    samples: int
+    request: Request
+    params: RoundingParams
     draw: random.Random
-    milp_solver: str
-    watch: Watch
     best: tuple[float, Schedule] | None = None
     bound_s: float | None = None
     fraction: float | None = None
     end: Answer | None = None
 
-    def run(self, fractions: Sequence[float]) -> None:
-        """Try `fractions` of the budget in turn; the bound is that of the whole budget."""
-        self.bound_s = self.graph.time_s
-        for fraction in fractions:
-            self.watch.tell(f"rounding at {fraction:.0%} of the budget", None, self.bound_s)
+    def run(self) -> None:
+        """Try the fractions of the budget in turn; the bound is that of the whole budget."""
+        self.bound_s = self.request.graph.time_s
+        for fraction in self.params.fractions:
+            self.request.tell(f"rounding at {fraction:.0%} of the budget", None, self.bound_s)
             model, self.end = self.relax(fraction)
             if fraction == 1.0 and self.end.bound_s is not None:
                 self.bound_s = max(self.bound_s, self.end.bound_s)
@@ -125,17 +120,17 @@ class _Search:
                 self.round(model)
             if self.best is not None:
                 self.fraction = fraction
-            if self.best is not None or not self.end.found or self.watch.expired():
+            if self.best is not None or not self.end.found or self.request.stopped():
                 return
 
     def relax(self, fraction: float) -> tuple[Model, Answer]:
         """The linear relaxation for `fraction` of the budget that static bytes leave."""
-        static_bytes = self.graph.static_bytes
-        room_bytes = int(fraction * (self.budget_bytes - static_bytes))
-        model = Model(self.graph, static_bytes + room_bytes, whole=False)
-        if not model.build(self.watch.expired):
+        static_bytes = self.request.graph.static_bytes
+        room_bytes = int(fraction * (self.request.budget_bytes - static_bytes))
+        model = Model(self.request.graph, static_bytes + room_bytes, whole=False)
+        if not model.build(self.request.stopped):
             return model, Answer.unfinished()
-        return model, run(model, self.milp_solver, 0.0, self.watch)
+        return model, run(model, self.params.milp_solver, 0.0, self.request)
 
     def round(self, model: Model) -> None:
         """Keep the fastest schedule that fits of all roundings of a solution."""
@@ -146,32 +141,32 @@ class _Search:
             if tuple(executed) in tried:
                 continue
             tried.add(tuple(executed))
-            schedule = schedule_of(self.graph, executed)
-            simulation = simulate(self.graph, schedule)
-            if simulation.peak_bytes <= self.budget_bytes and (self.best is None or simulation.time_s < self.best[0]):
+            schedule = schedule_of(self.request.graph, executed)
+            simulation = simulate(self.request.graph, schedule)
+            if simulation.peak_bytes <= self.request.budget_bytes and (self.best is None or simulation.time_s < self.best[0]):
                 self.best = (simulation.time_s, schedule)
-                self.watch.tell("rounding", self.best[0], self.bound_s)
-            if self.watch.expired():
+                self.request.tell("rounding", self.best[0], self.bound_s)
+            if self.request.stopped():
                 return
 
     def roundings(self, relaxed: Handed) -> Iterator[set[tuple[int, int]]]:
         """Phase one: S > threshold for each threshold, then S with a probability of its value."""
-        for threshold in self.thresholds:
+        for threshold in self.params.thresholds:
             yield {key for key, value in relaxed.items() if value > threshold}
-        for _ in range(self.samples):
+        for _ in range(self.params.samples):
             yield {key for key, value in relaxed.items() if self.draw.random() < value}
 
-    def verdict(self, tolerance: float) -> tuple[Status, Reason | None, str]:
+    def verdict(self) -> tuple[Status, Reason | None, str]:
         """How the search ended, and why and what to say where it found nothing."""
-        if self.best is not None:
-            gap = relative_gap(self.best[0], self.bound_s)
-            return (Status.OPTIMAL if gap is not None and gap <= tolerance else Status.FEASIBLE), None, ""
-        budget, spent = format_bytes(self.budget_bytes), format_seconds(self.watch.seconds)
+        request = self.request
+        if self.best is not None and self.bound_s is not None:
+            return status_of(self.best[0], self.bound_s, request.tolerance.first), None, ""
+        budget, spent = format_bytes(request.budget_bytes), format_seconds(request.clock.seconds)
         way_out = "Raise --budget, or use the solver windows"
         if self.end is not None and self.end.outcome is Outcome.FAILED:
             return Status.ERROR, None, f"the solver gave up after {spent}: {self.end.detail}"
         if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:
-            limit = format_seconds(self.watch.time_limit_s)
+            limit = request.clock.amount(request.clock.limit)
             why = f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
             return Status.LIMIT, Reason.TIME, why
         return Status.LIMIT, Reason.MEMORY, f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"

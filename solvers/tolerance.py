@@ -43,5 +43,6 @@ class Tolerance:
         return self.begun(seconds)[-1][1]
 
 
+DEFAULT = Tolerance(((0.0, 1e-3),))
 # The last half percent may take as long again as all before, and more than it will ever save.
 WIDENING = Tolerance(((0.0, 1e-3), (20.0, 5e-3), (120.0, 2e-2)))

@@ -15,9 +15,12 @@ from graphs.synthetic import TransformerSize, random_training_step, training_cha
 from planner.models.tracing import Tracing
 from planner.models.workload import parse_spec
 from planner.solving import order_for, summarize
+from solvers.clock import WallClock
 from solvers.least import least_budget
 from solvers.registry import get_solver
+from solvers.request import Request
 from solvers.result import Status
+from solvers.tolerance import Tolerance
 
 FOLDER = Path(__file__).parent
 SHARES = (0.75, 0.5, 0.25, 0.1)  # of the way from the least budget that is known to do to the peak
@@ -68,11 +71,11 @@ def as_instance(name: str, graph: Graph, known: Sequence[Mapping[str, object]]) 
 def solved(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
     """What is known at each budget: the best schedule, its time, and a bound on all in this order of first executions."""
     peak_bytes = summarize(graph).store_all_peak_bytes
-    least_bytes = least_budget(graph, time_limit_s=_LEAST_LIMIT_S).found_bytes
+    least_bytes = least_budget(graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
     known = []
     for share in SHARES:
         budget_bytes = least_bytes + round(share * (peak_bytes - least_bytes))
-        result = get_solver("windows")(graph, budget_bytes, tolerance=1e-4, time_limit_s=limit_s)
+        result = get_solver("windows")(Request(graph, budget_bytes, Tolerance.of(1e-4), WallClock(limit_s)))
         assert result.schedule is not None and result.time_s is not None and result.bound_s is not None
         known.append(
             {

@@ -52,6 +52,13 @@ def add(commands: Commands) -> None:
         help="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)",
     )
     parser.add_argument(
+        "--work-limit",
+        type=options.work,
+        metavar="WORK",
+        help="count work instead of time, about a second each: the same plan on every run, and on slower machines; one "
+        "thread works at a time",
+    )
+    parser.add_argument(
         "--tolerance",
         type=options.fraction,
         default=WIDENING,
@@ -91,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
             solver=arguments.solver,
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
+            work_limit=arguments.work_limit,
             reorder=arguments.reorder,
             on_progress=progress,
             should_stop=interrupt,

@@ -209,9 +209,14 @@ def plan_info_text(plan: Plan) -> str:
         *_provenance_lines(plan.graph.provenance),
         ("graph", f"{plan.graph.ops:,} ops, {plan.graph.tensors:,} tensors, fingerprint {visible(plan.graph.fingerprint)}"),
         ("steps", f"{len(plan.schedule.steps):,}"),
-        *((visible(name), visible(value)) for name, value in (*plan.settings.items(), *plan.versions.items())),
+        *((visible(name), visible(value)) for name, value in (*_plain(plan.settings), *plan.versions.items())),
     ]
     return f"{plan_text(plan)}\n\n{aligned(lines)}"
+
+
+def _plain(settings: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Those for people to read; the parameters of the search are for machines."""
+    return [(name, value) for name, value in settings.items() if not isinstance(value, Mapping)]
 
 
 def run_data(report: "RunReport") -> dict[str, object]:

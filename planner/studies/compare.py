@@ -14,7 +14,10 @@ from planner.solving import budget_in_bytes, summarize
 from planner.studies.comparison_rows import OPTIMUM, KeptRows, Key, Row, RunBy
 from planner.studies.jobs import run_here, run_in_processes
 from planner.visible import visible
+from solvers.clock import WallClock
 from solvers.registry import SOLVERS, get_solver
+from solvers.request import Request
+from solvers.tolerance import Tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,17 @@ class Judge:
         solve = get_solver(task.method)
         row = self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error")
         try:
-            result = solve(
-                self.graph, task.budget_bytes, tolerance=self.tolerance, time_limit_s=self.time_limit_s, should_stop=should_stop
-            )
+            tolerance, clock = Tolerance.of(self.tolerance), WallClock(self.time_limit_s)
+            result = solve(Request(self.graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
         row = replace(
             row,
             status=str(result.status),
             reason=str(result.reason or ""),
-            settings=json.dumps(dict(result.settings)) if result.schedule is not None else "",
+            settings=json.dumps({name: value for name, value in result.settings.items() if name != "params"})
+            if result.schedule is not None
+            else "",
             time_s=result.time_s,
             peak_bytes=result.peak_bytes,
             bound_s=result.bound_s,

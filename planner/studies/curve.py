@@ -11,11 +11,14 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.solving import budget_in_bytes, order_for, summarize
 from planner.studies.jobs import run_here, run_in_processes
+from solvers.clock import WallClock
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
-from solvers.result import Result, Status
+from solvers.request import Request
+from solvers.result import Result, Status, status_of
+from solvers.tolerance import Tolerance
 
 _LEAST_S = 30.0  # to spend at most on the least feasible budget, where the grid begins
 _ANY_BUDGET = math.inf  # a bound found here holds everywhere
@@ -83,9 +86,8 @@ class _Solve:
     time_limit_s: float
 
     def __call__(self, budget_bytes: int, should_stop: Callable[[], bool]) -> Result:
-        return get_solver(self.solver)(
-            self.graph, budget_bytes, tolerance=self.tolerance, time_limit_s=self.time_limit_s, should_stop=should_stop
-        )
+        tolerance, clock = Tolerance.of(self.tolerance), WallClock(self.time_limit_s)
+        return get_solver(self.solver)(Request(self.graph, budget_bytes, tolerance, clock, should_stop=should_stop))
 
 
 def curve(
@@ -132,7 +134,7 @@ def curve(
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = least_budget(order.graph, time_limit_s=min(_LEAST_S, time_limit_s), should_stop=should_stop)
+        least = least_budget(order.graph, clock=WallClock(min(_LEAST_S, time_limit_s)), should_stop=should_stop)
         known.learn_schedule(least.schedule)
         known.infeasible_bytes = least.proved_bytes - 1
         wanted = evenly(least.found_bytes, summary.store_all_peak_bytes, budgets)
@@ -213,9 +215,7 @@ class _Known:
         if not fitting:
             return Point(budget_bytes, Status.LIMIT, None, None, None, bound_s, seconds)
         time_s, peak_bytes, schedule = min(fitting, key=lambda found: found[:2])
-        gap = relative_gap(time_s, bound_s)
-        status = Status.OPTIMAL if gap is not None and gap <= self.tolerance else Status.FEASIBLE
-        return Point(budget_bytes, status, schedule, peak_bytes, time_s, bound_s, seconds)
+        return Point(budget_bytes, status_of(time_s, bound_s, self.tolerance), schedule, peak_bytes, time_s, bound_s, seconds)
 
 
 class _Turns:

@@ -12,9 +12,12 @@ from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
 from planner.solving import order_for
+from solvers.clock import WallClock
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
+from solvers.request import Request
 from solvers.result import Progress, Result, Status
+from solvers.tolerance import Tolerance
 
 OPTIMAL = "windows"
 # Name in the tables and in the registry. What one of them fits, those after it are asked beyond only.
@@ -238,14 +241,10 @@ class _Search:
             graph.time_s * (1 + (self.wanted.max_overhead or 0.0)), self.wanted.max_overhead is None, self.should_stop
         )
         order = self.order(solver, graph)
-        result = get_solver(solver)(
-            order.graph,
-            self.wanted.budget_bytes,
-            tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
-            time_limit_s=self.wanted.time_limit_s,
-            on_progress=enough,
-            should_stop=enough.reached,
-        )
+        tolerance = Tolerance.of(_ANY_GAP if enough.any_time else _CLOSE_GAP)
+        clock = WallClock(self.wanted.time_limit_s)
+        request = Request(order.graph, self.wanted.budget_bytes, tolerance, clock, enough, enough.reached)
+        result = get_solver(solver)(request)
         result = order.result_of_source(result)
         if result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
             return Decision(True, result)
@@ -257,13 +256,9 @@ class _Search:
         self.tell(f"{activity}, its fastest schedule")
         if not self.should_stop():
             order = self.order(OPTIMAL, self.graph(batch))
-            result = get_solver(OPTIMAL)(
-                order.graph,
-                self.wanted.budget_bytes,
-                tolerance=self.wanted.tolerance,
-                time_limit_s=self.wanted.time_limit_s,
-                should_stop=self.should_stop,
-            )
+            tolerance, clock = Tolerance.of(self.wanted.tolerance), WallClock(self.wanted.time_limit_s)
+            request = Request(order.graph, self.wanted.budget_bytes, tolerance, clock, should_stop=self.should_stop)
+            result = get_solver(OPTIMAL)(request)
             self.keep(batch, order.result_of_source(result))
         return min(self.found[batch], key=lambda result: result.time_s or 0.0)
 

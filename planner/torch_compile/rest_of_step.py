@@ -11,6 +11,7 @@ from graphs.ir import Graph, Op, Phase
 from graphs.schedule import Compute, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from planner.runtime.codegen import boundary
+from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
 _TRIES = 5  # of bytes to be left for the rest, on the way to the most
@@ -62,7 +63,7 @@ def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, t
 
     def leaving(rest_bytes: int) -> Schedule | None:
         roomy = with_rest(graph, made, rest_bytes)
-        found = least_evicting_schedule(roomy, time_limit_s=end) or schedule_of(roomy, range(len(roomy.ops)))
+        found = least_evicting_schedule(roomy, WallClock(end)) or schedule_of(roomy, range(len(roomy.ops)))
         return without_rest(graph, found) if simulate(roomy, found).peak_bytes <= budget_bytes else None
 
     best = leaving(0)

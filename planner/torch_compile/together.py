@@ -10,6 +10,7 @@ from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import Seen, beside
+from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.policies.store_all import store_all
 
@@ -113,7 +114,7 @@ class Together:
             roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
             schedule: Schedule | None = store_all(roomy)
             if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
-                schedule = least_evicting_schedule(roomy, time_limit_s=min(_WITNESS_S, self._limit_s))
+                schedule = least_evicting_schedule(roomy, WallClock(min(_WITNESS_S, self._limit_s)))
             if schedule is None or simulate(roomy, schedule).peak_bytes > room:
                 return None
             found[graph] = without_rest(captured, schedule)

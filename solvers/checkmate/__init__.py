@@ -10,8 +10,6 @@ optimum here is no bound over all schedules.
 
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,54 +18,58 @@ import pulp
 from graphs.errors import BudgetError, PlannerError
 from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
-from graphs.plan import relative_gap
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
-from graphs.units import format_bytes, format_seconds
+from graphs.units import format_bytes
 from solvers import highs
 from solvers.bounds import least_budget_bound, too_small_message
 from solvers.checkmate.model import PUBLISHED, Model, Variant
-from solvers.checkmate.run import HIGHS, Answer, Watch, check_solver, run
-from solvers.highs import Outcome
-from solvers.result import Progress, Reason, Result, Status
+from solvers.checkmate.run import HIGHS, Answer, check_clock, check_solver, run
+from solvers.highs.program import Outcome
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, status_of
 
 CLASS = "each op at most once per stage, in program order"
-_ROUNDING = 1e-9  # of the gap, in floating point
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    milp_solver: str = HIGHS,
-    variant: Variant = PUBLISHED,
-) -> Result:
-    """As ``solvers.registry.Solver``; `milp_solver` is any that PuLP knows, such as HiGHS or PULP_CBC_CMD.
+@dataclass(frozen=True, slots=True)
+class CheckmateParams:
+    """How the program is written and solved.
+
+    Attributes:
+        milp_solver: any that PuLP knows, such as HiGHS or PULP_CBC_CMD.
+        variant: of the program.
+    """
+
+    milp_solver: str = HIGHS
+    variant: Variant = PUBLISHED
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``. The parameters are ``CheckmateParams``.
 
     The bound, and what OPTIMAL refers to, cover schedules that execute each op at most once per stage, in
     program order. An infeasible program is LIMIT, not INFEASIBLE, since other schedules may fit. Only HiGHS
     reports progress, heeds `should_stop` while it runs, and tells its bound when it ends early.
 
     Raises:
-        PlannerError: PuLP has no such solver, or it is not installed.
+        PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
     """
-    watch = Watch(time_limit_s, on_progress, should_stop, start=time.perf_counter())
-    check_solver(milp_solver)
+    graph, budget_bytes, tolerance = request.graph, request.budget_bytes, request.tolerance.first
+    params = request.params_of(CheckmateParams())
+    check_solver(params.milp_solver)
+    check_clock(request.clock)
     least = least_budget_bound(graph)
     verdict = Verdict(Status.INFEASIBLE, None, None, too_small_message(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
-        model = Model(graph, budget_bytes, variant)
+        model = Model(graph, budget_bytes, params.variant)
         if (message := model.too_large()) is not None:
             verdict = Verdict(Status.LIMIT, None, graph.time_s, message, Reason.SIZE)
         else:
-            watch.tell("writing Checkmate's program", None, graph.time_s)
-            written = model.build(watch.expired)
-            answer = run(model, milp_solver, tolerance * graph.time_s, watch) if written else Answer.unfinished()
-            verdict = _judge(model, answer, budget_bytes, tolerance, watch)
+            request.tell("writing Checkmate's program", None, graph.time_s)
+            written = model.build(request.stopped)
+            answer = run(model, params.milp_solver, tolerance * graph.time_s, request) if written else Answer.unfinished()
+            verdict = _judge(model, answer, request)
     return Result(
         graph,
         budget_bytes=budget_bytes,
@@ -75,16 +77,15 @@ def solve(
         schedule=verdict.schedule,
         bound_s=verdict.bound_s,
         solver="checkmate",
-        seconds=watch.seconds,
+        seconds=request.clock.seconds,
         settings={
-            "tolerance": tolerance,
-            "time_limit_s": time_limit_s,
-            "milp_solver": milp_solver,
-            "unused_outputs": str(variant.unused_outputs),
-            "frees": str(variant.frees),
+            **request.settings,
+            "milp_solver": params.milp_solver,
+            "unused_outputs": str(params.variant.unused_outputs),
+            "frees": str(params.variant.frees),
             "schedules": CLASS,
         },
-        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if milp_solver == HIGHS else {})},
+        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
         message=verdict.message,
         reason=verdict.reason,
     )
@@ -132,12 +133,13 @@ class Verdict:
     reason: Reason | None = None
 
 
-def _judge(model: Model, answer: Answer, budget_bytes: int, tolerance: float, watch: Watch) -> Verdict:
-    budget, spent = format_bytes(budget_bytes), format_seconds(watch.seconds)
+def _judge(model: Model, answer: Answer, request: Request) -> Verdict:
+    clock = request.clock
+    budget, spent = format_bytes(request.budget_bytes), clock.amount(clock.now)
     # Every op is executed once at least, whatever the solver knows.
     bound_s = max(model.graph.time_s, answer.bound_s or 0.0)
     if answer.found:
-        return _judge_schedule(model, bound_s, budget_bytes, tolerance)
+        return _judge_schedule(model, bound_s, request.budget_bytes, request.tolerance.first)
     if answer.outcome is Outcome.INFEASIBLE:
         return Verdict(
             Status.LIMIT,
@@ -152,7 +154,7 @@ def _judge(model: Model, answer: Answer, budget_bytes: int, tolerance: float, wa
             Status.LIMIT,
             None,
             bound_s,
-            f"no schedule within {budget} was found in {spent} (limit {format_seconds(watch.time_limit_s)}): {answer.detail}. "
+            f"no schedule within {budget} was found in {spent} (limit {clock.amount(clock.limit)}): {answer.detail}. "
             "Raise --time-limit or --budget, or use the solver windows",
             Reason.TIME,
         )
@@ -168,6 +170,4 @@ def _judge_schedule(model: Model, bound_s: float, budget_bytes: int, tolerance: 
     if simulation.peak_bytes > budget_bytes:
         over = f"{simulation.peak_bytes - budget_bytes} B over the budget"
         return Verdict(Status.ERROR, None, None, f"the solver's arithmetic is not exact enough: its schedule is {over}")
-    gap = relative_gap(simulation.time_s, bound_s)
-    optimal = gap is not None and gap <= tolerance + _ROUNDING
-    return Verdict(Status.OPTIMAL if optimal else Status.FEASIBLE, schedule, min(bound_s, simulation.time_s))
+    return Verdict(status_of(simulation.time_s, bound_s, tolerance), schedule, min(bound_s, simulation.time_s))

@@ -1,8 +1,6 @@
 """Solving a program that PuLP holds: by HiGHS with callbacks, or by any solver that PuLP knows."""
 
 import inspect
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +10,9 @@ import pulp
 from graphs.errors import PlannerError
 from solvers import highs
 from solvers.checkmate.model import Model
-from solvers.highs import Outcome
-from solvers.result import Progress
+from solvers.clock import Clock, left
+from solvers.highs.program import Outcome
+from solvers.request import Request
 
 HIGHS = "HiGHS"
 _TELL_S = 0.2  # how often progress is told between better solutions
@@ -48,37 +47,6 @@ class Answer:
         return cls(Outcome.STOPPED, False, None, "the program was not written to its end")
 
 
-@dataclass(slots=True)
-class Watch:
-    """The clock of a solve, and what the caller wants to hear and say meanwhile."""
-
-    time_limit_s: float
-    on_progress: Callable[[Progress], None] | None
-    should_stop: Callable[[], bool] | None
-    start: float
-    stopped: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.perf_counter() - self.start
-
-    @property
-    def seconds_left(self) -> float:
-        """Until the limit."""
-        return self.time_limit_s - self.seconds
-
-    def expired(self) -> bool:
-        """Whether time is up, or the caller wants to stop."""
-        self.stopped = self.stopped or (self.should_stop is not None and self.should_stop())
-        return self.stopped or self.seconds_left <= 0
-
-    def tell(self, activity: str, best_s: float | None, bound_s: float | None) -> None:
-        """Report where the solve stands."""
-        if self.on_progress is not None:
-            self.on_progress(Progress(self.seconds, activity, best_s, bound_s))
-
-
 def check_solver(name: str) -> None:
     """Find out before work is spent whether PuLP can call the solver `name`.
 
@@ -90,22 +58,32 @@ def check_solver(name: str) -> None:
         raise PlannerError(f"solver {name!r} {known}: choose one of {', '.join(pulp.listSolvers(onlyAvailable=True))}")
 
 
-def run(model: Model, name: str, absolute_gap_s: float, watch: Watch) -> Answer:
+def check_clock(clock: Clock) -> None:
+    """Refuse a clock that PuLP's solvers cannot be ended by.
+
+    Raises:
+        PlannerError: it counts work.
+    """
+    if clock.counts_work:
+        raise PlannerError("solvers that PuLP calls cannot be ended by work: give a time limit, or use the solver windows")
+
+
+def run(model: Model, name: str, absolute_gap_s: float, request: Request) -> Answer:
     """Solve `model` with the solver called `name` until it is within the gap, time is up, or the caller stops it."""
-    if watch.expired():
+    if request.stopped():
         return Answer(Outcome.STOPPED, False, None, "no time left")
     absolute_gap = absolute_gap_s / model.time_unit
     if name == HIGHS:
-        return _run_highs(model, absolute_gap, watch)
-    return _run_other(model, name, absolute_gap, watch)
+        return _run_highs(model, absolute_gap, request)
+    return _run_other(model, name, absolute_gap, request)
 
 
-def _run_highs(model: Model, absolute_gap: float, watch: Watch) -> Answer:
+def _run_highs(model: Model, absolute_gap: float, request: Request) -> Answer:
     """Built by PuLP and read from HiGHS itself, which tells more than PuLP does."""
     solver = pulp.getSolver(
         HIGHS,
         msg=False,
-        timeLimit=watch.seconds_left,
+        timeLimit=left(request.clock),
         gapAbs=absolute_gap,
         gapRel=0.0,
         mip_feasibility_tolerance=1e-6,
@@ -121,11 +99,11 @@ def _run_highs(model: Model, absolute_gap: float, watch: Watch) -> Answer:
     def called(kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
         nonlocal told
         try:
-            if watch.expired() and into is not None:
+            if request.stopped() and into is not None:
                 into.user_interrupt = True
-            if model.is_mip and (kind == kinds.kCallbackMipImprovingSolution or watch.seconds - told > _TELL_S):
-                told = watch.seconds
-                watch.tell("solving Checkmate's program", seconds(out.mip_primal_bound), seconds(out.mip_dual_bound))
+            if model.is_mip and (kind == kinds.kCallbackMipImprovingSolution or request.clock.seconds - told > _TELL_S):
+                told = request.clock.seconds
+                request.tell("solving Checkmate's program", seconds(out.mip_primal_bound), seconds(out.mip_dual_bound))
         except BaseException as raised:  # noqa: BLE001 (raised again once HiGHS has let go)
             error.append(raised)
             if into is not None:
@@ -159,9 +137,9 @@ def _run_highs(model: Model, absolute_gap: float, watch: Watch) -> Answer:
     return Answer(outcome, found, bound_s if outcome is not Outcome.INFEASIBLE else None, detail)
 
 
-def _run_other(model: Model, name: str, absolute_gap: float, watch: Watch) -> Answer:
+def _run_other(model: Model, name: str, absolute_gap: float, request: Request) -> Answer:
     """Without callbacks; a bound is known only of a solve that ended, within the gap asked for."""
-    wanted = {"msg": False, "timeLimit": max(1.0, watch.seconds_left), "gapAbs": absolute_gap, "gapRel": 0.0}
+    wanted = {"msg": False, "timeLimit": max(1.0, left(request.clock)), "gapAbs": absolute_gap, "gapRel": 0.0}
     accepted = inspect.signature(type(pulp.getSolver(name, msg=False)).__init__).parameters
     solver = pulp.getSolver(name, **{option: value for option, value in wanted.items() if option in accepted})
     try:

@@ -16,40 +16,43 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.ir import Graph, Phase
+from graphs.ir import Phase
 from solvers.eviction.rules import Guide, Rule
+from solvers.problem import Problem
 
 _GUIDED = 30.0  # times its rank for what a guide hands on, and one over that for what it does not
 _NEVER = 1 << 60  # the next use of what is not used any more
 _DOOMED_S = 1e9  # cost of what there will be no room to make again
+WORK_PER_EVICTION = 4e-5  # and execution, see ``solvers.clock``
 _ROUNDS = 5  # an op executed so often before the next new one goes round in circles
 
 
 def evicting_order(
-    graph: Graph,
-    budget_bytes: int,
+    problem: Problem,
     rule: Rule,
     *,
+    capacity_bytes: int | None = None,
     bias: NDArray[np.float64] | None = None,
     guide: Guide | None = None,
     max_factor: float = 30.0,
     max_time_s: float = math.inf,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[int] | None:
-    """An order of execution whose tensors fit into `budget_bytes`, by `rule`; None if it fails.
+    """An order of execution whose tensors fit, by `rule`; None if it fails.
 
     Args:
-        graph: first executions come in its program order.
-        budget_bytes: static bytes included.
+        problem: first executions come in its program order.
         rule: what to evict.
+        capacity_bytes: that tensors are to fit into, static ones left out; None: that of `problem`.
         bias: for each tensor a factor to its rank; None: 1.
         guide: what is handed on from window to window, as far as there is room.
         max_factor: it has failed when it executes more than this many ops per op of the graph.
         max_time_s: likewise when all it executes takes longer than this.
         should_stop: polled; once True, it has failed.
     """
-    max_executions = int(max_factor * len(graph.ops)) + 1000
-    return _Run(graph, budget_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
+    capacity_bytes = problem.capacity_bytes if capacity_bytes is None else capacity_bytes
+    max_executions = int(max_factor * problem.ops) + 1000
+    return _Run(problem, capacity_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
 
 
 class _FailedError(Exception):
@@ -59,8 +62,8 @@ class _FailedError(Exception):
 class _Run:
     def __init__(
         self,
-        graph: Graph,
-        budget_bytes: int,
+        problem: Problem,
+        capacity_bytes: int,
         rule: Rule,
         bias: NDArray[np.float64] | None,
         guide: Guide | None,
@@ -68,8 +71,8 @@ class _Run:
         max_time_s: float,
         should_stop: Callable[[], bool] | None,
     ) -> None:
-        self.graph = graph
-        self.capacity_bytes = self.free_bytes = budget_bytes - graph.static_bytes
+        graph = self.graph = problem.graph
+        self.capacity_bytes = self.free_bytes = capacity_bytes
         self.rule = rule
         self.guide = guide
         self.max_executions = max_executions
@@ -78,12 +81,12 @@ class _Run:
         self.order: list[int] = []
         self.done = -1  # the last new op
         self.rounds: Counter[int] = Counter()  # executions since then
-        self.size = [t.size_bytes for t in graph.tensors]
+        self.size = problem.sizes
         factors = np.ones(len(self.size)) if bias is None else bias
         self.sized: list[float] = ((np.array(self.size, dtype=np.float64) + 1.0) ** rule.size / factors).tolist()
-        self.producer = [t.producers[0] if t.producers else -1 for t in graph.tensors]
-        self.inputs = [[t for t in op.inputs if self.producer[t] >= 0] for op in graph.ops]
-        self.time = [op.time_s for op in graph.ops]
+        self.producer = problem.producers
+        self.inputs = problem.inputs
+        self.time = problem.time_s
         self.live: set[int] = set()
         self.there = [t.static for t in graph.tensors]  # in memory: alive, or static
         self.next_use = [readers[0] if readers else _NEVER for readers in graph.consumers]

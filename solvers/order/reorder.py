@@ -1,17 +1,19 @@
 """An order of the ops that needs less memory at no cost: the program order is one topological order of many."""
 
-import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
+from solvers.clock import Clock, left
 from solvers.order.sifting import sifted
 from solvers.policies.store_all import store_all
 from solvers.result import Result
+
+_WORK_PER_MOVE = 1e-7  # and op that is passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +48,25 @@ class Reordering:
         return replace(result, graph=self.source, schedule=schedule, settings={**result.settings, "reordered": self.changed})
 
 
-def reordered(graph: Graph, *, time_limit_s: float = math.inf) -> Reordering:
+def reordered(graph: Graph, clock: Clock | None = None) -> Reordering:
     """`graph` in the best order that is found; in its own where none is better, or time was up before one was found.
 
     Ops stay in their phase. Ops that draw random numbers, or may do what the graph does not show, keep their
     order among each other, and the readers of what is written in place their side of the write. In the new
     order keeping everything has no higher peak, and the least budget no higher lower bound.
     """
-    until = time.monotonic() + time_limit_s
     before, after = constraints(graph)
-    order = sifted(graph, before, after, should_stop=lambda: time.monotonic() > until)
+    should_stop = (lambda: False) if clock is None else partial(_stopped, clock, _WORK_PER_MOVE * len(graph.ops))
+    order = sifted(graph, before, after, should_stop=should_stop)
     if order is None:
         return in_program_order(graph)
     found = permuted(graph, order)
     return found if found.changed and _is_no_worse(found.graph, graph) else in_program_order(graph)
+
+
+def _stopped(clock: Clock, work: float) -> bool:
+    clock.spend(work)
+    return left(clock) <= 0
 
 
 def in_program_order(graph: Graph) -> Reordering:

@@ -13,14 +13,15 @@ read, and what the step returns or cannot compute again). The rest is dropped, a
 once, just before the first backward op that reads some of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.policies.module_tree import ModuleTree
-from solvers.policies.replay import Task, Trial, answer, failure, recompute_groups
-from solvers.result import Progress, Reason, Result
+from solvers.policies.replay import Trial, answer, failure, recompute_groups
+from solvers.request import Request
+from solvers.result import Reason, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +72,14 @@ def checkpoint_blocks(graph: Graph, level: int) -> Schedule:
     return recompute_groups(graph, [block_of(op.module, level) or None for op in graph.ops])
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Result:
+def solve(request: Request) -> Result:
     """As ``solvers.registry.Solver``: of the ways to divide the model that fit, the fastest; LIMIT when none does.
 
     The policy proves nothing; its bound is the step without recomputation.
     """
-    task = Task(graph, budget_bytes, "checkpoint_blocks", tolerance, time_limit_s, on_progress, should_stop)
-    ways = blockings(graph)
+    ways = blockings(request.graph)
     if not ways:
         why = "checkpointing by blocks does not apply: the graph has no blocks, for no op belongs to a module inside the model"
-        return failure(task, why, Reason.INAPPLICABLE)
-    trials = (Trial(recompute_groups(graph, way.blocks), way.settings) for way in ways)
-    return answer(task, trials, what="checkpointing every block")
+        return failure(request, "checkpoint_blocks", why, Reason.INAPPLICABLE)
+    trials = (Trial(recompute_groups(request.graph, way.blocks), way.settings) for way in ways)
+    return answer(request, "checkpoint_blocks", trials, what="checkpointing every block")

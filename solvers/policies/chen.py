@@ -10,14 +10,15 @@ Graphs that are no chains are cut at articulation points and, linearised, anywhe
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.policies.replay import Task, Trial, answer, recompute_groups
+from solvers.policies.replay import Trial, answer, recompute_groups
 from solvers.policies.stages import Cuts, Stages, crossings, cut_places, evenly
-from solvers.result import Progress, Result
+from solvers.request import Request
+from solvers.result import Result
 
 
 class Rule(StrEnum):
@@ -27,16 +28,7 @@ class Rule(StrEnum):
     GREEDY = "chen-greedy"
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    rule: str = Rule.SQRT,
-) -> Result:
+def solve(request: Request, *, rule: str = Rule.SQRT) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when no segments fit.
 
     Args:
@@ -45,9 +37,9 @@ def solve(
     Raises:
         ValueError: no such rule.
     """
-    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
-    trials = (trial for cuts in Cuts for trial in (sqrt_trials if Rule(rule) is Rule.SQRT else greedy_trials)(graph, cuts))
-    return answer(task, trials, what="recomputing segments")
+    trials_of = sqrt_trials if Rule(rule) is Rule.SQRT else greedy_trials
+    trials = (trial for cuts in Cuts for trial in trials_of(request.graph, cuts))
+    return answer(request, str(rule), trials, what="recomputing segments")
 
 
 def sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:

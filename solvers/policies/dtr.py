@@ -13,14 +13,28 @@ MSPS (Peng et al., 2020): (own cost + evicted ancestors) / bytes.
 Feasibility is not monotone in the budget. A failure proves nothing.
 """
 
-from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from graphs.ir import Graph
 from solvers.policies.heuristics import Cost, CostByClasses, CostByRegions, Largest, LeastRecentlyUsed, Random
 from solvers.policies.online import Deallocation, Heuristic, online_result
-from solvers.policies.replay import Task
-from solvers.result import Progress, Result
+from solvers.request import Request
+from solvers.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class DtrParams:
+    """Of a run.
+
+    Attributes:
+        deallocation: what happens after a tensor's last use.
+        thrash_factor: a step longer than this times the one without recomputation is a failure.
+        seed: of the rule ``dtr-random``.
+    """
+
+    deallocation: Deallocation = Deallocation.EAGER
+    thrash_factor: float = 2.0
+    seed: int = 0
 
 
 class Rule(StrEnum):
@@ -35,38 +49,24 @@ class Rule(StrEnum):
     RANDOM = "dtr-random"
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    rule: str = Rule.DTR,
-    deallocation: str = Deallocation.EAGER,
-    thrash_factor: float = 2.0,
-    seed: int = 0,
-) -> Result:
+def solve(request: Request, *, rule: str = Rule.DTR) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when the run is out of memory or thrashes.
 
     Args:
+        request: its parameters are ``DtrParams``.
         rule: what to evict; see ``Rule``.
-        deallocation: what happens after a tensor's last use; see ``Deallocation``.
-        thrash_factor: a step longer than this times the one without recomputation is a failure.
-        seed: of the rule ``dtr-random``.
 
     Raises:
-        ValueError: no such rule or deallocation.
+        ValueError: no such rule.
     """
-    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
-    settings = {"rule": str(rule), "deallocation": str(deallocation), "thrash_factor": thrash_factor, "seed": seed}
+    params = request.params_of(DtrParams())
     return online_result(
-        task,
-        [(heuristic(Rule(rule), seed), {})],
-        deallocation=Deallocation(deallocation),
-        thrash_factor=thrash_factor,
-        settings=settings,
+        request,
+        str(rule),
+        [(heuristic(Rule(rule), params.seed), {})],
+        deallocation=params.deallocation,
+        thrash_factor=params.thrash_factor,
+        settings={"rule": str(rule), **asdict(params)},
     )
 
 

@@ -13,30 +13,22 @@ searched, and the fastest schedule that fits is taken.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 from graphs.ir import Graph
-from solvers.policies.replay import Task, Trial, answer
+from solvers.policies.replay import Trial, answer
 from solvers.policies.stages import Cuts, Forward, Stages, cut_places
-from solvers.result import Progress, Result
+from solvers.request import Request
+from solvers.result import Result
 
 _MOST_RUNS = 10  # of a stage on average
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Result:
+def solve(request: Request) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when no number of snapshots fits."""
-    task = Task(graph, budget_bytes, "griewank", tolerance, time_limit_s, on_progress, should_stop)
-    trials = (trial for cuts in Cuts for trial in snapshot_trials(graph, cuts))
-    return answer(task, trials, what="binomial checkpointing")
+    trials = (trial for cuts in Cuts for trial in snapshot_trials(request.graph, cuts))
+    return answer(request, "griewank", trials, what="binomial checkpointing")
 
 
 def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:

@@ -19,7 +19,8 @@ tensors up to a size, 1 MiB unless set. Size and exponents are settings of its u
 here, some of each are, and the fastest schedule that fits is taken.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -27,8 +28,8 @@ import numpy as np
 from graphs.ir import Graph, Op
 from solvers.policies.heuristics import CostByClasses, ratio
 from solvers.policies.online import Deallocation, Floats, Heuristic, Ints, Online, online_result
-from solvers.policies.replay import Task
-from solvers.result import Progress, Result
+from solvers.request import Request
+from solvers.result import Result
 
 _MIB = 2**20
 LEAST_BYTES = (_MIB, 2**16, 2**10, 0)
@@ -44,42 +45,39 @@ class Rule(StrEnum):
     STATIC = "megengine-static"
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    rule: str = Rule.DYNAMIC,
-    least_bytes: int | None = None,
-    factors: tuple[float, float] | None = None,
-    thrash_factor: float = 2.0,
-) -> Result:
+@dataclass(frozen=True, slots=True)
+class MegEngineParams:
+    """Of a run.
+
+    Attributes:
+        least_bytes: what is not larger is never evicted; each is tried.
+        factors: the exponents f and g of the static rule; each pair is tried.
+        thrash_factor: a step longer than this times the one without recomputation is a failure.
+    """
+
+    least_bytes: tuple[int, ...] = LEAST_BYTES
+    factors: tuple[tuple[float, float], ...] = FACTORS
+    thrash_factor: float = 2.0
+
+
+def solve(request: Request, *, rule: str = Rule.DYNAMIC) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when the run is out of memory or thrashes.
 
     Args:
+        request: its parameters are ``MegEngineParams``.
         rule: what to evict; see ``Rule``.
-        least_bytes: what is not larger is never evicted; None: each of ``LEAST_BYTES`` is tried.
-        factors: the exponents f and g of the static rule; None: each of ``FACTORS`` is tried.
-        thrash_factor: a step longer than this times the one without recomputation is a failure.
 
     Raises:
         ValueError: no such rule.
     """
-    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
+    params = request.params_of(MegEngineParams())
     return online_result(
-        task,
-        _heuristics(
-            graph,
-            Rule(rule),
-            LEAST_BYTES if least_bytes is None else (least_bytes,),
-            FACTORS if factors is None else (factors,),
-        ),
+        request,
+        str(rule),
+        _heuristics(request.graph, Rule(rule), params.least_bytes, params.factors),
         deallocation=Deallocation.EAGER,
-        thrash_factor=thrash_factor,
-        settings={"rule": str(rule), "thrash_factor": thrash_factor},
+        thrash_factor=params.thrash_factor,
+        settings={"rule": str(rule), "thrash_factor": params.thrash_factor},
     )
 
 

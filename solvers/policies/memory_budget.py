@@ -13,8 +13,9 @@ fused are left out, for here nothing is fused; op times are those of the graph (
 bounds saved bytes and not the peak, all fractions are tried, and the fastest schedule that fits is taken.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,36 +23,31 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphs.ir import Graph, Op, Phase
-from solvers.policies.replay import Task, Trial, answer, droppable, read_later, recompute_groups
+from solvers.policies.replay import Trial, answer, droppable, read_later, recompute_groups
 from solvers.policies.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
-from solvers.result import Progress, Result
+from solvers.request import Request
+from solvers.result import Result
 
 FRACTIONS = tuple(round(1.0 - k / 20, 2) for k in range(21))
 _QUANTA = 10000  # of the saved bytes, in the knapsack
 _UNBOUNDED = 2**30
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    fractions: Sequence[float] = FRACTIONS,
-) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no fraction fits.
+@dataclass(frozen=True, slots=True)
+class MemoryBudgetParams:
+    """What is tried.
 
-    Args:
+    Attributes:
         fractions: of the bytes saved at 1, each from 0 to 1.
     """
-    task = Task(graph, budget_bytes, "memory-budget", tolerance, time_limit_s, on_progress, should_stop)
-    return answer(
-        task,
-        trials(graph, fractions),
-        what="a memory budget",
-    )
+
+    fractions: tuple[float, ...] = FRACTIONS
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when no fraction fits. The parameters are ``MemoryBudgetParams``."""
+    fractions = request.params_of(MemoryBudgetParams()).fractions
+    return answer(request, "memory-budget", trials(request.graph, fractions), what="a memory budget")
 
 
 def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Trial]:

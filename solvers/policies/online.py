@@ -23,10 +23,12 @@ from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
 from solvers.policies.held import held_storages
-from solvers.policies.replay import Task, Trial, answer, failure, last_needed, repeatable
+from solvers.policies.replay import Trial, answer, failure, last_needed, repeatable
+from solvers.request import Request
 from solvers.result import Reason, Result
 
 _HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
+_WORK_PER_OP = 5e-5  # of making room for an op and executing it
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -352,7 +354,8 @@ class Online:
 
 
 def online_result(
-    task: Task,
+    request: Request,
+    solver: str,
     rules: Iterable[tuple[Heuristic, Mapping[str, object]]],
     *,
     deallocation: Deallocation,
@@ -360,20 +363,25 @@ def online_result(
     settings: Mapping[str, object],
 ) -> Result:
     """The fastest of the runs that end, one with each of `rules`: heuristics with settings of their own. See ``Online``."""
-    graph, budget_bytes = task.graph, task.budget_bytes
+    graph, budget_bytes = request.graph, request.budget_bytes
     trials: list[Trial] = []
     failures: list[FailedError] = []
+
+    def stop() -> str:
+        request.clock.spend(_WORK_PER_OP)
+        return request.ended()
+
     for rule, own in rules:
-        run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=task.ended)
+        run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
         try:
             trials.append(Trial(run.run(), own))
         except FailedError as error:
             failures.append(error)
-        if task.ended():
+        if request.ended():
             break
     if trials:
-        return answer(task, trials, what=task.solver, settings=settings)
+        return answer(request, solver, trials, what=solver, settings=settings)
     # With more time, or a larger step allowed, it might have ended; out of memory it cannot.
     nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
-    why = f"{task.solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise --budget, or use the solver windows"
-    return failure(task, why, nearest.reason, settings=settings)
+    why = f"{solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise --budget, or use the solver windows"
+    return failure(request, solver, why, nearest.reason, settings=settings)

@@ -1,16 +1,17 @@
 """What policies share: which ops may run again and for how long, segments that do, and the result of a policy."""
 
-import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph, Phase
-from graphs.plan import relative_gap
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
-from graphs.units import format_bytes, format_seconds
-from solvers.result import Progress, Reason, Result, Status
+from graphs.units import format_bytes
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, status_of
+
+_WORK_PER_STEP = 8e-6  # of making a schedule and simulating it
 
 
 def repeatable(graph: Graph) -> tuple[bool, ...]:
@@ -44,43 +45,16 @@ class Trial:
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a policy is asked for: as in ``solvers.registry.Solver``, with its name there and when it began."""
-
-    graph: Graph
-    budget_bytes: int
-    solver: str
-    tolerance: float
-    time_limit_s: float
-    on_progress: Callable[[Progress], None] | None
-    should_stop: Callable[[], bool] | None
-    start: float = field(default_factory=time.perf_counter)
-
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.perf_counter() - self.start
-
-    def ended(self) -> str:
-        """Why no more may be tried; "" if more may."""
-        if self.seconds > self.time_limit_s:
-            return f"the limit of {format_seconds(self.time_limit_s)} was reached"
-        return "it was stopped" if self.should_stop is not None and self.should_stop() else ""
-
-    def tell(self, activity: str, best_s: float | None) -> None:
-        """Report progress."""
-        if self.on_progress is not None:
-            self.on_progress(Progress(self.seconds, activity, best_s, self.graph.time_s))
-
-
-def answer(task: Task, trials: Iterable[Trial], *, what: str, settings: Mapping[str, object] | None = None) -> Result:
+def answer(
+    request: Request, solver: str, trials: Iterable[Trial], *, what: str, settings: Mapping[str, object] | None = None
+) -> Result:
     """The fastest of `trials` that fits; LIMIT when none does, or time was up before one did.
 
     A policy proves nothing: its bound is the step without recomputation, and where it fails none.
 
     Args:
-        task: what is asked for.
+        request: what is asked for.
+        solver: who answers, by its name in the registry.
         trials: made as they are tried.
         what: does what the message says to need too much: "keeping everything".
         settings: besides those of the trial.
@@ -89,45 +63,45 @@ def answer(task: Task, trials: Iterable[Trial], *, what: str, settings: Mapping[
     least: int | None = None
     ended = ""
     for trial in trials:
-        simulation = simulate(task.graph, trial.schedule)
+        simulation = simulate(request.graph, trial.schedule)
         peak_bytes = simulation.peak_bytes
         least = peak_bytes if least is None else min(least, peak_bytes)
-        if peak_bytes <= task.budget_bytes and (best is None or (simulation.time_s, peak_bytes) < best[:2]):
+        if peak_bytes <= request.budget_bytes and (best is None or (simulation.time_s, peak_bytes) < best[:2]):
             best = (simulation.time_s, peak_bytes, trial)
-        task.tell(task.solver, best[0] if best else None)
-        if ended := task.ended():
+        request.clock.spend(_WORK_PER_STEP * len(trial.schedule.steps))
+        request.tell(solver, best[0] if best else None, request.graph.time_s)
+        if ended := request.ended():
             break
     if least is None:
         why = f"{what} does not apply: the graph has no forward pass"
-        return failure(task, why, Reason.INAPPLICABLE, settings=settings)
+        return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
     if best is None:
         found = f"{what} needs {format_bytes(least)}" + (f" (of what was tried before {ended})" if ended else "")
-        budget = format_bytes(task.budget_bytes)
+        budget = format_bytes(request.budget_bytes)
         why = f"{found}, over the budget of {budget}: use a solver that chooses, such as windows"
-        return failure(task, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
-    gap = relative_gap(best[0], task.graph.time_s)
+        return failure(request, solver, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
     return Result(
-        task.graph,
-        budget_bytes=task.budget_bytes,
-        status=Status.OPTIMAL if gap is not None and gap <= task.tolerance else Status.FEASIBLE,
+        request.graph,
+        budget_bytes=request.budget_bytes,
+        status=status_of(best[0], request.graph.time_s, request.tolerance.first),
         schedule=best[2].schedule,
-        bound_s=task.graph.time_s,
-        solver=task.solver,
-        seconds=task.seconds,
+        bound_s=request.graph.time_s,
+        solver=solver,
+        seconds=request.clock.seconds,
         settings={**(settings or {}), **best[2].settings},
     )
 
 
-def failure(task: Task, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None) -> Result:
+def failure(request: Request, solver: str, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None) -> Result:
     """The policy found nothing, which says nothing about other schedules."""
     return Result(
-        task.graph,
-        budget_bytes=task.budget_bytes,
+        request.graph,
+        budget_bytes=request.budget_bytes,
         status=Status.LIMIT,
         schedule=None,
         bound_s=None,
-        solver=task.solver,
-        seconds=task.seconds,
+        solver=solver,
+        seconds=request.clock.seconds,
         settings=settings or {},
         message=why,
         reason=reason,

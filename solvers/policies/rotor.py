@@ -20,47 +20,45 @@ neighbours are merged.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
-from solvers.policies.replay import Task, Trial, answer, needed_for
+from solvers.policies.replay import Trial, answer, needed_for
 from solvers.policies.stages import Cuts, Forward, Stages, cut_places, evenly
-from solvers.result import Progress, Result
+from solvers.request import Request
+from solvers.result import Result
 
 Floats = NDArray[np.float64]
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    most_stages: int = 80,
-    slots: int = 400,
-) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no schedule of the chain fits.
+@dataclass(frozen=True, slots=True)
+class RotorParams:
+    """Of the dynamic programme.
 
-    Args:
+    Attributes:
         most_stages: above it neighbours are merged.
         slots: what the memory of keeping everything is divided into.
     """
-    task = Task(graph, budget_bytes, "rotor", tolerance, time_limit_s, on_progress, should_stop)
-    trials = (trial for cuts in Cuts for trial in chain_trials(graph, budget_bytes, cuts, most_stages, slots))
-    return answer(
-        task,
-        trials,
-        what="the chain's schedule",
-        settings={"most_stages": most_stages, "slots": slots},
+
+    most_stages: int = 80
+    slots: int = 400
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when no schedule of the chain fits. The parameters are ``RotorParams``."""
+    params = request.params_of(RotorParams())
+    trials = (
+        trial
+        for cuts in Cuts
+        for trial in chain_trials(request.graph, request.budget_bytes, cuts, params.most_stages, params.slots)
     )
+    return answer(request, "rotor", trials, what="the chain's schedule", settings=asdict(params))
 
 
 def chain_trials(

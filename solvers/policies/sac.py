@@ -11,15 +11,16 @@ A region is computed again at once, as in eager PyTorch, or each tensor when it 
 the fastest schedule that fits is taken.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from graphs.ir import Graph, Op, Phase
 from solvers.policies.checkpoint_blocks import blockings
-from solvers.policies.replay import Task, Trial, answer, failure, recompute_groups
+from solvers.policies.replay import Trial, answer, failure, recompute_groups
 from solvers.policies.torch_ops import ATTENTION, COMPUTE_INTENSIVE, CONVOLUTION, MATMUL, UPSAMPLING, base_name, is_one_of
-from solvers.result import Progress, Reason, Result
+from solvers.request import Request
+from solvers.result import Reason, Result
 
 
 class Rule(StrEnum):
@@ -83,35 +84,36 @@ def _joined(known: SaveList, name: str, ops: frozenset[str], halved: tuple[froze
     return SaveList(f"{known.name} + {name}" if known.name else name, known.ops | ops, (*known.halved, *halved))
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    rule: str = Rule.LISTED,
-    save: Sequence[str] = (),
-) -> Result:
+@dataclass(frozen=True, slots=True)
+class SacParams:
+    """What is saved.
+
+    Attributes:
+        save: for the rule ``sac``, targets of ops, such as ``aten.mm.default`` or ``mm``, instead of its own lists.
+    """
+
+    save: tuple[str, ...] = ()
+
+
+def solve(request: Request, *, rule: str = Rule.LISTED) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when nothing that is tried fits, or the method does not apply.
 
     Args:
+        request: its parameters are ``SacParams``.
         rule: what is saved; see ``Rule``.
-        save: for the rule ``sac``, targets of ops, such as ``aten.mm.default`` or ``mm``, instead of its own lists.
 
     Raises:
         ValueError: no such rule.
     """
-    task = Task(graph, budget_bytes, str(rule), tolerance, time_limit_s, on_progress, should_stop)
-    settings = {"rule": str(rule), **({"save": list(save)} if save else {})}
-    if not saved_ops(graph, Rule(rule), frozenset(save)):
+    save = frozenset(request.params_of(SacParams()).save)
+    settings = {"rule": str(rule), **({"save": sorted(save)} if save else {})}
+    if not saved_ops(request.graph, Rule(rule), save):
         why = (
             f"{rule} does not apply: no op of the forward pass is one of those that {rule} saves; "
             "planner info shows what ops there are"
         )
-        return failure(task, why, Reason.INAPPLICABLE, settings=settings)
-    return answer(task, _trials(graph, Rule(rule), frozenset(save)), what="selective checkpointing", settings=settings)
+        return failure(request, str(rule), why, Reason.INAPPLICABLE, settings=settings)
+    return answer(request, str(rule), _trials(request.graph, Rule(rule), save), what="selective checkpointing", settings=settings)
 
 
 def _trials(graph: Graph, rule: Rule, save: frozenset[str]) -> Iterator[Trial]:

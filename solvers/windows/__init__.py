@@ -5,51 +5,44 @@ bound, and its solution expands to a real schedule. Where that schedule is over 
 is refined, and solved again. See docs/formulation.md for the program and ``driver.py`` for the loop.
 """
 
-from collections.abc import Callable
 from importlib.metadata import version
 
-from graphs.ir import Graph
-from graphs.units import format_bytes, format_seconds
+from graphs.units import format_bytes
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
-from solvers.result import Progress, Reason, Result, Status
-from solvers.tolerance import Tolerance
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, status_of
 from solvers.windows.driver import run
 from solvers.windows.incumbent import Search
 
 
-def solve(
-    graph: Graph,
-    budget_bytes: int,
-    *,
-    tolerance: float | Tolerance = 1e-3,
-    time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Result:
-    """The fastest schedule of `graph` within `budget_bytes`, as ``solvers.registry.Solver``.
+def solve(request: Request) -> Result:
+    """The fastest schedule within the budget, as ``solvers.registry.Solver``. The parameters are ``WindowsParams``.
 
     The bound holds for every schedule whose first executions come in program order. The tolerance in `settings` is the
     one that was settled for: the least of those up to the end that the gap is within, or the last where it is within none.
+
+    With a clock that counts work the schedule is a function of the request (while memory lasts: see
+    ``BoundParams.most_bytes``), for the same versions of the libraries and processors of the same arithmetic.
     """
-    search = Search(graph, budget_bytes, tolerance, time_limit_s, on_progress, should_stop)
-    least = least_budget_bound(graph)
-    settled = Tolerance.of(tolerance).first
-    if budget_bytes < least.budget_bytes:
-        status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
+    search = Search(request)
+    least = least_budget_bound(request.graph)
+    settled = request.tolerance.first
+    if request.budget_bytes < least.budget_bytes:
+        status, message = Status.INFEASIBLE, too_small_message(request.graph, request.budget_bytes, least)
     else:
         run(search)
         settled = search.settled_for()
-        status, message = _verdict(search, settled, least.budget_bytes, time_limit_s)
+        status, message = _verdict(search, settled, least.budget_bytes)
     return Result(
-        graph,
-        budget_bytes=budget_bytes,
+        request.graph,
+        budget_bytes=request.budget_bytes,
         status=status,
         schedule=search.best.schedule if search.best else None,
         bound_s=None if status is Status.INFEASIBLE else search.bound_s,
         solver="windows",
-        seconds=search.seconds,
-        settings={"tolerance": settled, "time_limit_s": time_limit_s},
+        seconds=request.clock.seconds,
+        settings={**request.settings, "tolerance": settled, "params": search.params.recorded()},
         versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
         message=message,
         reason=Reason.TIME if status is Status.LIMIT else None,
@@ -58,8 +51,8 @@ def solve(
     )
 
 
-def _verdict(search: Search, settled: float, least_bytes: int, time_limit_s: float) -> tuple[Status, str]:
-    budget_bytes = search.budget_bytes
+def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:
+    clock, budget_bytes = search.clock, search.budget_bytes
     if search.failure:
         return (Status.FEASIBLE if search.best is not None else Status.ERROR), search.failure
     if search.infeasible:
@@ -70,11 +63,12 @@ def _verdict(search: Search, settled: float, least_bytes: int, time_limit_s: flo
             f"{_bracket(search, budget_bytes + 1)} {WAY_OUT}"
         )
     if search.best is not None:
-        return (Status.OPTIMAL if search.within(settled) else Status.FEASIBLE), ""
+        return status_of(search.best.time_s, search.bound_s, settled), ""
+    limit = "--work-limit" if clock.counts_work else "--time-limit"
     return Status.LIMIT, (
-        f"no schedule within {format_bytes(budget_bytes)} was found in {format_seconds(search.seconds)} (limit "
-        f"{format_seconds(time_limit_s)}), nor proved not to exist in the order of the ops that was tried. "
-        f"{_bracket(search, least_bytes)} Raise --time-limit or --budget."
+        f"no schedule within {format_bytes(budget_bytes)} was found in {clock.amount(clock.now)} (limit "
+        f"{clock.amount(clock.limit)}), nor proved not to exist in the order of the ops that was tried. "
+        f"{_bracket(search, least_bytes)} Raise {limit} or --budget."
     )
 
 

@@ -1,34 +1,26 @@
 """The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
 
-import threading
 import traceback
 from collections.abc import Sequence
 
 import numpy as np
 
-from solvers.eviction.engine import evicting_order
+from solvers.clock import left
+from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import RULES, TIGHT_RULES
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
+from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.incumbent import Search
+from solvers.windows.refinement import refine
 from solvers.windows.solution.decode import late_writers, order_of
 from solvers.windows.solution.refine import halved
 from solvers.windows.state_space import shortest
 
-_FIRST_SLICE_S = 2.0  # for the relaxation in the first round
-_LONGER = 3.0  # times as long in each further one: a model that was stopped begins anew
-_FEW = 4.0  # times the ops of the graph: what a rule of eviction may execute while nothing else looks for schedules
-_FIRST_RULES_S = 1.0  # for all of them
-_EVICTION_S = 20.0  # for rules of eviction while something else does
-# What tries most comes last.
-_IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
-_IMITATION_S = 4.0  # for all of these
 _GRACE_S = 0.5  # how long the end of a solve waits for the thread that looks for schedules
-_SMALL = 30  # ops of a graph for which searching all states comes before more windows
-_MAX_STATES = 1_000_000  # about a gigabyte
+_WORK_PER_STATES = 2e-2  # a thousand of them
 
 
 def run(search: Search) -> None:
@@ -40,14 +32,15 @@ def run(search: Search) -> None:
     coarse = Discretization(tuple(sorted({peak, ops - 1})))
     if search.solved():
         return
-    detail, _ = search.refine(coarse, _FIRST_SLICE_S, is_relaxation=True)
-    until = search.seconds + _FIRST_RULES_S
-    for rule in RULES:
+    params = search.params.first_schedule
+    detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True)
+    until = search.clock.now + params.rules_limit
+    for rule in params.rules:
         if search.solved() or search.stopped():
             return
-        if search.seconds < until:
-            graph, budget_bytes = search.problem.graph, search.budget_bytes
-            _offer(search, evicting_order(graph, budget_bytes, rule, max_factor=_FEW, should_stop=search.stopped))
+        if search.clock.now < until:
+            stopped = search.spending(WORK_PER_EVICTION, search.stopped)
+            _offer(search, evicting_order(search.problem, rule, max_factor=params.few_executions, should_stop=stopped))
     portfolio = Portfolio(search, coarse, detail)
 
     def find() -> None:
@@ -57,52 +50,52 @@ def run(search: Search) -> None:
             place = traceback.extract_tb(error.__traceback__)[-1]
             search.fail(f"looking for schedules failed: {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
 
-    thread = threading.Thread(target=find, daemon=True, name="search for schedules")
-    thread.start()
+    beside = search.clock.start(find)
     try:
         if search.best is None:
             _evict(search)
         imitate(search)
         _bound(search, detail)
-        while thread.is_alive() and not search.enough():
+        while beside.running and not search.enough():
             search.tell()
-            thread.join(0.05)
+            beside.wait(0.05)
         if not (search.solved() or search.stopped()):
             _decide(search)
     finally:
         search.halted = True
         # It may be in the middle of building a large model; it looks up after that, and changes nothing then.
-        thread.join(_GRACE_S)
+        beside.end(_GRACE_S)
         search.closed = True
 
 
 def _evict(search: Search) -> None:
     """Offer what rules of eviction find however much they repeat; failing that, what they find that needs least memory."""
-    graph = search.problem.graph
-    until = search.seconds + _EVICTION_S
+    params = search.params.first_schedule
+    until = search.clock.now + params.eviction_limit
 
-    def should_stop() -> bool:
+    def ended() -> bool:
         search.tell()
-        return search.best is not None or search.seconds > until or search.stopped()
+        return search.best is not None or search.clock.now > until or search.stopped()
 
-    for rule in (*RULES, *TIGHT_RULES):
+    should_stop = search.spending(WORK_PER_EVICTION, ended)
+    for rule in (*params.rules, *params.tight_rules):
         if should_stop():
             return
-        _offer(search, evicting_order(graph, search.budget_bytes, rule, should_stop=should_stop))
-    least = least_evicting_schedule(graph, time_limit_s=until - search.seconds, should_stop=should_stop)
+        _offer(search, evicting_order(search.problem, rule, should_stop=should_stop))
+    least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
     if least is not None and not should_stop():
         _offer(search, least.computed)
 
 
 def imitate(search: Search) -> None:
     """Offer what other methods do: no schedule is slower than theirs."""
-    until = search.seconds + _IMITATION_S
-    for name in _IMITATED:
-        limit_s = min(search.left_s, until - search.seconds)
-        if search.solved() or search.stopped() or limit_s <= 0:
+    clock = search.clock.part(search.params.first_schedule.imitation_limit)
+    for name in search.params.first_schedule.imitated:
+        if search.solved() or search.stopped() or left(clock) <= 0:
             return
         search.tell(f"trying {name}")
-        found = get_solver(name)(search.problem.graph, search.budget_bytes, time_limit_s=limit_s, should_stop=search.stopped)
+        request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopped)
+        found = get_solver(name)(request)
         if found.schedule is not None:
             _offer(search, found.schedule.computed)
 
@@ -117,12 +110,13 @@ def _offer(search: Search, computed: Sequence[int] | None) -> None:
 
 def _bound(search: Search, detail: Discretization) -> None:
     """Refine the relaxation for as long as that may help."""
-    slice_s = _FIRST_SLICE_S
+    params = search.params.bound
+    limit = params.first_slice
     while not (search.solved() or search.stopped()):
-        slice_s *= _LONGER
-        detail, exhausted = search.refine(detail, slice_s, is_relaxation=True)
+        limit *= params.longer
+        detail, exhausted = refine(search, detail, limit, is_relaxation=True)
         if exhausted:
-            if search.problem.ops <= _SMALL or len(detail.ends) == search.problem.ops:
+            if search.problem.ops <= params.small_ops or len(detail.ends) == search.problem.ops:
                 return
             detail = halved(detail)
 
@@ -130,12 +124,13 @@ def _bound(search: Search, detail: Discretization) -> None:
 def _decide(search: Search) -> None:
     """Small graphs: search all states."""
 
-    def should_stop() -> bool:
+    def ended() -> bool:
         search.tell("searching all states")
         return search.stopped()
 
     problem = search.problem
-    found = shortest(problem, _MAX_STATES, below_s=search.best_s(), should_stop=should_stop)
+    should_stop = search.spending(_WORK_PER_STATES, ended)
+    found = shortest(problem, search.params.bound.max_states, below_s=search.best_s(), should_stop=should_stop)
     _offer(search, found.computed)
     search.infeasible = found.decided and search.best is None
     if not search.infeasible and problem.base_s > 0:

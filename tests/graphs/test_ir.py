@@ -13,6 +13,7 @@ from planner.report.describe import graph_facts
 from planner.solving import solve
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
+from tests.support.requests import ask
 
 HOST = Pool("host", DEVICE_TO_HOST, 8)
 DEVICE_POOL = Pool(DEVICE, COMPUTE)
@@ -148,7 +149,7 @@ def test_solvers_refuse_what_they_do_not_know() -> None:
     refused = "the graph has 2 pools, 3 streams and 3 optional ops"
     for name in ("windows", "checkmate", "sac", "dtr", "store_all"):
         with pytest.raises(GraphError, match=refused):
-            get_solver(name)(graph, 100)
+            get_solver(name)(ask(graph, 100))
     with pytest.raises(GraphError, match=refused):
         solve(graph, "100%")
     with pytest.raises(GraphError, match=refused):

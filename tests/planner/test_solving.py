@@ -3,7 +3,6 @@
 import sys
 import types
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
@@ -17,9 +16,11 @@ from graphs.simulate import simulate
 from planner.plan_check import check_plan
 from planner.report.describe import plan_text
 from planner.solving import summarize
-from solvers.order.reorder import reordered
+from solvers.clock import Clock, WallClock, left
+from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
+from solvers.request import Request
 from solvers.result import Progress, Result, Status
 from solvers.tolerance import WIDENING, Tolerance
 
@@ -98,8 +99,8 @@ def test_a_graph_that_cannot_be_added_up_is_refused(graph: Graph) -> None:
 def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
-    def least(graph: Graph, *, time_limit_s: float, **_: object) -> None:
-        asked.append(time_limit_s)
+    def least(graph: Graph, clock: Clock, **_: object) -> None:
+        asked.append(clock.limit)
 
     monkeypatch.setattr("planner.solving.least_evicting_schedule", least)
     for limit_s in (0.25, 3600.0):
@@ -111,44 +112,48 @@ def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, mo
 
 def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, budget_bytes = synthetic.random_graph(350, 12), 27  # which fits in program order only
-    clock = types.SimpleNamespace(now=0.0)
     given: list[tuple[str, float]] = []
 
-    def taking(name: str, seconds: float, work: Any) -> Any:
-        def slow(*arguments: Any, time_limit_s: float, **options: Any) -> Any:
-            given.append((name, time_limit_s))
-            clock.now += seconds
-            return work(*arguments, **options)
+    def order(graph: Graph, clock: Clock) -> Reordering:
+        given.append(("order", left(clock)))
+        found = reordered(graph)
+        clock.spend(10.0)
+        return found
 
-        return slow
+    def solve(request: Request) -> Result:
+        given.append(("solve", left(request.clock)))
+        found = get_solver("windows")(replace(request, clock=WallClock()))
+        request.clock.spend(12.0)
+        return replace(found, graph=request.graph)
 
-    solve = taking("solve", 12.0, get_solver("windows"))
-    monkeypatch.setattr("planner.solving.time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr("planner.solving.reordered", taking("order", 10.0, reordered))
+    monkeypatch.setattr("planner.solving.reordered", order)
     monkeypatch.setattr("planner.solving.get_solver", lambda _: solve)
-    plan = planner.solve(graph, budget_bytes, time_limit_s=60.0)
+    plan = planner.solve(graph, budget_bytes, work_limit=60.0)
     assert given == [("order", 15.0), ("solve", 50.0), ("solve", 38.0)]
-    assert (plan.settings["reordered"], plan.settings["time_limit_s"]) == (False, 60.0)
+    assert plan.settings["reordered"] is False
     given.clear()
-    planner.solve(graph, budget_bytes, time_limit_s=11.0)
-    assert given[1] == ("solve", 1.0)
-    assert given[2][1] <= 0.1
+    planner.solve(graph, budget_bytes, work_limit=11.0)
+    assert given == [("order", 2.75), ("solve", 1.0), ("solve", -11.0)]
 
 
 def test_where_time_is_up_nothing_is_said_of_other_budgets(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.solving.time", types.SimpleNamespace(monotonic=count(step=8).__next__))
+    def order(graph: Graph, clock: Clock) -> Reordering:
+        clock.spend(100.0)
+        return in_program_order(graph)
+
+    monkeypatch.setattr("planner.solving.reordered", order)
     monkeypatch.setattr("planner.solving.least_evicting_schedule", None)
     with pytest.raises(InfeasibleError, match=r"is below .*largest ops\)\.$"):
-        planner.solve(graph, 1, time_limit_s=20.0)
+        planner.solve(graph, 1, work_limit=20.0)
 
 
 def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def solve(graph: Graph, budget_bytes: int, *, on_progress: Any, should_stop: Any, **options: object) -> Result:
-        seen.extend((budget_bytes, should_stop(), options))
-        on_progress(Progress(seconds=1, activity="failing", best_s=None, bound_s=None))
-        return Result(graph, budget_bytes, Status.ERROR, None, None, "failing", 1.0, message="out of luck")
+    def solve(request: Request) -> Result:
+        seen.extend((request.budget_bytes, request.interrupted(), request.settings))
+        request.tell("failing", None, None)
+        return Result(request.graph, request.budget_bytes, Status.ERROR, None, None, "failing", 1.0, message="out of luck")
 
     module = types.ModuleType("failing")
     module.solve = solve  # type: ignore[attr-defined]
@@ -158,30 +163,24 @@ def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytes
         planner.solve(
             graph, 99, solver="failing", tolerance=0.5, time_limit_s=7, on_progress=seen.append, should_stop=lambda: True
         )
-    assert seen[:3] == [99, True, {"tolerance": 0.5, "time_limit_s": pytest.approx(7, abs=1)}]
+    assert seen[:3] == [99, True, {"tolerance": 0.5, "time_limit_s": 7}]
     assert isinstance(seen[3], Progress)
 
 
 @pytest.mark.parametrize(
-    ("widens", "options", "passed"),
-    [
-        (True, {}, WIDENING),
-        (False, {}, 0.001),
-        (True, {"tolerance": 0.3}, Tolerance(((0.0, 0.3),))),
-        (False, {"tolerance": 0.3}, 0.3),
-    ],
+    ("options", "passed"), [({}, WIDENING), ({"tolerance": 0.3}, Tolerance(((0.0, 0.3),))), ({"tolerance": WIDENING}, WIDENING)]
 )
-def test_the_default_tolerance_widens_for_solvers_that_look_at_the_clock(
-    widens: bool, options: dict[str, Any], passed: object, graph: Graph, monkeypatch: pytest.MonkeyPatch
+def test_the_tolerance_reaches_the_solver(
+    options: dict[str, Any], passed: object, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
 
-    def solve(graph: Graph, budget_bytes: int, *, tolerance: object, **_: object) -> Result:
-        seen.append(tolerance)
-        return Result(graph, budget_bytes, Status.LIMIT, None, None, "seeing", 1.0)
+    def solve(request: Request) -> Result:
+        seen.append(request.tolerance)
+        return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "seeing", 1.0)
 
     monkeypatch.setitem(sys.modules, "seeing", types.SimpleNamespace(solve=solve))
-    monkeypatch.setitem(SOLVERS, "seeing", Entry("seeing", "sees", widens=widens))
+    monkeypatch.setitem(SOLVERS, "seeing", Entry("seeing", "sees"))
     with pytest.raises(LimitError):
         planner.solve(graph, 99, solver="seeing", **options)
     assert seen == [passed]

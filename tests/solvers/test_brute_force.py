@@ -7,7 +7,9 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic import random_graph
 from solvers.bounds import least_budget_bound
-from solvers.highs import Outcome, solve_program
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
 from solvers.least import least_budget
 from solvers.policies.store_all import store_all
 from solvers.problem import OBJECTIVE_SCALE, problem_of
@@ -16,6 +18,7 @@ from solvers.windows import solve
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_relaxation
 from tests.support.brute_force import fastest
+from tests.support.requests import ask
 
 EXACT = settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 TOLERANCE = 1e-3
@@ -24,7 +27,7 @@ SLACK = 1e-6  # what HiGHS's arithmetic may be off by
 
 def check(graph: Graph, budget_bytes: int, optimum: float | None) -> Result:
     """Everything a result promises, given the optimum."""
-    result = solve(graph, budget_bytes, tolerance=TOLERANCE, time_limit_s=60)
+    result = solve(ask(graph, budget_bytes, tolerance=TOLERANCE, time_limit_s=60))
     if optimum is None:
         # A graph of this size is always decided.
         assert result.status is Status.INFEASIBLE
@@ -92,7 +95,7 @@ def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float
         chains = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
         detail = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, chains)
         model = build_relaxation(problem_of(graph, budget), detail)
-        answer = solve_program(model.program, time_limit_s=60)
+        answer = solve_program(model.program, clock=WallClock(60))
         if optimum is not None:
             assert answer.outcome is Outcome.OPTIMAL
             assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK

@@ -28,14 +28,15 @@ from graphs.synthetic import (
 from planner.cli.main import main
 from solvers import checkmate, windows
 from solvers.bounds import least_budget_bound
-from solvers.checkmate import solve, write_model
+from solvers.checkmate import CheckmateParams, solve, write_model
 from solvers.checkmate.model import PUBLISHED, Frees, Model, UnusedOutputs, Variant
 from solvers.checkmate.run import Answer
-from solvers.highs import Outcome
+from solvers.highs.program import Outcome
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Progress, Status
 from tests.support.brute_force import fastest, may_repeat
+from tests.support.requests import ask
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-3
@@ -71,7 +72,7 @@ def budget_at(graph: Graph, share: float) -> int:
     ],
 )
 def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: Variant) -> None:
-    result = solve(graph, budget, tolerance=1e-6, variant=variant)
+    result = solve(ask(graph, budget, tolerance=1e-6, params=CheckmateParams(variant=variant)))
     assert result.status is Status.OPTIMAL
     assert result.time_s == pytest.approx(optimum_s)
     assert result.bound_s == pytest.approx(optimum_s, rel=1e-5)
@@ -83,7 +84,9 @@ def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: Vari
 )
 def test_another_solver_finds_the_same(graph: Graph) -> None:
     budget = simulate(graph, store_all(graph)).peak_bytes - 1 if len(graph.ops) > 1 else 1
-    highs, cbc = (solve(graph, budget, tolerance=1e-6, milp_solver=name) for name in ("HiGHS", "PULP_CBC_CMD"))
+    highs, cbc = (
+        solve(ask(graph, budget, tolerance=1e-6, params=CheckmateParams(milp_solver=name))) for name in ("HiGHS", "PULP_CBC_CMD")
+    )
     assert (highs.status, cbc.status) == (Status.OPTIMAL, Status.OPTIMAL)
     assert cbc.time_s == pytest.approx(highs.time_s)
     assert cbc.bound_s == pytest.approx(highs.bound_s, rel=1e-5)
@@ -126,7 +129,7 @@ def test_against_all_schedules() -> None:
         for share in (0.0, 0.4, 0.8):
             budget = budget_at(graph, share)
             optimum_s, overall_s = fastest_in_stages(graph, budget), fastest(graph, budget)
-            result = solve(graph, budget, tolerance=0.0)
+            result = solve(ask(graph, budget, tolerance=0.0))
             if optimum_s is None:
                 assert result.status is Status.LIMIT
             else:
@@ -145,8 +148,8 @@ def assert_agreement(graph: Graph, share: float, variant: Variant = PUBLISHED, *
     Returns whether a schedule exists.
     """
     budget = budget_at(graph, share)
-    exact = windows.solve(graph, budget, tolerance=TOLERANCE, time_limit_s=time_limit_s)
-    reference = solve(graph, budget, tolerance=TOLERANCE, time_limit_s=time_limit_s, variant=variant)
+    exact = windows.solve(ask(graph, budget, tolerance=TOLERANCE, time_limit_s=time_limit_s))
+    reference = solve(ask(graph, budget, tolerance=TOLERANCE, time_limit_s=time_limit_s, params=CheckmateParams(variant=variant)))
     if exact.status is Status.INFEASIBLE:
         assert reference.status in (Status.LIMIT, Status.INFEASIBLE)
         return False
@@ -166,7 +169,9 @@ def test_random_graphs_agree_with_the_exact_solver(seed: int, share: float) -> N
 
 
 def test_random_graphs_have_schedules() -> None:
-    assert sum(windows.solve(g, budget_at(g, 0.75)).schedule is not None for g in (random_graph(s, 12) for s in range(8))) >= 6
+    assert (
+        sum(windows.solve(ask(g, budget_at(g, 0.75))).schedule is not None for g in (random_graph(s, 12) for s in range(8))) >= 6
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,11 +218,13 @@ def dropped_beside() -> Graph:
 
 def test_when_unused_outputs_are_freed() -> None:
     parity = Variant(unused_outputs=UnusedOutputs.STAGE_END)
-    assert solve(dropped_beside(), 6).time_s == 5
-    refused = solve(dropped_beside(), 6, variant=parity)
+    assert solve(ask(dropped_beside(), 6)).time_s == 5
+    refused = solve(ask(dropped_beside(), 6, params=CheckmateParams(variant=parity)))
     assert refused.status is Status.LIMIT
     assert "Checkmate's program is infeasible" in refused.message
-    assert [solve(dropped_beside(), 7, variant=variant).time_s for variant in (PUBLISHED, parity)] == [4, 4]
+    assert [
+        solve(ask(dropped_beside(), 7, params=CheckmateParams(variant=variant))).time_s for variant in (PUBLISHED, parity)
+    ] == [4, 4]
 
 
 def second_copy() -> Graph:
@@ -247,7 +254,7 @@ def test_an_output_made_twice_is_there_once_afterwards() -> None:
     used = {v.name: v.varValue * model.memory_unit for v in model.program.variables() if v.name.startswith("U_2_")}
     # While a runs: y, b, x and the second y; while c runs: x, y, b and its output.
     assert used == pytest.approx({"U_2_0": 1 + 1 + 3 + 1, "U_2_1": 1 + 1 + 3, "U_2_2": 3 + 1 + 1 + 1})
-    assert solve(second_copy(), 7).time_s == 5
+    assert solve(ask(second_copy(), 7)).time_s == 5
 
 
 def _silent() -> object:
@@ -268,22 +275,22 @@ def test_what_is_written_in_place_is_read_on_its_side() -> None:
         return draft.graph()
 
     # 10 bytes hold a, d and e; d runs beside a, b and c with 11, so with 10 a must be dropped and made again.
-    assert solve(graph(written=False), 10).time_s == 6
-    assert solve(graph(written=True), 10).status in (Status.LIMIT, Status.INFEASIBLE)
-    assert solve(graph(written=True), 11).time_s == 5
+    assert solve(ask(graph(written=False), 10)).time_s == 6
+    assert solve(ask(graph(written=True), 10)).status in (Status.LIMIT, Status.INFEASIBLE)
+    assert solve(ask(graph(written=True), 11)).time_s == 5
 
 
 # --- how it ends ----------------------------------------------------------------------------------
 
 
 def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
-    result = solve(diamond(), 6)
+    result = solve(ask(diamond(), 6))
     assert (result.status, result.schedule, result.bound_s) == (Status.INFEASIBLE, None, None)
     assert "budget 6 B is below 7 B" in result.message
 
 
 def test_an_infeasible_program_is_no_proof_for_other_schedules() -> None:
-    result = solve(diamond(), 7)
+    result = solve(ask(diamond(), 7))
     assert (result.status, result.schedule, result.bound_s) == (Status.LIMIT, None, None)
     assert "each op at most once per stage, in program order" in result.message
 
@@ -291,7 +298,7 @@ def test_an_infeasible_program_is_no_proof_for_other_schedules() -> None:
 def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
     # 800 stages with up to 799 executions and hand-overs each.
     graph = chain(800)
-    for result in (solve(graph, 2), get_solver("rounding")(graph, 2)):
+    for result in (solve(ask(graph, 2)), get_solver("rounding")(ask(graph, 2))):
         assert result.status is Status.LIMIT
         assert f"has {800 * 799 // 2 + 799 * 798 // 2 + 799:,} variables R and S" in result.message
     with pytest.raises(PlannerError, match="use the solver windows"):
@@ -311,7 +318,7 @@ def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])
 def test_time_is_up_before_anything_is_found(time_limit_s: float) -> None:
     graph = random_training_step(0, 40)
-    result = solve(graph, budget_at(graph, 0.1), time_limit_s=time_limit_s)
+    result = solve(ask(graph, budget_at(graph, 0.1), time_limit_s=time_limit_s))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
     assert "Raise --time-limit" in result.message
 
@@ -326,7 +333,7 @@ def test_a_stop_ends_the_solve(after: int) -> None:
         return polls > after
 
     graph = random_training_step(14, 14)
-    result = solve(graph, budget_at(graph, 0.2), should_stop=should_stop, tolerance=0.0)
+    result = solve(ask(graph, budget_at(graph, 0.2), should_stop=should_stop, tolerance=0.0))
     assert result.status in (Status.LIMIT, Status.FEASIBLE)
     assert result.bound_s is not None and result.bound_s >= graph.time_s
 
@@ -334,7 +341,7 @@ def test_a_stop_ends_the_solve(after: int) -> None:
 def test_progress_tells_bounds_that_hold() -> None:
     told: list[Progress] = []
     graph = random_training_step(8, 8)
-    result = solve(graph, budget_at(graph, 0.3), on_progress=told.append)
+    result = solve(ask(graph, budget_at(graph, 0.3), on_progress=told.append))
     assert result.time_s is not None and result.bound_s is not None
     assert told[0].activity == "writing Checkmate's program"
     assert all(p.bound_s is None or p.bound_s <= result.time_s * (1 + 1e-9) for p in told)
@@ -349,14 +356,14 @@ def test_an_error_of_the_caller_comes_through() -> None:
 
     graph = random_training_step(8, 8)
     with pytest.raises(RuntimeError, match="the terminal is gone"):
-        solve(graph, budget_at(graph, 0.3), on_progress=on_progress)
+        solve(ask(graph, budget_at(graph, 0.3), on_progress=on_progress))
 
 
 @pytest.mark.parametrize(("name", "word"), [("GLPK_CMD", "is not installed"), ("magic", "is none that PuLP knows")])
 def test_a_solver_that_is_not_there_is_named(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulp.listSolvers", lambda onlyAvailable=False: ["HiGHS"] if onlyAvailable else ["HiGHS", "GLPK_CMD"])
     with pytest.raises(PlannerError, match=f"solver '{name}' {word}: choose one of HiGHS"):
-        solve(chain(2), 2, milp_solver=name)
+        solve(ask(chain(2), 2, params=CheckmateParams(milp_solver=name)))
 
 
 @pytest.mark.parametrize(
@@ -369,7 +376,7 @@ def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: 
         return Answer(Outcome.OPTIMAL, True, None, "so they say")
 
     monkeypatch.setattr(checkmate, "run", run)
-    result = solve(training_chain(4), 4)
+    result = solve(ask(training_chain(4), 4))
     assert (result.status, result.schedule) == (Status.ERROR, None)
     assert words in result.message
 
@@ -379,13 +386,13 @@ def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: 
 )
 def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkmate, "run", lambda *rest: Answer(outcome, False, None, "its own word"))
-    result = solve(training_chain(4), 4)
+    result = solve(ask(training_chain(4), 4))
     assert result.status is status
     assert "its own word" in result.message
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    solve(training_chain(4), 4)
+    solve(ask(training_chain(4), 4))
     assert capfd.readouterr() == ("", "")
 
 
@@ -403,7 +410,7 @@ def test_the_written_program_has_the_same_optimum(ending: str, variant: Variant,
     engine.run()
     assert engine.getModelStatus() == highspy.HighsModelStatus.kOptimal
     recomputed_s = engine.getInfo().objective_function_value / 1000 * graph.time_s
-    result = solve(graph, 4, tolerance=0.0)
+    result = solve(ask(graph, 4, tolerance=0.0))
     assert result.time_s is not None and result.time_s > graph.time_s
     assert graph.time_s + recomputed_s == pytest.approx(result.time_s)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"model.{ending}"]
@@ -436,4 +443,4 @@ def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytes
 def test_pulp_is_loaded_only_when_it_is_used() -> None:
     code = "import sys, solvers.registry, planner.cli.main, solvers.windows; sys.exit('pulp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
-    assert get_solver("checkmate")(training_chain(4), 4).solver == "checkmate"
+    assert get_solver("checkmate")(ask(training_chain(4), 4)).solver == "checkmate"

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
-from solvers.highs import OUTCOMES, HighsError, Outcome, Program, Watch, solve_program
+from solvers.clock import WallClock
+from solvers.highs import OUTCOMES, solve_program
+from solvers.highs.program import HighsError, Outcome, Program, Watch
 
 
 def program(
@@ -65,13 +67,13 @@ def test_nothing_of_a_solve_stays_in_memory(seconds: float) -> None:
     told: list[float] = []
     watch = Watch(on_incumbent=lambda values, objective: told.append(objective) or False)
     asked = knapsack() if seconds < 1 else knapsack(variables=20)
-    solve_program(asked, time_limit_s=seconds, start=np.zeros(len(asked.cost)), watch=watch)
+    solve_program(asked, clock=WallClock(seconds), start=np.zeros(len(asked.cost)), watch=watch)
     assert told
     assert solvers_alive() <= before
 
 
 def test_optimum_of_a_0_1_program() -> None:
-    answer = solve_program(program([-5, -4, -3], [[2, 3, 1]], [-math.inf], [4]), time_limit_s=10)
+    answer = solve_program(program([-5, -4, -3], [[2, 3, 1]], [-math.inf], [4]), clock=WallClock(10))
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.values is not None
     assert list(np.round(answer.values)) == [1, 0, 1]
@@ -80,7 +82,7 @@ def test_optimum_of_a_0_1_program() -> None:
 
 
 def test_linear_relaxation_is_a_bound_and_has_duals() -> None:
-    answer = solve_program(program([-5, -4, -3], [[2, 3, 1]], [-math.inf], [4], integer=False), time_limit_s=10)
+    answer = solve_program(program([-5, -4, -3], [[2, 3, 1]], [-math.inf], [4], integer=False), clock=WallClock(10))
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.bound == pytest.approx(-8 - 4 / 3)
     assert answer.row_duals == pytest.approx([-4 / 3])
@@ -88,7 +90,7 @@ def test_linear_relaxation_is_a_bound_and_has_duals() -> None:
 
 @pytest.mark.parametrize("integer", [True, False])
 def test_infeasible(integer: bool) -> None:
-    answer = solve_program(program([1, 1], [[1, 1]], [3], [math.inf], integer=integer), time_limit_s=10)
+    answer = solve_program(program([1, 1], [[1, 1]], [3], [math.inf], integer=integer), clock=WallClock(10))
     assert answer.outcome is Outcome.INFEASIBLE
     assert answer.values is None
     assert answer.bound == math.inf
@@ -96,7 +98,7 @@ def test_infeasible(integer: bool) -> None:
 
 @pytest.mark.parametrize(("lower", "outcome"), [(0.0, Outcome.OPTIMAL), (1.0, Outcome.INFEASIBLE)])
 def test_rows_without_variables(lower: float, outcome: Outcome) -> None:
-    assert solve_program(program([], [], [lower], [math.inf]), time_limit_s=10).outcome is outcome
+    assert solve_program(program([], [], [lower], [math.inf]), clock=WallClock(10)).outcome is outcome
 
 
 def test_a_column_twice_in_a_row_is_added_up() -> None:
@@ -104,7 +106,7 @@ def test_a_column_twice_in_a_row_is_added_up() -> None:
     twice = csr_array((np.array([0.5, 0.5, 1.0]), np.array([0, 0, 1]), np.array([0, 3])), shape=(1, 2))
     merged = Program(once.cost, once.lower, once.upper, once.integer, twice, once.row_lower, once.row_upper)
     assert merged.matrix.nnz == 2
-    assert solve_program(merged, time_limit_s=10).objective == pytest.approx(-1)
+    assert solve_program(merged, clock=WallClock(10)).objective == pytest.approx(-1)
 
 
 def test_unbounded_variables_are_refused() -> None:
@@ -121,16 +123,16 @@ def test_a_matrix_of_another_shape_is_refused() -> None:
 
 def test_an_option_that_does_not_exist() -> None:
     with pytest.raises(HighsError, match="no_such_option"):
-        solve_program(program([1], [[1]], [0], [1]), time_limit_s=10, options={"no_such_option": 1})
+        solve_program(program([1], [[1]], [0], [1]), clock=WallClock(10), options={"no_such_option": 1})
 
 
 def test_no_time_left() -> None:
-    answer = solve_program(program([1], [[1]], [0], [1]), time_limit_s=0)
+    answer = solve_program(program([1], [[1]], [0], [1]), clock=WallClock(0))
     assert (answer.outcome, answer.values, answer.bound) == (Outcome.STOPPED, None, -math.inf)
 
 
 def test_time_limit_keeps_the_best_and_the_bound() -> None:
-    answer = solve_program(knapsack(), time_limit_s=1)
+    answer = solve_program(knapsack(), clock=WallClock(1))
     assert answer.outcome is Outcome.STOPPED
     assert answer.objective is not None
     assert answer.bound < answer.objective
@@ -149,7 +151,7 @@ def test_a_stop_ends_a_running_solve() -> None:
         return False
 
     # Without the stop this takes minutes, and the limit of an hour would end the whole run of tests.
-    answer = solve_program(knapsack(), time_limit_s=3600, watch=Watch(should_stop=should_stop, on_incumbent=on_incumbent))
+    answer = solve_program(knapsack(), clock=WallClock(3600), watch=Watch(should_stop=should_stop, on_incumbent=on_incumbent))
     assert answer.outcome is Outcome.STOPPED
     assert answer.values is not None
     assert polled
@@ -163,20 +165,20 @@ def test_an_incumbent_that_is_good_enough_ends_the_solve() -> None:
         seen.append(objective)
         return True
 
-    assert solve_program(knapsack(), time_limit_s=3600, watch=Watch(on_incumbent=enough)).outcome is Outcome.STOPPED
+    assert solve_program(knapsack(), clock=WallClock(3600), watch=Watch(on_incumbent=enough)).outcome is Outcome.STOPPED
     assert seen
 
 
 def test_bounds_are_reported_and_rise() -> None:
     bounds: list[float] = []
-    answer = solve_program(knapsack(), time_limit_s=2, watch=Watch(on_bound=bounds.append))
+    answer = solve_program(knapsack(), clock=WallClock(2), watch=Watch(on_bound=bounds.append))
     assert bounds
     assert bounds == sorted(bounds)
     assert bounds[-1] <= answer.bound
 
 
 def test_a_start_is_taken_up() -> None:
-    first = solve_program(knapsack(), time_limit_s=1)
+    first = solve_program(knapsack(), clock=WallClock(1))
     assert first.values is not None
     seen: list[float] = []
 
@@ -184,7 +186,7 @@ def test_a_start_is_taken_up() -> None:
         seen.append(objective)
         return True
 
-    solve_program(knapsack(), time_limit_s=60, start=first.values, watch=Watch(on_incumbent=look))
+    solve_program(knapsack(), clock=WallClock(60), start=first.values, watch=Watch(on_incumbent=look))
     assert seen[0] <= first.objective + 1e-6
 
 
@@ -193,9 +195,9 @@ def test_an_error_in_a_callback_reaches_the_caller() -> None:
         raise RuntimeError("from the callback")
 
     with pytest.raises(RuntimeError, match="from the callback"):
-        solve_program(knapsack(), time_limit_s=60, watch=Watch(on_incumbent=fail))
+        solve_program(knapsack(), clock=WallClock(60), watch=Watch(on_incumbent=fail))
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    solve_program(knapsack(variables=30, rows=5), time_limit_s=5)
+    solve_program(knapsack(variables=30, rows=5), clock=WallClock(5))
     assert capfd.readouterr() == ("", "")

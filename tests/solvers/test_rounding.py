@@ -21,11 +21,12 @@ from solvers import checkmate, rounding
 from solvers.bounds import least_budget_bound
 from solvers.checkmate.model import Model
 from solvers.checkmate.run import Answer
-from solvers.highs import Outcome
+from solvers.highs.program import Outcome
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Progress, Status
-from solvers.rounding import cheapest_executions, solve
+from solvers.rounding import RoundingParams, cheapest_executions, solve
+from tests.support.requests import ask
 
 
 def budget_at(graph: Graph, share: float) -> int:
@@ -94,7 +95,7 @@ def test_what_must_not_run_again_counts_as_handed_over() -> None:
     [(training_chain(3), 4, 6), (training_chain(8), 9, 16), (training_chain(8), 8, 17), (diamond(), 9, 9), (kept_output(), 7, 5)],
 )
 def test_small_graphs_are_rounded_to_the_optimum(graph: Graph, budget: int, optimum_s: float) -> None:
-    result = solve(graph, budget)
+    result = solve(ask(graph, budget))
     assert result.time_s == pytest.approx(optimum_s)
     assert result.bound_s is not None and result.bound_s <= optimum_s + 1e-6
     assert result.status is (Status.OPTIMAL if result.bound_s >= optimum_s / 1.001 else Status.FEASIBLE)
@@ -106,8 +107,8 @@ def test_the_bound_is_below_the_optimum_and_the_schedule_above_it() -> None:
         graph = random_graph(seed, 10)
         for share in (0.4, 0.7):
             budget = budget_at(graph, share)
-            optimum = checkmate.solve(graph, budget, tolerance=0.0)
-            result = solve(graph, budget)
+            optimum = checkmate.solve(ask(graph, budget, tolerance=0.0))
+            result = solve(ask(graph, budget))
             if optimum.time_s is None:
                 assert result.status is Status.LIMIT
                 continue
@@ -126,7 +127,7 @@ def test_the_bound_is_below_the_optimum_and_the_schedule_above_it() -> None:
     ids=["17 ops", "29 ops", "skips"],
 )
 def test_training_steps_are_rounded_well(graph: Graph, share: float, most_over: float) -> None:
-    result = solve(graph, budget_at(graph, share))
+    result = solve(ask(graph, budget_at(graph, share)))
     assert result.schedule is not None
     assert result.gap is not None and result.gap <= most_over
 
@@ -134,7 +135,7 @@ def test_training_steps_are_rounded_well(graph: Graph, share: float, most_over: 
 @pytest.mark.slow
 def test_a_transformer_is_rounded_well() -> None:
     graph = transformer(TransformerSize(layers=2))
-    result = solve(graph, budget_at(graph, 0.5))
+    result = solve(ask(graph, budget_at(graph, 0.5)))
     assert result.status is Status.FEASIBLE
     assert result.gap is not None and result.gap < 0.1
 
@@ -142,14 +143,14 @@ def test_a_transformer_is_rounded_well() -> None:
 def test_a_smaller_part_of_the_budget_is_tried_only_if_nothing_fits() -> None:
     graph = random_training_step(8, 8)
     budget = budget_at(graph, 0.5)
-    used = solve(graph, budget).settings["fraction"]
+    used = solve(ask(graph, budget)).settings["fraction"]
     assert isinstance(used, float) and 0.1 < used < 1.0
-    assert solve(graph, budget, fractions=(1.0, used)).settings["fraction"] == used
-    none = solve(graph, budget, fractions=(1.0,), samples=0)
+    assert solve(ask(graph, budget, params=RoundingParams(fractions=(1.0, used)))).settings["fraction"] == used
+    none = solve(ask(graph, budget, params=RoundingParams(fractions=(1.0,), samples=0)))
     assert (none.status, none.settings["fraction"]) == (Status.LIMIT, None)
     assert "no rounding of the relaxation fits" in none.message
     # Without the whole budget there is no bound but the step itself.
-    assert solve(graph, budget, fractions=(used,)).bound_s == graph.time_s
+    assert solve(ask(graph, budget, params=RoundingParams(fractions=(used,)))).bound_s == graph.time_s
 
 
 def test_the_seed_decides() -> None:
@@ -157,7 +158,7 @@ def test_the_seed_decides() -> None:
     budget = budget_at(graph, 0.5)
 
     def found(seed: int) -> float | None:
-        return solve(graph, budget, seed=seed, thresholds=(), samples=15).time_s
+        return solve(ask(graph, budget, params=RoundingParams(seed=seed, thresholds=(), samples=15))).time_s
 
     times = [found(seed) for seed in range(4)]
     assert times == [found(seed) for seed in range(4)]
@@ -168,27 +169,27 @@ def test_the_seed_decides() -> None:
 
 
 def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
-    result = solve(diamond(), 6)
+    result = solve(ask(diamond(), 6))
     assert (result.status, result.bound_s) == (Status.INFEASIBLE, None)
     assert "budget 6 B is below 7 B" in result.message
 
 
 def test_time_is_up_before_a_relaxation_is_solved() -> None:
     graph = random_training_step(0, 40)
-    result = solve(graph, budget_at(graph, 0.2), time_limit_s=1e-9)
+    result = solve(ask(graph, budget_at(graph, 0.2), time_limit_s=1e-9))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
     assert "no relaxation for" in result.message
 
 
 def test_a_stop_ends_the_search() -> None:
     graph = random_training_step(8, 8)
-    result = solve(graph, budget_at(graph, 0.5), should_stop=lambda: True)
+    result = solve(ask(graph, budget_at(graph, 0.5), should_stop=lambda: True))
     assert result.status is Status.LIMIT
 
 
 def test_progress_is_told() -> None:
     told: list[Progress] = []
-    result = solve(training_chain(8), 8, on_progress=told.append)
+    result = solve(ask(training_chain(8), 8, on_progress=told.append))
     assert told[0].activity == "rounding at 100% of the budget"
     assert told[-1].best_s == result.time_s
     assert told[-1].bound_s == result.bound_s
@@ -196,12 +197,12 @@ def test_progress_is_told() -> None:
 
 def test_a_solver_that_gives_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "run", lambda *rest: Answer(Outcome.FAILED, False, None, "out of its depth"))
-    result = solve(training_chain(4), 4)
+    result = solve(ask(training_chain(4), 4))
     assert result.status is Status.ERROR
     assert "out of its depth" in result.message
 
 
 def test_the_solver_is_named_and_in_the_registry() -> None:
-    assert get_solver("rounding")(training_chain(4), 4).solver == "rounding"
+    assert get_solver("rounding")(ask(training_chain(4), 4)).solver == "rounding"
     with pytest.raises(PlannerError, match="'magic' is none that PuLP knows"):
-        solve(training_chain(4), 4, milp_solver="magic")
+        solve(ask(training_chain(4), 4, params=RoundingParams(milp_solver="magic")))

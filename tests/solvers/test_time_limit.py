@@ -8,6 +8,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.synthetic import training_chain
+from solvers.clock import WallClock
 from solvers.eviction.engine import evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import problem_of
@@ -16,6 +17,8 @@ from solvers.windows.formulation.draft import StoppedError
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_ordered, build_relaxation
 from solvers.windows.incumbent import Search
+from solvers.windows.refinement import refine
+from tests.support.requests import ask
 
 
 def untimed(layers: int) -> Graph:
@@ -48,9 +51,9 @@ def test_a_large_model_is_given_up_while_it_is_built(build: Callable[..., Any]) 
 
 
 def test_a_model_that_was_given_up_ends_the_refinement() -> None:
-    search = Search(untimed(40), 20, 1e-3, 3600.0, None, Clock(3))
+    search = Search(ask(untimed(40), 20, tolerance=1e-3, time_limit_s=3600.0, should_stop=Clock(3)))
     detail = Discretization(tuple(range(search.problem.ops)))
-    assert search.refine(detail, 3600.0, is_relaxation=True) == (detail, False)
+    assert refine(search, detail, 3600.0, is_relaxation=True) == (detail, False)
     assert search.halted
 
 
@@ -64,8 +67,8 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
         return evicting_order(*arguments, should_stop=should_stop, **options)
 
     monkeypatch.setattr(driver, "evicting_order", order)
-    search = Search(untimed(20), 8, 1e-3, 3600.0, None, None)
-    monkeypatch.setattr(Search, "refine", lambda self, detail, *_, **__: (detail, False))
+    search = Search(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))
+    monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
     driver.run(search)
     assert stops == [False, True]
     assert search.best is None
@@ -74,7 +77,7 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
 def test_no_rule_is_begun_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     monkeypatch.setattr("solvers.eviction.least_peak.evicting_order", lambda *_, **__: begun.append(1))
-    assert least_evicting_schedule(untimed(20), time_limit_s=-1.0) is None
+    assert least_evicting_schedule(untimed(20), WallClock(-1.0)) is None
     assert begun == []
-    assert least_evicting_schedule(untimed(20), time_limit_s=60.0) is None
+    assert least_evicting_schedule(untimed(20), WallClock(60.0)) is None
     assert begun

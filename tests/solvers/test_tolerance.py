@@ -2,7 +2,6 @@
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,12 +11,15 @@ from graphs.synthetic import random_training_step, training_chain
 from planner.plan_check import check_plan
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
+from solvers.clock import WorkClock
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
+from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import WIDENING, Tolerance
-from solvers.windows import incumbent, solve
+from solvers.windows import solve
 from solvers.windows.incumbent import Search
+from tests.support.requests import ask
 
 # Takes minutes to be solved to the last bit.
 GRAPH = random_training_step(2, 80)
@@ -37,51 +39,43 @@ def test_what_is_no_tolerance_is_refused(given: float) -> None:
         Tolerance.of(given)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The clock of a search; its `now` is set by hand."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(incumbent, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
-
-
 def search_at(gap: float, tolerance: float | Tolerance) -> Search:
-    """A search whose best schedule is so far above the bound."""
+    """A search whose best schedule is so far above the bound; its clock is set by spending work."""
     graph = training_chain(5)
-    search = Search(graph, simulate(graph, store_all(graph)).peak_bytes, tolerance, 3600.0, None, None)
+    peak_bytes = simulate(graph, store_all(graph)).peak_bytes
+    search = Search(Request(graph, peak_bytes, Tolerance.of(tolerance), WorkClock()))
     search.best = SimpleNamespace(time_s=(1 + gap) * search.bound_s)  # type: ignore[assignment]
     return search
 
 
-def test_a_search_is_solved_when_the_tolerance_comes_to_its_gap(clock: Any) -> None:
+def test_a_search_is_solved_when_the_tolerance_comes_to_its_gap() -> None:
     search = search_at(0.004, WIDENING)
-    clock.now = 19.9
+    search.clock.spend(19.9)
     assert not search.solved() and not search.satisfied()
     assert search.settled_for() == 0.001
-    clock.now = 20.1
+    search.clock.spend(0.2)
     assert search.solved() and not search.satisfied()
     assert search.settled_for() == 0.005
-    clock.now = 21.0  # no more than a moment for better: it has had 20 seconds
+    search.clock.spend(0.9)  # no more than a moment for better: it has had 20 seconds
     assert search.satisfied()
-    clock.now = 130.0
+    search.clock.spend(109.0)
     assert search.settled_for() == 0.005
 
 
-def test_a_search_within_its_tolerance_goes_on_for_half_as_long(clock: Any) -> None:
+def test_a_search_within_its_tolerance_goes_on_for_half_as_long() -> None:
     for tolerance in (0.005, Tolerance(((0.0, 0.005), (1000.0, 0.1)))):
-        clock.now = 0.0
         search = search_at(0.004, tolerance)
-        clock.now = 100.0
+        search.clock.spend(100.0)
         assert not search.satisfied()
-        clock.now = 149.0
+        search.clock.spend(49.0)
         assert not search.satisfied()
-        clock.now = 151.0
+        search.clock.spend(2.0)
         assert search.satisfied()
 
 
 def test_a_plan_says_what_was_settled_for() -> None:
     began = time.monotonic()
-    result = solve(GRAPH, BUDGET, tolerance=Tolerance(((0.0, 0.0), (1.5, 1.0), (1000.0, 2.0))), time_limit_s=600.0)
+    result = solve(ask(GRAPH, BUDGET, tolerance=Tolerance(((0.0, 0.0), (1.5, 1.0), (1000.0, 2.0))), time_limit_s=600.0))
     assert time.monotonic() - began < 100
     assert result.status is Status.OPTIMAL
     assert result.gap is not None and result.gap > 0
@@ -97,6 +91,6 @@ def test_what_is_within_the_first_tolerance_is_settled_for_at_once() -> None:
 
 def test_other_solvers_take_the_first_value() -> None:
     graph = training_chain(4)
-    result = get_solver("checkmate")(graph, 5, tolerance=WIDENING)
+    result = get_solver("checkmate")(ask(graph, 5, tolerance=WIDENING))
     assert (result.status, result.settings["tolerance"]) == (Status.OPTIMAL, 0.001)
-    assert get_solver("store_all")(graph, 100, tolerance=WIDENING).status is Status.OPTIMAL
+    assert get_solver("store_all")(ask(graph, 100, tolerance=WIDENING)).status is Status.OPTIMAL

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.sparse import csr_array
 
-from solvers.highs import Program
+from solvers.highs.program import Program
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
 
 _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
-_POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
+POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 
 Family = Callable[["ModelDraft"], None]  # adds rows of one kind to a draft, and the columns that only they need
 WindowFamily = Callable[["ModelDraft", int], None]  # the same for one window
@@ -46,7 +46,7 @@ class Rows:
         self.value.extend(values)
         self.lower.append(lower)
         self.upper.append(upper)
-        if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + _POLL_EVERY:
+        if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + POLL_EVERY:
             self.polled_at = len(self.value) + 10 * len(self.upper)
             if self.should_stop():
                 raise StoppedError

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from solvers.highs import Program
+from solvers.highs.program import Program
 from solvers.problem import Problem
 
 

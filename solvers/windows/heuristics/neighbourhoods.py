@@ -12,31 +12,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solvers.highs import Floats, Outcome, Program
+from solvers.highs.program import Floats, Outcome, Program
 from solvers.problem import OBJECTIVE_SCALE, without_small
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_relaxation
 from solvers.windows.heuristics.restricted import Known, build_restricted, tight_windows
 from solvers.windows.incumbent import Search
+from solvers.windows.refinement import solve_part
 from solvers.windows.solution.decode import Choice, Trial, expand, late_writers, order_of, read_choice
 from solvers.windows.solution.encode import choice_of, start_values
 from solvers.windows.solution.refine import refined, with_stages_in_order
-
-_SMALL_SHARE = 5e-4  # of the capacity: what tensors that are taken to be always there may take together
-_COARSE_CAPACITIES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of the capacity: what coarse models are solved for
-_COARSE_S = 2.0  # for each of them
-_WINDOWS = 120  # of a narrow model at first, about; more in small graphs:
-_SIZE = 120_000  # windows times ops
-_WHOLE_S = 5.0  # for a narrow model with nothing fixed
-_LONGER = 1.5  # times as long for each further
-_ROUNDS = 20  # of fixing and looking closer
-_PART_S = 3.0  # for each model there
-_RADIUS = 3  # windows on both sides of one that does not fit that are open
-_MUCH = 0.01  # of the whole step: where a round costs more, more windows are opened
-_OPEN_S = 1.0  # for a model with a few choices open
-_GAP = 1e-4  # of the whole step, there; what is gained less is left
-_FIRST_PART = 6  # of all windows or ops, one in so many is open at first
-
 
 Columns = list[int]
 
@@ -46,8 +31,9 @@ class Neighbourhoods:
 
     def __init__(self, search: Search, coarse: Discretization) -> None:
         self.search = search
+        self.params = search.params.neighbourhoods
         self.coarse = coarse
-        self.small = without_small(search.problem, _SMALL_SHARE)
+        self.small = without_small(search.problem, self.params.small_share)
         self.known = Known()
         self.detail = coarse
         self._best: _Placed | None = None
@@ -56,11 +42,11 @@ class Neighbourhoods:
     def begin(self) -> None:
         """Take windows and choices from coarse solutions, and find a first schedule."""
         trials = self.coarse_trials()
-        windows = max(_WINDOWS, _SIZE // self.search.problem.ops)
-        detail = tight_windows(self.search.problem, trials, self.search.budget_bytes, windows)
+        windows = max(self.params.windows, self.params.size // self.search.problem.ops)
+        detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
         self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
         fresh, before_s = self.detail, self.search.best_s()
-        self.restart(_WHOLE_S)
+        self.restart(self.params.whole_limit)
         # What was solved for the least capacity is not as good, but nearly fits.
         if trials and trials[-1].time_s < before_s <= self.search.best_s():
             self.search.tell("repairing a coarse solution")
@@ -71,12 +57,12 @@ class Neighbourhoods:
         """What solutions of coarse models look like, for several capacities."""
         trials: list[Trial] = []
         search, small, coarse = self.search, self.small, self.coarse
-        for share in _COARSE_CAPACITIES:
+        for share in self.params.coarse_capacities:
             if search.enough():
                 break
             search.tell("looking for what is worth executing again")
             model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
-            answer = search.solve_part(model.program, _COARSE_S, gap=search.tolerance)
+            answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.tolerance)
             if answer.values is None:
                 break
             choice = read_choice(model, answer.values)
@@ -88,12 +74,12 @@ class Neighbourhoods:
 
     def restarts(self) -> Iterator[None]:
         """Solve the whole model anew, for longer and longer, until it is solved to the end."""
-        seconds = _WHOLE_S
-        while not self.restart(seconds):
-            seconds *= _LONGER
+        limit = self.params.whole_limit
+        while not self.restart(limit):
+            limit *= self.params.longer
             yield
 
-    def restart(self, seconds: float) -> bool:
+    def restart(self, limit: float) -> bool:
         """Solve the model with nothing fixed and settle what it finds; whether there is nothing more to find in it."""
         search = self.search
         if search.enough():
@@ -107,7 +93,8 @@ class Neighbourhoods:
                 self.look(model, read_choice(model, values))
             return False
 
-        answer = search.solve_part(model.program, seconds, gap=0.5 * search.tolerance, on_incumbent=try_solution)
+        gap = self.params.settle_gap * search.tolerance
+        answer = solve_part(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
             return not self.known.more_choices(search.problem.ops)
         if answer.values is None:
@@ -133,20 +120,21 @@ class Neighbourhoods:
             count: of these in a model.
             opened: columns of so many of them.
         """
-        search = self.search
+        search, params = self.search, self.params
         if search.best is None:
             return
-        size = max(4, count(self.best_in_model().model) // _FIRST_PART)
+        size = max(4, count(self.best_in_model().model) // params.first_part)
         while True:
             best = self.best_in_model()
             whole = count(best.model)
             search.tell(f"improving {min(size, whole)} of {whole} {what}")
-            began = search.seconds
+            began = search.clock.now
             program = _fixed_but_for(best, opened(best, size))
-            answer = search.solve_part(program, _OPEN_S, gap=_GAP, start=best.start)
-            took = search.seconds - began
+            answer = solve_part(search, program, params.open_limit, gap=params.open_gap, start=best.start)
+            took = search.clock.now - began
             before = search.problem.units(best.trial.time_s - search.problem.base_s)
-            if answer.values is not None and answer.objective is not None and answer.objective < before - _GAP * OBJECTIVE_SCALE:
+            enough = before - params.open_gap * OBJECTIVE_SCALE
+            if answer.values is not None and answer.objective is not None and answer.objective < enough:
                 trial = self.look(best.model, read_choice(best.model, answer.values))
                 if trial is not None:
                     self.settle(trial)
@@ -155,7 +143,7 @@ class Neighbourhoods:
                 return
             if not done:
                 size = max(2, int(0.8 * size))
-            elif took < 0.25 * _OPEN_S:
+            elif took < 0.25 * params.open_limit:
                 size += 1 + size // 10
             yield
 
@@ -201,11 +189,11 @@ class Neighbourhoods:
         """
         search, budget_bytes = self.search, self.search.budget_bytes
         ahead = 1
-        for _ in range(_ROUNDS):
+        for _ in range(self.params.rounds):
             if trial.peak_bytes <= budget_bytes:
                 return True
-            closer = refined(self.detail, trial, budget_bytes, ahead=ahead)
-            closer = with_stages_in_order(closer, trial, budget_bytes, ahead=ahead)
+            closer = refined(self.detail, trial, budget_bytes, search.params.refinement, ahead=ahead)
+            closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
             closer = replace(closer, chains=frozenset())
             if closer == self.detail or search.enough():
                 return False
@@ -217,7 +205,7 @@ class Neighbourhoods:
             if looked is None:
                 return False
             # What costs the same has probably but moved what does not fit to an earlier op.
-            ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + _GAP) else 1
+            ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + self.params.open_gap) else 1
             trial = looked
         return trial.peak_bytes <= budget_bytes
 
@@ -227,20 +215,20 @@ class Neighbourhoods:
         order = order_of(model.detail, trial.order.computed)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         placed = self.placed(model, trial)
-        much = problem.units(trial.time_s - problem.base_s * (1 - _MUCH))
+        much = problem.units(trial.time_s - problem.base_s * (1 - self.params.much))
         windows = len(model.detail.ends)
-        radius = _RADIUS
+        radius = self.params.radius
         best: Floats | None = None
         least = np.inf
         while not search.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
             program = _fixed_but_for(placed, _columns_of(model, opened))
-            answer = search.solve_part(program, _PART_S, gap=0.5 * search.tolerance)
+            answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.tolerance)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
             if least <= much or len(opened) == windows:
                 break
-            radius *= 4
+            radius *= self.params.wider
         return None if best is None else read_choice(model, best)
 
     def look(self, model: Model, choice: Choice) -> Trial | None:
@@ -253,7 +241,7 @@ class Neighbourhoods:
 
     def model(self) -> Model:
         """The narrow model as it is now."""
-        return build_restricted(self.small, self.detail, self.known)
+        return build_restricted(self.small, self.detail, self.known, self.params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Looks for schedules, in several ways that take turns by what they achieve."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from solvers.clock import Clock
 from solvers.problem import problem_of
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
@@ -12,20 +12,10 @@ from solvers.windows.heuristics.random_keys import RandomKeys
 from solvers.windows.heuristics.relax_and_fix import advance
 from solvers.windows.heuristics.segments import improvements
 from solvers.windows.incumbent import Search
+from solvers.windows.params import PortfolioParams
+from solvers.windows.refinement import refine, solve_part
 from solvers.windows.solution.decode import Choice, read_choice
 from solvers.windows.solution.encode import start_values
-
-_FIRST_SLICE_S = 2.0  # for the model that looks for schedules; twice as much in each further round
-_ADVANCE_S = 30.0
-_PLACE_S = 4.0  # for each model on the way
-_PLACE_GAP = 5e-3  # of the whole step, likewise
-_RUNS = 20  # of eviction at a time
-_IDLE_RUNS = 200  # of these without better, and it is given a rest
-_SEGMENT_S = 2.0  # for each model of a segment
-_SEGMENT_GAP = 2e-5  # of the whole step, likewise; what is gained less is left
-_LEAST_SHARE = 0.25  # of the time, for a way that gains nothing, beside the best
-_SLOW = 1e-4  # of what is made smaller, in a second: where no way gains as much, all get about the same time
-_MEMORY = 0.95  # what was gained and spent counts this much less a second later
 
 
 class Portfolio:
@@ -39,41 +29,54 @@ class Portfolio:
             detail: what the relaxation came to so far.
         """
         self.search = search
+        self.params = search.params.portfolio
         self.coarse = coarse
         self.detail = detail
         self.neighbourhoods = Neighbourhoods(search, coarse)
-        self.repairs = RandomKeys(search.problem, search.budget_bytes, search.solutions, search.best_s, search.improve_order)
+        self.repairs = RandomKeys(search)
 
     def find(self) -> None:
         """Look for schedules."""
-        search = self.search
-        began = search.seconds
+        search, params = self.search, self.params
+        began = search.clock.now
         self.neighbourhoods.begin()  # the first of the restarts
-        began_s = search.seconds - began
+        began_with = search.clock.now - began
         if search.best is None:
             self.advance()
         restarts = self.neighbourhoods.restarts()
         if search.best is None:
-            take_turns([restarts], search.best_s, lambda: search.best is not None or search.enough())
+            self.take_turns([restarts], should_stop=lambda: search.best is not None or search.enough())
         ways = [self.neighbourhoods.reopenings(), self.neighbourhoods.exchanges(), self.improvements(), restarts]
-        take_turns(ways, search.best_s, search.enough, least=(0.25, 0.25, 0.25, 0.05), already=(0.0, 0.0, 0.0, began_s))
+        self.take_turns(ways, least=params.least_shares, already=(0.0, 0.0, 0.0, began_with))
         self.repair()
-        take_turns([self.improvements()], search.best_s, search.enough)
-        slice_s = _FIRST_SLICE_S
+        self.take_turns([self.improvements()])
+        limit = params.first_slice
         exhausted = False
         detail = self.detail
         while not (exhausted or search.enough()):
-            detail, exhausted = search.refine(detail, slice_s, is_relaxation=False)
-            slice_s *= 2
+            detail, exhausted = refine(search, detail, limit, is_relaxation=False)
+            limit *= 2
+
+    def take_turns(
+        self,
+        ways: Sequence[Iterator[None]],
+        *,
+        should_stop: Callable[[], bool] | None = None,
+        least: Sequence[float] | None = None,
+        already: Sequence[float] | None = None,
+    ) -> None:
+        """As ``take_turns``, for the best schedule's time."""
+        search = self.search
+        take_turns(ways, search.best_s, should_stop or search.enough, search.clock, self.params, least=least, already=already)
 
     def advance(self) -> None:
         """Go from the first op to the last, settling what fits; first without repeating ops after the peak."""
         search = self.search
         graph, budget_bytes = search.problem.graph, search.budget_bytes
-        for repeatable, slice_s in ((range(self.coarse.ends[0] + 1), _ADVANCE_S), (None, 2 * _ADVANCE_S)):
+        for repeatable, share in ((range(self.coarse.ends[0] + 1), 1), (None, 2)):
             problem = problem_of(graph, budget_bytes, repeatable=repeatable)
-            until = min(search.deadline, time.monotonic() + slice_s)
-            if search.stopped() or advance(problem, budget_bytes, self.coarse, self.solve_place, search.offer, until):
+            clock = search.clock.part(share * self.params.advance_limit)
+            if search.stopped() or advance(problem, self.coarse, self.solve_place, search.offer, clock, search.params):
                 return
 
     def repair(self) -> None:
@@ -81,39 +84,37 @@ class Portfolio:
         search = self.search
         search.tell("trying rules of eviction")
         idle = 0
-        while idle < _IDLE_RUNS and not search.enough():
+        while idle < self.params.idle_runs and not search.enough():
             before = search.best_s()
             self.repairs.guided(search.enough)
-            self.repairs.varied(_RUNS, search.enough)
-            idle = 0 if search.best_s() < before * (1 - _SEGMENT_GAP) else idle + _RUNS
+            self.repairs.varied(self.params.runs, search.enough)
+            idle = 0 if search.best_s() < before * (1 - self.params.segment_gap) else idle + self.params.runs
 
     def improvements(self) -> Iterator[None]:
         """Choose anew in one segment of the best schedule after another."""
         search = self.search
         if search.best is None:
             return
-        yield from improvements(
-            search.problem, search.best_trial, search.budget_bytes, self.solve_segment, search.offer, search.enough
-        )
+        yield from improvements(search.problem, search.best_trial, self.solve_segment, search.offer, search.enough, search.params)
 
     def solve_segment(self, model: Model, choice: Choice, below_s: float) -> Choice | None:
         """A solution of the model of a segment that costs less than `below_s`."""
         search = self.search
         search.tell(f"improving ops {model.detail.ends[0] + 1} to {model.detail.ends[-1]}")
-        below = search.problem.units(below_s - _SEGMENT_GAP * search.problem.base_s)
+        below = search.problem.units(below_s - self.params.segment_gap * search.problem.base_s)
         start = start_values(model, choice)
-        answer = search.solve_part(
-            model.program, _SEGMENT_S, gap=_SEGMENT_GAP, start=start, below=below, should_stop=search.stopped
-        )
+        limit, gap = self.params.segment_limit, self.params.segment_gap
+        answer = solve_part(search, model.program, limit, gap=gap, start=start, below=below, should_stop=search.stopped)
         if answer.values is None or answer.objective is None or answer.objective >= below:
             return None
         return read_choice(model, answer.values)
 
-    def solve_place(self, model: Model, left_s: float) -> Choice | None:
+    def solve_place(self, model: Model, most: float) -> Choice | None:
         """A solution of one of the models of ``advance``, good enough to go on from."""
         search = self.search
         search.tell(f"searching from op {model.detail.ends[0] if model.detail.ends else 0} on")
-        answer = search.solve_part(model.program, min(left_s, _PLACE_S), gap=_PLACE_GAP, should_stop=search.stopped)
+        limit, gap = min(most, self.params.place_limit), self.params.place_gap
+        answer = solve_part(search, model.program, limit, gap=gap, should_stop=search.stopped)
         return None if answer.values is None else read_choice(model, answer.values)
 
 
@@ -121,6 +122,8 @@ def take_turns(
     ways: Sequence[Iterator[None]],
     value: Callable[[], float],
     should_stop: Callable[[], bool],
+    clock: Clock,
+    params: PortfolioParams,
     *,
     least: Sequence[float] | None = None,
     already: Sequence[float] | None = None,
@@ -132,18 +135,19 @@ def take_turns(
     Args:
         value: what they make smaller.
         least: for each way its share where it gains nothing, beside 1 for the one that gains most; by default even.
-        already: seconds that each is taken to have had; by default none.
+        clock: what their time is counted by.
+        already: what each is taken to have had; by default none.
     """
-    ways, least = list(ways), list(least or [_LEAST_SHARE] * len(ways))
+    ways, least = list(ways), list(least or [params.even_share] * len(ways))
     gained, spent = [0.0] * len(ways), list(already or [0.0] * len(ways))
     while ways and not should_stop():
-        shares = [few + gain / (max(gained) + _SLOW) for few, gain in zip(least, gained, strict=True)]
+        shares = [few + gain / (max(gained) + params.slow) for few, gain in zip(least, gained, strict=True)]
         turn = min(range(len(ways)), key=lambda i: spent[i] / shares[i])
-        before, began = value(), time.monotonic()
+        before, began = value(), clock.now
         ended = next(ways[turn], _ENDED) is _ENDED
-        took = time.monotonic() - began
+        took = clock.now - began
         gain = (before - value()) / before if before > 0 else 0.0
-        fading = _MEMORY**took
+        fading = params.memory**took
         gained = [fading * g for g in gained]
         spent = [fading * s for s in spent]
         gained[turn] += gain / took if np.isfinite(gain) and took > 0 else 0.0

@@ -8,28 +8,17 @@ search over keys that decode to schedules (Bean, ORSA J. Computing 1994).
 """
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.eviction.engine import evicting_order
+from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.rules import Guide, Rule
-from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.solution.decode import Choice, Order, Trial, late_writers, order_of
-
-_EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
-_GUIDED_RULES = (Rule(), Rule(size=0.5, distance=0.5), Rule(size=0.25, distance=2.0), Rule(size=0.25, distance=0.5))
-_FACTORS = (1.0, 1.04)  # of the budget
-_POOL = 4  # ways that are varied
-_WORSE = 1.15  # times the best: a run that takes longer is given up
-_FRESH = 40  # rules drawn before any is varied
-_MAX_EXECUTIONS = 8.0  # per op
-
-Improve = Callable[[Order, Discretization, float], Trial | None]
+from solvers.windows.incumbent import Search
+from solvers.windows.solution.decode import Choice, late_writers, order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +34,21 @@ class Way:
 class RandomKeys:
     """Ways to evict, the best of them varied."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        solutions: deque[tuple[Discretization, Choice]],
-        best_s: Callable[[], float],
-        improve: Improve,
-    ) -> None:
-        """What it needs.
-
-        Args:
-            solutions: of models, as they come; those that are taken are removed.
-            best_s: time of the best schedule (inf without).
-            improve: tries an order out if it is faster than the last argument; the trial, less what is needless,
-                where it fits.
-        """
-        self.problem = problem
-        self.budget_bytes = budget_bytes
-        self.best_s = best_s
-        self.improve = improve
-        self.solutions = solutions
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.problem = search.problem
+        self.params = search.params.random_keys
         self.pool: list[tuple[float, Way]] = []
         self.runs = 0
         self._seen: set[Choice] = set()
         self._draw = np.random.default_rng(0)
-        self._even = np.ones(len(problem.sizes))
-        self._whole = Discretization((problem.ops - 1,))
+        self._even = np.ones(len(self.problem.sizes))
+        self._whole = Discretization((self.problem.ops - 1,))
 
     def guided(self, should_stop: Callable[[], bool]) -> None:
         """Repair the solutions that have come in."""
-        while self.solutions:
-            detail, choice = self.solutions.pop()
+        while self.search.solutions:
+            detail, choice = self.search.solutions.pop()
             if choice in self._seen:
                 continue
             self._seen.add(choice)
@@ -84,8 +56,8 @@ class RandomKeys:
             for k, tensors in enumerate(choice.handed[1:]):
                 handed[k, list(tensors)] = True
             guide = Guide(detail.ends, handed)
-            for rule in _GUIDED_RULES:
-                for factor in _FACTORS:
+            for rule in self.params.guided_rules:
+                for factor in self.params.factors:
                     if should_stop():
                         return
                     self.take(Way(rule, factor, guide, self._even), None)
@@ -95,7 +67,7 @@ class RandomKeys:
         for _ in range(runs):
             if should_stop():
                 return
-            if self.runs < _FRESH or not self.pool or self._draw.random() < 0.05:
+            if self.runs < self.params.fresh or not self.pool or self._draw.random() < 0.05:
                 self.take(self.fresh(), None)
             else:
                 # The best is varied most often.
@@ -104,7 +76,7 @@ class RandomKeys:
 
     def fresh(self) -> Way:
         """A rule without a guide."""
-        cost, size, distance = (float(e) for e in self._draw.choice(_EXPONENTS, 3))
+        cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
         factor = 1.0 if self._draw.random() < 0.25 else float(self._draw.uniform(0.9, 1.4))
         return Way(Rule(cost, size, distance), factor, None, self._even)
 
@@ -125,26 +97,27 @@ class RandomKeys:
     def take(self, way: Way, parent: int | None) -> None:
         """Try a way, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
-        static_bytes = self.problem.graph.static_bytes
-        limit_s = _WORSE * self.best_s()
+        limit_s = self.params.worse * self.search.best_s()
         computed = evicting_order(
-            self.problem.graph,
-            static_bytes + int(self.problem.capacity_bytes * way.factor),
+            self.problem,
             way.rule,
+            capacity_bytes=int(self.problem.capacity_bytes * way.factor),
             bias=way.bias,
             guide=way.guide,
-            max_factor=_MAX_EXECUTIONS,
+            max_factor=self.params.most_executions,
             max_time_s=limit_s,
         )
+        executed = self.problem.ops if computed is None else len(computed)
+        self.search.clock.spend(WORK_PER_EVICTION * executed)
         if computed is None or late_writers(self.problem, order := order_of(self._whole, computed)):
             return
-        trial = self.improve(order, self._whole, limit_s)
+        trial = self.search.improve_order(order, self._whole, limit_s)
         if trial is None:
             return
         if parent is not None:
             if trial.time_s <= self.pool[parent][0]:
                 self.pool[parent] = (trial.time_s, way)
-        elif len(self.pool) < _POOL:
+        elif len(self.pool) < self.params.pool:
             self.pool.append((trial.time_s, way))
         elif trial.time_s < self.pool[-1][0]:
             self.pool[-1] = (trial.time_s, way)

@@ -7,18 +7,16 @@ settled windows are constants, so that a schedule is found in a time that grows 
 places rather than exponentially. Where what was settled leaves no way on, the last of it is opened again.
 """
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from solvers.clock import Clock, left
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
 from solvers.windows.formulation.models import build_ordered
+from solvers.windows.params import RefinementParams, WindowsParams
 from solvers.windows.solution.decode import Choice, Order, Trial, expand, late_writers, order_of
 from solvers.windows.solution.refine import refined, with_stages_in_order
-
-_OPEN = 2  # windows before the first place over the budget that stay open
-_MAX_SOLVES = 400
 
 Solve = Callable[[Model, float], Choice | None]
 Offer = Callable[[Order, Discretization], Trial]
@@ -44,22 +42,23 @@ class Place:
         return 0 if self.entering is None else 1
 
 
-def advance(problem: Problem, budget_bytes: int, detail: Discretization, solve: Solve, offer: Offer, until: float) -> bool:
+def advance(problem: Problem, detail: Discretization, solve: Solve, offer: Offer, clock: Clock, params: WindowsParams) -> bool:
     """Find a schedule; whether it did.
 
     Args:
         detail: coarse windows to start from.
-        solve: gives the solution of a model within so many seconds, None if there is none (or no time).
+        solve: gives the solution of a model within so much of the clock, None if there is none (or no time).
         offer: tries an order out, and keeps it if it fits.
-        until: when to give up (``time.monotonic``).
+        clock: gives up at its limit.
     """
+    budget_bytes = problem.budget_bytes
     place = Place((), None, detail)
     behind: list[Place] = []
     back = 1
-    for _ in range(_MAX_SOLVES):
-        if time.monotonic() > until:
+    for _ in range(params.relax_and_fix.most_solves):
+        if left(clock) <= 0:
             return False
-        choice = solve(build_ordered(problem, place.detail, Frame(entering=place.entering)), until - time.monotonic())
+        choice = solve(build_ordered(problem, place.detail, Frame(entering=place.entering)), left(clock))
         closer = None
         if choice is not None:
             order = order_of(place.detail, place.prefix + expand(problem, place.detail, choice, first_window=place.first_window))
@@ -69,7 +68,7 @@ def advance(problem: Problem, budget_bytes: int, detail: Discretization, solve: 
             trial = offer(order, place.detail)
             if trial.peak_bytes <= budget_bytes:
                 return True
-            closer = _closer(place.detail, trial, budget_bytes)
+            closer = _closer(place.detail, trial, budget_bytes, params.refinement)
         if choice is None or closer is None or closer == place.detail:
             if not behind:
                 return False
@@ -78,7 +77,8 @@ def advance(problem: Problem, budget_bytes: int, detail: Discretization, solve: 
             back *= 2
             place = replace(earlier, detail=_merged(earlier.detail, place.detail))
             continue
-        settled = _settle(replace(place, detail=closer), place.detail, choice, trial, budget_bytes)
+        still_open = params.relax_and_fix.open_windows
+        settled = _settle(replace(place, detail=closer), place.detail, choice, trial, budget_bytes, still_open)
         if settled is not None:
             behind.append(replace(place, detail=closer))
             place = settled
@@ -88,7 +88,7 @@ def advance(problem: Problem, budget_bytes: int, detail: Discretization, solve: 
     return False
 
 
-def _closer(detail: Discretization, trial: Trial, budget_bytes: int) -> Discretization:
+def _closer(detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams) -> Discretization:
     """`detail` refined at the first run of executions over the budget, and what else is over it in that window."""
     first = next(step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes)
     window = trial.order.windows[first]
@@ -97,13 +97,15 @@ def _closer(detail: Discretization, trial: Trial, budget_bytes: int) -> Discreti
         for taken, at in zip(trial.memory_bytes, trial.order.windows, strict=True)
     )
     here = replace(trial, memory_bytes=memory)
-    return with_stages_in_order(refined(detail, here, budget_bytes), here, budget_bytes)
+    return with_stages_in_order(refined(detail, here, budget_bytes, params), here, budget_bytes, params)
 
 
-def _settle(place: Place, solved: Discretization, choice: Choice, trial: Trial, budget_bytes: int) -> Place | None:
+def _settle(
+    place: Place, solved: Discretization, choice: Choice, trial: Trial, budget_bytes: int, still_open: int
+) -> Place | None:
     """`place` with the windows of `solved` settled that lie well before the first execution over the budget."""
     first = next(step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes)
-    last = trial.order.windows[first] - 1 - _OPEN  # the last window to settle
+    last = trial.order.windows[first] - 1 - still_open  # the last window to settle
     if last < place.first_window:
         return None
     end = solved.ends[last]

@@ -22,11 +22,8 @@ from solvers.windows.formulation.in_stage import add_memory_in_order
 from solvers.windows.formulation.memory import add_memory_inside, add_memory_of_repeats
 from solvers.windows.formulation.models import compose, window_rows
 from solvers.windows.formulation.variables import variables
+from solvers.windows.params import NeighbourhoodParams
 from solvers.windows.solution.decode import Choice, Order, Trial
-
-_TIGHT = 0.85  # of the budget
-_CHOICES = 2_000  # of what one op may want to be executed again before it, times windows
-_FEW_CHOICES = 15  # what it may want in any case
 
 
 class Known:
@@ -57,21 +54,22 @@ class Known:
                 again.append(op)
 
 
-def build_restricted(problem: Problem, detail: Discretization, known: Known) -> Model:
+def build_restricted(problem: Problem, detail: Discretization, known: Known, params: NeighbourhoodParams) -> Model:
     """The model that looks for schedules, with the choices that are `known`."""
-    return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known))
+    return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known, params))
 
 
-def restricted_families(known: Known) -> tuple[Family, ...]:
+def restricted_families(known: Known, params: NeighbourhoodParams) -> tuple[Family, ...]:
     """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
-    return variables(_Near(known)), window_rows, add_memory_inside, add_memory_of_repeats, add_memory_in_order
+    return variables(_Near(known, params)), window_rows, add_memory_inside, add_memory_of_repeats, add_memory_in_order
 
 
 class _Near:
     """The choices of a window: what is known to be worth executing again, near where it is wanted."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Known, params: NeighbourhoodParams) -> None:
         self.known = known
+        self.params = params
         self.again_before: dict[int, list[int]] = {}
         for v, x in known.pairs:
             self.again_before.setdefault(v, []).append(x)
@@ -88,7 +86,7 @@ class _Near:
     def lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
         """What v may want of what was executed before op `start`: the nearest of it."""
         problem = draft.problem
-        most = self.known.factor * max(_FEW_CHOICES, _CHOICES // draft.windows)
+        most = self.known.factor * max(self.params.few_choices, self.params.choices // draft.windows)
         found: set[int] = set()
         nearest_first = [-problem.producers[t] for t in problem.inputs[v]]
         heapify(nearest_first)
@@ -143,8 +141,8 @@ class _RunningTotals:
         return self.totals[k]
 
 
-def tight_windows(problem: Problem, trials: Iterable[Trial], budget_bytes: int, limit: int) -> Discretization:
-    """A window for each new op that takes nearly the budget in one of `trials`, or before which something does.
+def tight_windows(problem: Problem, trials: Iterable[Trial], tight_bytes: float, limit: int) -> Discretization:
+    """A window for each new op that takes more than `tight_bytes` in one of `trials`, or before which something does.
 
     Args:
         limit: of windows, about; of ops that follow each other the one that takes most.
@@ -157,7 +155,7 @@ def tight_windows(problem: Problem, trials: Iterable[Trial], budget_bytes: int, 
             if first:
                 most[op] = max(most[op], before)
                 before = 0
-    tight = [op for op in range(problem.ops) if most[op] > _TIGHT * budget_bytes]
+    tight = [op for op in range(problem.ops) if most[op] > tight_bytes]
     length = max(1, -(-2 * len(tight) // limit))
     worst = [max(tight[i : i + length], key=lambda op: most[op]) for i in range(0, len(tight), length)]
     ends = {op - before for op in worst for before in (0, 1) if op >= before}

@@ -11,14 +11,10 @@ from dataclasses import dataclass, replace
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
 from solvers.windows.formulation.models import build_ordered
+from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Choice, Order, Trial, expand, late_writers, order_of
 from solvers.windows.solution.encode import choice_of
 from solvers.windows.solution.refine import refined, with_stages_in_order
-
-_TIGHT = 0.7  # new ops that take this much of the budget have a window of their own
-_ROUNDS = 6  # of solving and looking closer
-_FIRST_LENGTH = 10  # new ops of a segment
-_LONGER = 1.6  # times as many in the next sweep
 
 Solve = Callable[[Model, Choice, float], Choice | None]
 Offer = Callable[[Order, Discretization], Trial]
@@ -57,7 +53,7 @@ def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int)
     )
 
 
-def improve(problem: Problem, trial: Trial, segment: Segment, budget_bytes: int, solve: Solve, offer: Offer) -> bool:
+def improve(problem: Problem, trial: Trial, segment: Segment, solve: Solve, offer: Offer, params: WindowsParams) -> bool:
     """Choose anew in `segment` of `trial`, which fits; whether that is better.
 
     Args:
@@ -65,11 +61,12 @@ def improve(problem: Problem, trial: Trial, segment: Segment, budget_bytes: int,
             None if it finds none.
         offer: tries an order out, and keeps it if it fits and is better.
     """
+    budget_bytes = problem.budget_bytes
     first, last = segment.first, segment.last
     spent_s = sum(problem.time_s[i] for i in segment.inside) - sum(problem.time_s[first : last + 1])
     part = _part(problem, segment)
-    detail = _first_detail(segment, trial, budget_bytes)
-    for _ in range(_ROUNDS):
+    detail = _first_detail(segment, trial, params.segments.tight_share * budget_bytes)
+    for _ in range(params.segments.rounds):
         whole = detail if last == problem.ops - 1 else replace(detail, ends=(*detail.ends, problem.ops - 1))
         start = choice_of(problem, whole, trial.order.computed)
         model = build_ordered(part, detail, Frame(segment.entering, segment.leaving))
@@ -83,7 +80,8 @@ def improve(problem: Problem, trial: Trial, segment: Segment, budget_bytes: int,
         tried = offer(order, whole)
         if tried.peak_bytes <= budget_bytes:
             return tried.time_s < trial.time_s
-        closer = with_stages_in_order(refined(detail, tried, budget_bytes), tried, budget_bytes)
+        closer = refined(detail, tried, budget_bytes, params.refinement)
+        closer = with_stages_in_order(closer, tried, budget_bytes, params.refinement)
         if closer == detail:
             return False
         detail = closer
@@ -93,15 +91,15 @@ def improve(problem: Problem, trial: Trial, segment: Segment, budget_bytes: int,
 def improvements(
     problem: Problem,
     best: Callable[[], Trial],
-    budget_bytes: int,
     solve: Solve,
     offer: Offer,
     should_stop: Callable[[], bool],
+    params: WindowsParams,
 ) -> Iterator[None]:
     """Improve segment after segment, the costly ones first; longer ones where no other is better any more."""
-    length = _FIRST_LENGTH
+    length = params.segments.first_length
     settled: set[Segment] = set()
-    while length < _LONGER * problem.ops:
+    while length < params.segments.longer * problem.ops:
         better = False
         for first, last in _costly(problem, best(), length):
             if should_stop():
@@ -112,10 +110,10 @@ def improvements(
             if alone in settled:
                 continue
             settled.add(alone)
-            better |= improve(problem, trial, segment, budget_bytes, solve, offer)
+            better |= improve(problem, trial, segment, solve, offer, params)
             yield
         if not better:
-            length = int(length * _LONGER)
+            length = int(length * params.segments.longer)
 
 
 def _costly(problem: Problem, trial: Trial, length: int) -> list[tuple[int, int]]:
@@ -145,7 +143,7 @@ def _wanted(problem: Problem, computed: Iterable[int]) -> frozenset[int]:
     return frozenset(wanted)
 
 
-def _first_detail(segment: Segment, trial: Trial, budget_bytes: int) -> Discretization:
+def _first_detail(segment: Segment, trial: Trial, tight_bytes: float) -> Discretization:
     """A window for each new op that takes much memory, or before which something is executed again."""
     begin = len(segment.before)
     ends = {segment.first - 1, segment.last}
@@ -155,7 +153,7 @@ def _first_detail(segment: Segment, trial: Trial, budget_bytes: int) -> Discreti
         if not trial.order.first[position]:
             again.append(op)
             continue
-        if again or trial.memory_bytes[position] > _TIGHT * budget_bytes:
+        if again or trial.memory_bytes[position] > tight_bytes:
             ends.update((op - 1, op))
         ordered.update((op, x) for x in again)
         again = []

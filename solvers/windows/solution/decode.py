@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from graphs.schedule import Compute, Schedule, schedule_of
 from graphs.simulate import simulate
-from solvers.highs import Floats
+from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Model
 

@@ -5,12 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from graphs.schedule import Compute, schedule_of
-from solvers.highs import Floats
+from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.solution.decode import Choice, Trial, order_of, try_out
-
-_PASSES = 8  # over an order, each leaving out what it can
 
 
 def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int]) -> Choice:
@@ -54,13 +52,13 @@ def start_values(model: Model, choice: Choice) -> Floats:
 
 
 def without_needless(
-    problem: Problem, detail: Discretization, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool]
+    problem: Problem, detail: Discretization, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
     """`trial`, which fits, less the further executions that the budget does not call for.
 
     The longest first: without it, its outputs live on from their execution before.
     """
-    for _ in range(_PASSES):
+    for _ in range(passes):
         if should_stop():
             break
         needless = _needless(problem, trial, budget_bytes)

@@ -4,14 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.params import RefinementParams
 from solvers.windows.solution.decode import Trial
 
-_PIECE = 12  # of a long run over the budget the worst of every piece of about this length is looked at
-_NEARLY = 0.9  # what takes this much of the budget is likely to be next over it
-_PIECES = 8  # but of no more than this many pieces
 
-
-def worst_of_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
+def worst_of_runs(trial: Trial, budget_bytes: int, params: RefinementParams) -> Iterator[int]:
     """For each run of consecutive executions over the budget the one that takes most; several in a long run."""
     over = [step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes]
     runs: list[list[int]] = []
@@ -21,13 +18,15 @@ def worst_of_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
         else:
             runs.append([step])
     for run in runs:
-        pieces = min(_PIECES, -(-len(run) // _PIECE))
+        pieces = min(params.most_pieces, -(-len(run) // params.piece))
         size = -(-len(run) // pieces)
         for begin in range(0, len(run), size):
             yield max(run[begin : begin + size], key=lambda step: (trial.memory_bytes[step], -step))
 
 
-def refined(detail: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
+def refined(
+    detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
+) -> Discretization:
     """`detail` with a closer look at every place where `trial` is over the budget.
 
     At a first execution of v: row 6; if it is there, a window ends at v. At a further execution of
@@ -39,7 +38,7 @@ def refined(detail: Discretization, trial: Trial, budget_bytes: int, *, ahead: i
             next solution then has it: look at so many ops up to v, as if it did not fit before any of them.
     """
     ends, firsts, repeats, chains = set(detail.ends), set(detail.firsts), set(detail.repeats), set(detail.chains)
-    for step in worst_of_runs(trial, budget_bytes):
+    for step in worst_of_runs(trial, budget_bytes, params):
         op = trial.order.computed[step]
         if trial.order.first[step]:
             (ends if op in firsts else firsts).add(op)
@@ -68,7 +67,9 @@ def _up_to(op: int, count: int) -> range:
     return range(max(0, op - count + 1), op + 1)
 
 
-def with_stages_in_order(detail: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
+def with_stages_in_order(
+    detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
+) -> Discretization:
     """`detail` with Checkmate's memory rows in stages where `trial` does not fit, for what it executes again there.
 
     Args:
@@ -85,7 +86,7 @@ def with_stages_in_order(detail: Discretization, trial: Trial, budget_bytes: int
         done = op
         if any(taken > budget_bytes for _, taken in again):
             stages = [v for v in _up_to(done, ahead) if detail.is_single(detail.window_of(v))]
-            ordered.update((v, x) for v in stages for x, taken in again if taken > _NEARLY * budget_bytes)
+            ordered.update((v, x) for v in stages for x, taken in again if taken > params.nearly * budget_bytes)
         again = []
     return replace(detail, ordered=frozenset(ordered))
 

@@ -379,11 +379,11 @@ from solvers.registry import SOLVERS, Entry
 
 marker, listens, *arguments = sys.argv[1:]
 
-def solve(graph, budget_bytes, *, should_stop, **options):
+def solve(request):
     Path(marker).touch()
-    while not (listens == "listens" and should_stop()):
+    while not (listens == "listens" and request.interrupted()):
         time.sleep(0.01)
-    return store_all.solve(graph, budget_bytes)
+    return store_all.solve(request)
 
 module = types.ModuleType("endless")
 module.solve = solve

@@ -98,11 +98,11 @@ from solvers.registry import SOLVERS, Entry
 
 marker, *arguments = sys.argv[1:]
 
-def solve(graph, budget_bytes, *, should_stop, **options):
+def solve(request):
     Path(marker).touch()
-    while not should_stop():
+    while not request.interrupted():
         time.sleep(0.01)
-    return store_all.solve(graph, budget_bytes)
+    return store_all.solve(request)
 
 module = types.ModuleType("endless")
 module.solve = solve

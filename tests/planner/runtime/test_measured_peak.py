@@ -7,6 +7,7 @@ from graphs.capture.trace import capture
 from graphs.cost.profile import profile
 from planner.api import run
 from planner.solving import summarize
+from solvers.clock import WallClock
 from solvers.least import least_budget
 from tests.support.steps import STEPS, make, solve_for
 
@@ -15,7 +16,7 @@ from tests.support.steps import STEPS, make, solve_for
 def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     workload = make(name)
     graph = profile(capture(*workload), TrainingStep(workload.model, workload.loss_fn), workload.batch, passes=1)
-    peak, least = summarize(graph).store_all_peak_bytes, least_budget(graph, time_limit_s=2.0).found_bytes
+    peak, least = summarize(graph).store_all_peak_bytes, least_budget(graph, clock=WallClock(2.0)).found_bytes
     for share in (1.0, 0.6, 0.3, 0.1):
         plan = solve_for(2.0, graph, int(least + share * (peak - least)))
         report = run(plan, *workload, repeats=1)

@@ -27,6 +27,7 @@ from planner.cli.main import main
 from planner.studies.curve import Curve, curve, evenly, outside_in
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry
+from solvers.request import Request
 from solvers.result import Result, Status
 
 ROOT = Path(__file__).parents[3]
@@ -89,9 +90,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, answers: Callable[[Graph, int], Re
     """A solver called "scripted"; returns the budgets it is asked for."""
     asked: list[int] = []
 
-    def solve(graph: Graph, budget_bytes: int, **_: Any) -> Result:
-        asked.append(budget_bytes)
-        return answers(graph, budget_bytes)
+    def solve(request: Request) -> Result:
+        asked.append(request.budget_bytes)
+        return answers(request.graph, request.budget_bytes)
 
     module = types.ModuleType("scripted")
     module.solve = solve  # type: ignore[attr-defined]
@@ -251,11 +252,11 @@ from solvers.policies import store_all
 
 FOLDER = Path(__file__).parent
 
-def solve(graph, budget_bytes, *, should_stop, **options):
+def solve(request):
     (FOLDER / f"{os.getpid()}.started").touch()
-    while not should_stop():
+    while not request.interrupted():
         time.sleep(0.01)
-    return store_all.solve(graph, budget_bytes)
+    return store_all.solve(request)
 """
 
 WITH_ENDLESS_SOLVER = """

@@ -6,7 +6,6 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +23,9 @@ from planner.models.workload import parse_spec
 from planner.studies.max_batch import METHODS, Answer, Enough, Wanted, largest, max_batch
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
+from solvers.request import Request
 from solvers.result import Progress, Result, Status
+from tests.support.requests import ask
 
 MLP = "zoo:mlp,layers=4,width=32,classes=8"
 
@@ -54,7 +55,7 @@ def brute_force(graph_of: Callable[[int], Graph], solver: str, wanted: Wanted, u
     best = 0
     for batch in range(1, upto + 1):
         graph = graph_of(batch)
-        result = get_solver(solver)(graph, wanted.budget_bytes, tolerance=1e-4)
+        result = get_solver(solver)(ask(graph, wanted.budget_bytes, tolerance=1e-4))
         cap = float("inf") if wanted.max_overhead is None else (1 + wanted.max_overhead) * graph.time_s
         if result.time_s is not None and result.time_s <= cap:
             best = batch
@@ -144,8 +145,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, solve: Callable[..., Result]) -> N
 
 
 def test_what_is_not_decided_in_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def solve(graph: Graph, budget_bytes: int, **_: Any) -> Result:
-        return Result(graph, budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, message="out of time")
+    def solve(request: Request) -> Result:
+        graph = request.graph
+        return Result(graph, request.budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, message="out of time")
 
     scripted(monkeypatch, solve)
     answer = by_method(max_batch(chain, Wanted(4_000, 0.01, limit=10)))["optimal"]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.api import run, trace
+from solvers.clock import WallClock
 from solvers.least import least_budget
 from tests.support.norms import Call, classes, norm_twice
 from tests.support.steps import solve_for
@@ -136,7 +137,7 @@ def test_a_tight_plan_holds(make: Callable[[], Workload]) -> None:
     torch.manual_seed(5)
     workload = make()
     graph = trace(*workload, passes=1)
-    least = least_budget(graph, time_limit_s=2.0).found_bytes
+    least = least_budget(graph, clock=WallClock(2.0)).found_bytes
     plan = solve_for(10.0, graph, int(1.02 * least), tolerance=0.1)
     assert simulate(graph, plan.schedule).peak_bytes <= plan.budget_bytes
     report = run(plan, *workload, repeats=1)

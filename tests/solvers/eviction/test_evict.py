@@ -8,10 +8,12 @@ from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic import TransformerSize, random_training_step, training_chain, transformer
 from solvers.bounds import least_budget_bound
+from solvers.clock import WallClock
 from solvers.eviction.engine import evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES, Guide, Rule
 from solvers.policies.store_all import store_all
+from solvers.problem import problem_of
 
 
 def between(graph: Graph, share: float) -> int:
@@ -25,9 +27,9 @@ def between(graph: Graph, share: float) -> int:
 def test_what_is_executed_fits(graph: Graph, share: float) -> None:
     budget = between(graph, share)
     for rule in (*RULES, *TIGHT_RULES):
-        order = evicting_order(graph, budget, rule)
+        order = evicting_order(problem_of(graph, budget), rule)
         assert order is not None
-        assert order == evicting_order(graph, budget, rule)
+        assert order == evicting_order(problem_of(graph, budget), rule)
         assert simulate(graph, schedule_of(graph, order)).peak_bytes <= budget
         first = list(dict.fromkeys(order))
         assert first == list(range(len(graph.ops)))
@@ -37,7 +39,7 @@ def test_what_is_executed_fits(graph: Graph, share: float) -> None:
 @pytest.mark.parametrize("layers", [1, 4, 12])
 def test_transformers_run_in_little_more_than_their_largest_op(layers: int) -> None:
     graph = transformer(TransformerSize(layers=layers))
-    schedule = least_evicting_schedule(graph, time_limit_s=60.0)
+    schedule = least_evicting_schedule(graph, WallClock(60.0))
     assert schedule is not None
     assert simulate(graph, schedule).peak_bytes <= between(graph, 0.02)
 
@@ -45,28 +47,28 @@ def test_transformers_run_in_little_more_than_their_largest_op(layers: int) -> N
 def test_gradients_are_not_given_up_for_what_they_leave_no_room_to_make() -> None:
     graph = random_training_step(0, 40)
     budget = between(graph, 0.05)
-    assert all(evicting_order(graph, budget, rule) is None for rule in RULES)
-    assert all(evicting_order(graph, budget, rule) is not None for rule in TIGHT_RULES)
+    assert all(evicting_order(problem_of(graph, budget), rule) is None for rule in RULES)
+    assert all(evicting_order(problem_of(graph, budget), rule) is not None for rule in TIGHT_RULES)
 
 
 def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
-    order = evicting_order(graph, budget, Rule())
+    order = evicting_order(problem_of(graph, budget), Rule())
     assert order is not None
     again = next(i for i in order if order.count(i) > 1)
     (stays,) = graph.ops[again].outputs
 
     handed = np.zeros((2, len(graph.tensors)), dtype=bool)
     handed[:, stays] = True
-    guided = evicting_order(graph, budget, Rule(), guide=Guide((15, len(graph.ops) - 1), handed))
+    guided = evicting_order(problem_of(graph, budget), Rule(), guide=Guide((15, len(graph.ops) - 1), handed))
     assert guided is not None
     assert guided.count(again) == 1
     assert len(guided) > len(graph.ops)
 
     bias = np.ones(len(graph.tensors))
     bias[stays] = 1e9
-    biased = evicting_order(graph, budget, Rule(), bias=bias)
+    biased = evicting_order(problem_of(graph, budget), Rule(), bias=bias)
     assert biased is not None
     assert biased.count(again) == 1
 
@@ -74,16 +76,16 @@ def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
 def test_it_fails_where_a_limit_is_reached() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
-    order = evicting_order(graph, budget, Rule())
+    order = evicting_order(problem_of(graph, budget), Rule())
     assert order is not None
     seconds = sum(graph.ops[i].time_s for i in order)
-    assert evicting_order(graph, budget, Rule(), max_time_s=seconds) == order
-    assert evicting_order(graph, budget, Rule(), max_time_s=0.99 * seconds) is None
-    assert evicting_order(graph, budget, Rule(), should_stop=lambda: True) is None
-    assert evicting_order(graph, least_budget_bound(graph).budget_bytes - 1, Rule()) is None
+    assert evicting_order(problem_of(graph, budget), Rule(), max_time_s=seconds) == order
+    assert evicting_order(problem_of(graph, budget), Rule(), max_time_s=0.99 * seconds) is None
+    assert evicting_order(problem_of(graph, budget), Rule(), should_stop=lambda: True) is None
+    assert evicting_order(problem_of(graph, least_budget_bound(graph).budget_bytes - 1), Rule()) is None
 
 
 def test_the_least_peak_is_looked_for_no_longer_than_is_allowed() -> None:
     graph = training_chain(16)
-    assert least_evicting_schedule(graph, time_limit_s=0.0) is None
-    assert least_evicting_schedule(graph, time_limit_s=60.0, should_stop=lambda: True) is None
+    assert least_evicting_schedule(graph, WallClock(0.0)) is None
+    assert least_evicting_schedule(graph, WallClock(60.0), should_stop=lambda: True) is None

@@ -1,9 +1,8 @@
 """An order of the ops that needs less memory: it is one, it is never worse, and what runs in it is the same step."""
 
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -25,10 +24,12 @@ from planner.solving import summarize
 from planner.studies.curve import curve
 from planner.studies.max_batch import Wanted, max_batch
 from solvers.bounds import least_budget_bound
+from solvers.clock import WorkClock
 from solvers.order.reorder import Reordering, permuted, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Status
+from tests.support.requests import ask
 from tests.support.steps import make, random_schedule
 
 
@@ -75,14 +76,14 @@ def test_a_chain_stays_as_it_is() -> None:
     assert found.graph is graph
 
 
-def test_where_time_is_short_the_program_order_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_time_is_short_the_program_order_is_the_answer() -> None:
     graph = weight_gradients()
-    asked = count()
-    monkeypatch.setattr("solvers.order.reorder.time", SimpleNamespace(monotonic=lambda: next(asked)))
-    assert reordered(graph, time_limit_s=1000).changed
-    asked = count()
-    assert reordered(graph, time_limit_s=3).graph is graph
-    assert next(asked) == 5  # the beginning, three moves in time, and one that is not begun
+    whole = WorkClock(1000)
+    assert reordered(graph, whole).changed
+    assert whole.now > 0
+    short = WorkClock(0.5 * whole.now)
+    assert reordered(graph, short).graph is graph
+    assert 0.5 * whole.now <= short.now < whole.now  # what is not in time is not begun
 
 
 def test_an_order_that_is_none_is_refused() -> None:
@@ -179,7 +180,7 @@ def test_a_plan_is_for_the_graph_as_it_was() -> None:
 
 def test_what_fits_only_in_program_order_is_found_there() -> None:
     graph, budget_bytes = synthetic.random_graph(350, 12), 27
-    in_new_order = get_solver("windows")(reordered(graph).graph, budget_bytes)
+    in_new_order = get_solver("windows")(ask(reordered(graph).graph, budget_bytes))
     assert in_new_order.status is Status.INFEASIBLE
     plan = planner.solve(graph, budget_bytes)
     assert (plan.status, plan.settings["reordered"]) == ("optimal", False)

@@ -19,6 +19,7 @@ from solvers.policies.module_tree import ModuleTree
 from solvers.policies.replay import recompute_groups
 from solvers.policies.store_all import store_all
 from solvers.result import Reason, Status
+from tests.support.requests import ask
 
 
 def transformer(layers: int) -> Graph:
@@ -107,17 +108,17 @@ def test_the_level_is_chosen_by_the_budget() -> None:
     )
     stages, pairs = (simulate(graph, checkpoint_blocks(graph, level)) for level in (1, 2))
     assert stages.time_s > pairs.time_s
-    large = solve(graph, max(stages.peak_bytes, pairs.peak_bytes))
+    large = solve(ask(graph, max(stages.peak_bytes, pairs.peak_bytes)))
     assert (large.status, large.settings, large.time_s) == (Status.FEASIBLE, {"level": 2}, pairs.time_s)
-    small = solve(graph, min(stages.peak_bytes, pairs.peak_bytes))
+    small = solve(ask(graph, min(stages.peak_bytes, pairs.peak_bytes)))
     assert small.schedule is not None
-    too_small = solve(graph, min(stages.peak_bytes, pairs.peak_bytes) - 1)
+    too_small = solve(ask(graph, min(stages.peak_bytes, pairs.peak_bytes) - 1))
     assert too_small.status is Status.LIMIT
     assert "checkpointing every block needs" in too_small.message
 
 
 def test_a_graph_without_blocks_says_so() -> None:
-    result = solve(synthetic.training_chain(5), 10**9)
+    result = solve(ask(synthetic.training_chain(5), 10**9))
     assert result.status is Status.LIMIT
     assert result.reason is Reason.INAPPLICABLE
     assert "no blocks" in result.message
@@ -189,7 +190,7 @@ def test_the_blocks_of_a_unet_are_stem_down_and_up(unet: Graph) -> None:
 
 def test_a_unet_is_checkpointed_at_70_percent_of_its_peak(unet: Graph) -> None:
     peak = simulate(unet, store_all(unet)).peak_bytes
-    blocks, selective = solve(unet, int(0.7 * peak)), sac.solve(unet, int(0.7 * peak))
+    blocks, selective = solve(ask(unet, int(0.7 * peak))), sac.solve(ask(unet, int(0.7 * peak)))
     assert blocks.time_s is not None and selective.time_s is not None
     assert selective.time_s < blocks.time_s < 1.3 * unet.time_s
     # By single layers, as numbered modules alone would have it, it needs more.

@@ -18,6 +18,7 @@ from solvers.policies.stages import Cuts, Forward, Stages, crossings, cut_places
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Progress, Status
+from tests.support.requests import ask
 
 CHAIN_SOLVERS = ("chen-sqrt", "chen-greedy", "griewank", "rotor")
 
@@ -78,7 +79,7 @@ def test_a_plan_becomes_a_schedule() -> None:
 @pytest.mark.parametrize("length", [16, 64, 256, 1024])
 def test_memory_of_square_root_segments(length: int) -> None:
     graph = synthetic.training_chain(length)
-    result = chen.solve(graph, 10 * length)
+    result = chen.solve(ask(graph, 10 * length))
     assert result.peak_bytes is not None
     assert result.peak_bytes <= 2 * math.sqrt(length) + 3
     assert result.time_s is not None
@@ -96,16 +97,16 @@ def test_greedy_segments_are_of_even_bytes() -> None:
     for i in range(len(sizes) - 1, -1, -1):
         gradient = draft.op(f"g{i}", [*f[max(0, i - 1) : i], *gradient], [1], phase=Phase.BACKWARD)
     graph = draft.graph()
-    even = chen.solve(graph, 10**6)
+    even = chen.solve(ask(graph, 10**6))
     assert even.peak_bytes is not None
-    greedy = chen.solve(graph, even.peak_bytes - 1, rule="chen-greedy")
+    greedy = chen.solve(ask(graph, even.peak_bytes - 1), rule="chen-greedy")
     assert greedy.status is Status.FEASIBLE
     assert greedy.time_s is not None
     assert greedy.time_s <= 1.5 * graph.time_s
 
 
 def test_segments_that_do_not_fit() -> None:
-    result = chen.solve(synthetic.training_chain(64), 10)
+    result = chen.solve(ask(synthetic.training_chain(64), 10))
     assert (result.status, result.bound_s, result.solver) == (Status.LIMIT, None, "chen-sqrt")
     assert "recomputing segments needs 16 B" in result.message
 
@@ -155,8 +156,8 @@ def test_as_many_snapshots_as_said(snapshots: int) -> None:
 @pytest.mark.parametrize("layers", [5, 8, 12])
 def test_revolve_with_the_least_memory(layers: int) -> None:
     graph = synthetic.training_chain(layers)
-    assert griewank.solve(graph, 3).time_s == 2 * layers + (layers - 1) * (layers - 2) / 2
-    assert griewank.solve(graph, 2).status is Status.LIMIT
+    assert griewank.solve(ask(graph, 3)).time_s == 2 * layers + (layers - 1) * (layers - 2) / 2
+    assert griewank.solve(ask(graph, 2)).status is Status.LIMIT
 
 
 # --- rotor ----------------------------------------------------------------------------------------
@@ -165,22 +166,22 @@ def test_revolve_with_the_least_memory(layers: int) -> None:
 @pytest.mark.parametrize("layers", [4, 6, 9])
 def test_the_optimum_of_a_uniform_chain(layers: int) -> None:
     graph = synthetic.training_chain(layers)
-    times = [rotor.solve(graph, budget).time_s for budget in (3, layers, layers + 1)]
+    times = [rotor.solve(ask(graph, budget)).time_s for budget in (3, layers, layers + 1)]
     assert times == [2 * layers + (layers - 1) * (layers - 2) / 2, 2 * layers + 1, 2 * layers]
 
 
 @pytest.mark.parametrize("budget", range(2, 10))
 def test_the_optimum_of_a_uniform_chain_at_each_budget(budget: int) -> None:
     graph = synthetic.training_chain(8)
-    optimum = get_solver("windows")(graph, budget, tolerance=1e-6)
-    assert rotor.solve(graph, budget).time_s == optimum.time_s
+    optimum = get_solver("windows")(ask(graph, budget, tolerance=1e-6))
+    assert rotor.solve(ask(graph, budget)).time_s == optimum.time_s
 
 
 @pytest.mark.parametrize("budget", range(4, 12))
 def test_about_the_optimum_of_a_chain_with_internals(budget: int) -> None:
     # Not quite: a snapshot that is stored stays until all after it is reversed.
     graph = training_chain_with_internals(5)
-    optimum_s, time_s = (get_solver(name)(graph, budget).time_s for name in ("windows", "rotor"))
+    optimum_s, time_s = (get_solver(name)(ask(graph, budget)).time_s for name in ("windows", "rotor"))
     assert optimum_s is not None
     assert time_s is not None
     assert optimum_s <= time_s <= optimum_s + 1
@@ -190,9 +191,9 @@ def test_about_the_optimum_of_a_chain_with_internals(budget: int) -> None:
 def test_no_method_beats_the_bound(seed: int) -> None:
     graph = synthetic.random_training_step(seed, 12)
     budget = int(0.7 * peak_bytes(graph))
-    bound = get_solver("windows")(graph, budget, tolerance=0.01, time_limit_s=20.0).bound_s
+    bound = get_solver("windows")(ask(graph, budget, tolerance=0.01, time_limit_s=20.0)).bound_s
     assert bound is not None
-    times = {name: get_solver(name)(graph, budget).time_s or math.inf for name in CHAIN_SOLVERS}
+    times = {name: get_solver(name)(ask(graph, budget)).time_s or math.inf for name in CHAIN_SOLVERS}
     assert all(time_s >= bound * (1 - 1e-9) for time_s in times.values())
     assert times["rotor"] < math.inf
 
@@ -200,16 +201,16 @@ def test_no_method_beats_the_bound(seed: int) -> None:
 def test_a_transformer_takes_less_time_than_by_segments() -> None:
     graph = synthetic.transformer(TransformerSize(layers=6, batch=2))
     budget = int(0.5 * peak_bytes(graph))
-    times = {name: get_solver(name)(graph, budget).time_s or math.inf for name in CHAIN_SOLVERS}
+    times = {name: get_solver(name)(ask(graph, budget)).time_s or math.inf for name in CHAIN_SOLVERS}
     assert times["rotor"] < times["chen-greedy"] < 1.4 * graph.time_s
 
 
 def test_what_was_found_when_time_was_up_is_the_answer() -> None:
     graph = synthetic.training_chain(40)
     said: list[Progress] = []
-    late = griewank.solve(graph, 1000, time_limit_s=0.0, on_progress=said.append)
+    late = griewank.solve(ask(graph, 1000, time_limit_s=0.0, on_progress=said.append))
     assert (late.status, len(said), said[0].best_s) == (Status.FEASIBLE, 1, late.time_s)
-    stopped = griewank.solve(graph, 2, should_stop=lambda: True)
+    stopped = griewank.solve(ask(graph, 2, should_stop=lambda: True))
     assert "(of what was tried before it was stopped), over the budget of 2 B" in stopped.message
 
 
@@ -219,13 +220,13 @@ def test_what_was_found_when_time_was_up_is_the_answer() -> None:
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.3, 1.0), name=st.sampled_from(CHAIN_SOLVERS))
 def test_schedules_run_and_fit_on_random_graphs(seed: int, ops: int, share: float, name: str) -> None:
     graph = synthetic.random_graph(seed, ops)
-    result = get_solver(name)(graph, int(share * peak_bytes(graph)))
+    result = get_solver(name)(ask(graph, int(share * peak_bytes(graph))))
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
 
 
 @given(seed=st.integers(0, 10**6), layers=st.integers(2, 25), name=st.sampled_from(CHAIN_SOLVERS))
 def test_training_steps_are_cut_to_size(seed: int, layers: int, name: str) -> None:
     graph = synthetic.random_training_step(seed, layers)
-    result = get_solver(name)(graph, peak_bytes(graph))
+    result = get_solver(name)(ask(graph, peak_bytes(graph)))
     assert result.time_s is not None
     assert result.time_s <= 2 * graph.time_s

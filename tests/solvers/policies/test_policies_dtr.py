@@ -17,12 +17,13 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free
 from graphs.simulate import simulate
 from graphs.synthetic import Draft
-from solvers.policies.dtr import Rule, heuristic, solve
+from solvers.policies.dtr import DtrParams, Rule, heuristic, solve
 from solvers.policies.held import held_storages
 from solvers.policies.online import Deallocation, FailedError, Heuristic, Online
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Status
+from tests.support.requests import ask
 
 INSTANCES = Path(__file__).parents[3] / ".." / "shared" / "instances"
 OOM = math.inf
@@ -45,7 +46,7 @@ def public(name: str, *, views: bool = False) -> Graph:
 
 def overhead(graph: Graph, ratio: float, rule: str = Rule.DTR) -> float:
     """Time / time without recomputation at `ratio` of the peak; infinite when out of memory."""
-    result = solve(graph, int(ratio * simulate(graph, store_all(graph)).peak_bytes), rule=rule)
+    result = solve(ask(graph, int(ratio * simulate(graph, store_all(graph)).peak_bytes)), rule=rule)
     if result.time_s is None:
         assert "out of memory" in result.message
         return OOM
@@ -89,7 +90,7 @@ def test_about_the_published_overheads_with_views_at_no_cost_of_their_own(name: 
 def test_the_published_overhead_of_the_exact_neighbourhood() -> None:
     graph = public("resnet32")
     assert overhead(graph, 0.2, Rule.FULL) == pytest.approx(1.371, abs=0.002)
-    tight = solve(graph, simulate(graph, store_all(graph)).peak_bytes // 10, rule=Rule.FULL)
+    tight = solve(ask(graph, simulate(graph, store_all(graph)).peak_bytes // 10), rule=Rule.FULL)
     assert (tight.status, tight.bound_s) == (Status.LIMIT, None)
     assert "thrashes" in tight.message
 
@@ -98,7 +99,7 @@ def test_the_published_overhead_of_the_exact_neighbourhood() -> None:
 def test_without_eviction_the_peak_is_that_of_keeping_everything(name: str) -> None:
     graph = public(name)
     keeping = simulate(graph, store_all(graph))
-    result = solve(graph, keeping.peak_bytes)
+    result = solve(ask(graph, keeping.peak_bytes))
     assert (result.peak_bytes, result.time_s) == (keeping.peak_bytes, keeping.time_s)
     assert result.status is Status.OPTIMAL
 
@@ -158,7 +159,7 @@ def test_a_reference_held_on_is_evicted_as_the_simulator_would(tmp_path: Path) -
     assert simulate(graph, store_all(graph)).peak_bytes == 35
     graph = graph_from_dict(graph_to_dict(renamed(graph)))
     for budget in (35, 25):
-        result = solve(graph, budget)
+        result = solve(ask(graph, budget))
         assert (result.peak_bytes, result.time_s) == (budget, graph.time_s)
 
 
@@ -208,7 +209,10 @@ def test_a_view_goes_with_its_base_and_is_made_again_when_it_is_read(tmp_path: P
 @pytest.mark.parametrize("deallocation", Deallocation)
 def test_schedules_with_views_run_and_fit(rule: Rule, deallocation: Deallocation) -> None:
     graph = public("resnet32", views=True)
-    result = solve(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes), rule=rule, deallocation=deallocation)
+    result = solve(
+        ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes), params=DtrParams(deallocation=deallocation)),
+        rule=rule,
+    )
     assert result.status is Status.FEASIBLE
 
 
@@ -225,7 +229,7 @@ def test_schedules_with_views_run_and_fit(rule: Rule, deallocation: Deallocation
 def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: Rule, deallocation: Deallocation) -> None:
     graph = synthetic.random_graph(seed, ops)
     budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
-    result = solve(graph, budget, rule=rule, deallocation=deallocation, thrash_factor=20.0)
+    result = solve(ask(graph, budget, params=DtrParams(deallocation=deallocation, thrash_factor=20.0)), rule=rule)
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
     if result.status is Status.LIMIT:
         assert result.bound_s is None
@@ -239,7 +243,7 @@ def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: Rule, de
 def test_a_training_step_fits_less(seed: int, deallocation: Deallocation) -> None:
     graph = synthetic.random_training_step(seed, 40)
     budget = int(0.75 * simulate(graph, store_all(graph)).peak_bytes)
-    result = solve(graph, budget, deallocation=deallocation)
+    result = solve(ask(graph, budget, params=DtrParams(deallocation=deallocation)))
     assert result.status is Status.FEASIBLE
     assert result.time_s is not None
     assert graph.time_s < result.time_s < 2 * graph.time_s
@@ -286,14 +290,14 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
 def test_random_eviction_is_by_its_seed() -> None:
     graph = synthetic.random_training_step(1, 40)
     budget = int(0.7 * simulate(graph, store_all(graph)).peak_bytes)
-    first, second, other = (solve(graph, budget, rule=Rule.RANDOM, seed=seed) for seed in (3, 3, 4))
+    first, second, other = (solve(ask(graph, budget, params=DtrParams(seed=seed)), rule=Rule.RANDOM) for seed in (3, 3, 4))
     assert first.schedule == second.schedule != other.schedule
 
 
 def test_each_rule_is_a_solver() -> None:
     graph = synthetic.random_training_step(1, 20)
     for rule in Rule:
-        assert get_solver(rule)(graph, simulate(graph, store_all(graph)).peak_bytes).solver == rule.value
+        assert get_solver(rule)(ask(graph, simulate(graph, store_all(graph)).peak_bytes)).solver == rule.value
 
 
 # --- deallocation ---------------------------------------------------------------------------------
@@ -340,8 +344,8 @@ def test_what_cannot_be_made_again_stays_as_long_as_it_may_be_read() -> None:
 
 
 def test_a_stopped_run_says_so() -> None:
-    result = solve(synthetic.chain(5), 10, should_stop=lambda: True)
+    result = solve(ask(synthetic.chain(5), 10, should_stop=lambda: True))
     assert result.status is Status.LIMIT
     assert "stopped" in result.message
-    late = solve(synthetic.chain(5), 10, time_limit_s=0.0)
+    late = solve(ask(synthetic.chain(5), 10, time_limit_s=0.0))
     assert "the limit of 0 s was reached" in late.message

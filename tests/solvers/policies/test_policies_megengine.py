@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from graphs import synthetic
 from graphs.simulate import simulate
 from graphs.synthetic import Draft
-from solvers.policies.megengine import FACTORS, LEAST_BYTES, Dynamic, Rule, Static, solve
+from solvers.policies.megengine import FACTORS, LEAST_BYTES, Dynamic, MegEngineParams, Rule, Static, solve
 from solvers.policies.online import Online
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
+from tests.support.requests import ask
 
 MiB = 2**20
 
@@ -24,7 +25,7 @@ MiB = 2**20
 def test_schedules_run_and_fit(rule: Rule, seed: int, ops: int, share: float) -> None:
     graph = synthetic.random_graph(seed, ops)
     budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
-    result = solve(graph, budget, rule=rule, least_bytes=0, thrash_factor=20.0)
+    result = solve(ask(graph, budget, params=MegEngineParams(least_bytes=(0,), thrash_factor=20.0)), rule=rule)
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
     assert result.bound_s is None or result.status is not Status.LIMIT
 
@@ -32,7 +33,7 @@ def test_schedules_run_and_fit(rule: Rule, seed: int, ops: int, share: float) ->
 @pytest.mark.parametrize("rule", Rule)
 def test_a_training_step_fits_less(rule: Rule) -> None:
     graph = synthetic.random_training_step(2, 40)
-    result = get_solver(rule)(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes))
+    result = get_solver(rule)(ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes)))
     assert (result.status, result.solver) == (Status.FEASIBLE, rule.value)
     assert result.time_s is not None
     assert result.time_s < 1.5 * graph.time_s
@@ -108,17 +109,17 @@ def test_its_settings_are_tried_for_each_budget(rule: Rule) -> None:
     graph = replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * MiB // middle) for t in graph.tensors))
     budget = int(0.7 * simulate(graph, store_all(graph)).peak_bytes)
     tried = [
-        solve(graph, budget, rule=rule, least_bytes=size, factors=pair)
+        solve(ask(graph, budget, params=MegEngineParams(least_bytes=(size,), factors=(pair,))), rule=rule)
         for size in LEAST_BYTES
         for pair in (FACTORS if rule is Rule.STATIC else FACTORS[:1])
     ]
-    best = solve(graph, budget, rule=rule)
+    best = solve(ask(graph, budget), rule=rule)
     assert best.time_s == min(result.time_s for result in tried if result.time_s is not None)
     assert best.settings["least_bytes"] in LEAST_BYTES
     assert len({result.time_s for result in tried}) > 1
 
 
 def test_why_none_of_its_settings_fits() -> None:
-    result = solve(synthetic.random_training_step(2, 40), 1)
+    result = solve(ask(synthetic.random_training_step(2, 40), 1))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)
     assert "out of memory" in result.message

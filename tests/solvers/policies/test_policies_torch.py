@@ -15,11 +15,12 @@ from graphs.simulate import simulate
 from graphs.synthetic import Draft
 from solvers.policies import memory_budget, sac
 from solvers.policies.memory_budget import Partition, knapsack, trials
-from solvers.policies.sac import Rule, ops_on, save_lists, saved_ops
+from solvers.policies.sac import Rule, SacParams, ops_on, save_lists, saved_ops
 from solvers.policies.store_all import store_all
 from solvers.policies.torch_ops import COMPUTE_INTENSIVE, base_name
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
+from tests.support.requests import ask
 
 
 def network(blocks: int) -> Graph:
@@ -69,10 +70,10 @@ def test_what_is_saved() -> None:
 def test_the_rest_of_a_block_runs_again() -> None:
     # Of each block the norm crosses into the next, or, of the last, is read by the loss; the relu alone is dropped.
     graph = network(2)
-    result = sac.solve(graph, 10**6)
+    result = sac.solve(ask(graph, 10**6))
     assert result.schedule is not None
     assert recomputed(graph, result.schedule.computed) == ["1.1", "0.1"]
-    listed = sac.solve(graph, 10**6, save=["_scaled_dot_product_flash_attention"])
+    listed = sac.solve(ask(graph, 10**6, params=SacParams(save=("_scaled_dot_product_flash_attention",))))
     assert listed.schedule is not None
     assert recomputed(graph, listed.schedule.computed) == ["1.0", "1.1", "1.2", "0.0", "0.1", "0.2"]
     assert (listed.time_s, listed.settings["save"]) == (graph.time_s + 18, ["_scaled_dot_product_flash_attention"])
@@ -81,24 +82,24 @@ def test_the_rest_of_a_block_runs_again() -> None:
 def test_the_fastest_save_list_that_fits_or_none() -> None:
     graph = network(4)
     kept = simulate(graph, store_all(graph)).peak_bytes
-    peaks = {rule: sac.solve(graph, kept, rule=rule).peak_bytes for rule in Rule}
+    peaks = {rule: sac.solve(ask(graph, kept), rule=rule).peak_bytes for rule in Rule}
     assert all(peak is not None and peak < kept for peak in peaks.values())
-    too_small = sac.solve(graph, 20)
+    too_small = sac.solve(ask(graph, 20))
     assert (too_small.status, too_small.bound_s) == (Status.LIMIT, None)
     assert "selective checkpointing needs" in too_small.message
 
 
 def test_a_list_of_your_own_that_names_nothing() -> None:
-    result = sac.solve(network(2), 10**6, save=["matmul"])
+    result = sac.solve(ask(network(2), 10**6, params=SacParams(save=("matmul",))))
     assert result.status is Status.LIMIT
     assert "no op of the forward pass is one of those that sac saves" in result.message
 
 
 def test_a_list_that_names_nothing_does_not_apply() -> None:
-    result = sac.solve(synthetic.training_chain(5), 10**9)
+    result = sac.solve(ask(synthetic.training_chain(5), 10**9))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
     assert "does not apply" in result.message
-    small = sac.solve(network(4), 20)
+    small = sac.solve(ask(network(4), 20))
     assert small.reason is Reason.MEMORY
 
 
@@ -130,9 +131,11 @@ def test_sac_is_tuned_over_its_lists() -> None:
     peak = simulate(graph, store_all(graph)).peak_bytes
     chosen, times = set(), []
     for budget in range(10, peak + 1, 4):
-        tuned = sac.solve(graph, budget)
-        alone = [sac.solve(graph, budget, rule=rule).time_s for rule in (Rule.EVERY_SECOND, Rule.ATTENTION)]
-        alone += [sac.solve(graph, budget, save=save).time_s for save in (["mm"], list(COMPUTE_INTENSIVE))]
+        tuned = sac.solve(ask(graph, budget))
+        alone = [sac.solve(ask(graph, budget), rule=rule).time_s for rule in (Rule.EVERY_SECOND, Rule.ATTENTION)]
+        alone += [
+            sac.solve(ask(graph, budget, params=SacParams(save=tuple(save)))).time_s for save in (["mm"], list(COMPUTE_INTENSIVE))
+        ]
         found = [time_s for time_s in alone if time_s is not None]
         if tuned.time_s is None:
             assert not found
@@ -214,10 +217,10 @@ def test_without_names_the_knapsack_is_over_all_ops() -> None:
 
 def test_a_budget_in_bytes_finds_its_fraction() -> None:
     graph = network(6)
-    result = memory_budget.solve(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes))
+    result = memory_budget.solve(ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes)))
     assert result.status is Status.FEASIBLE
     assert 0 < result.settings["fraction"] < 1  # type: ignore[operator]
-    too_small = memory_budget.solve(graph, 10)
+    too_small = memory_budget.solve(ask(graph, 10))
     assert (too_small.status, too_small.bound_s) == (Status.LIMIT, None)
 
 
@@ -230,8 +233,8 @@ def test_schedules_run_and_fit_on_random_graphs(seed: int, ops: int, share: floa
     graph = replace(graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id > ops else op for op in graph.ops))
     budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
     for result in (
-        get_solver("memory-budget")(graph, budget),
-        sac.solve(graph, budget, save=["synthetic"]),
-        *(get_solver(name)(graph, budget) for name in ("chen-sqrt", "chen-greedy", "griewank", "rotor")),
+        get_solver("memory-budget")(ask(graph, budget)),
+        sac.solve(ask(graph, budget, params=SacParams(save=("synthetic",)))),
+        *(get_solver(name)(ask(graph, budget)) for name in ("chen-sqrt", "chen-greedy", "griewank", "rotor")),
     ):
         assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)

@@ -12,12 +12,14 @@ from graphs.simulate import simulate
 from graphs.synthetic import random_training_step
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
-from solvers.highs import Answer, Outcome, solve_program
+from solvers.highs import solve_program
+from solvers.highs.program import Answer, Outcome
 from solvers.policies.store_all import store_all
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.result import Result, Status
-from solvers.windows import incumbent, solve
+from solvers.windows import incumbent, refinement, solve
 from solvers.windows.heuristics.portfolio import Portfolio
+from tests.support.requests import ask
 
 GRAPH = random_training_step(2, 80)
 # Between the least and the peak: a quarter of the way.
@@ -28,7 +30,7 @@ BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 def solved() -> Result:
     """A solve that would take ten minutes: no gap is small enough."""
     began = time.monotonic()
-    result = solve(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0)
+    result = solve(ask(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0))
     assert time.monotonic() - began < 100
     return result
 
@@ -73,7 +75,7 @@ def answers_once_known(monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer
         return change(found) if any(began) else found
 
     monkeypatch.setattr(Portfolio, "find", waits)
-    monkeypatch.setattr(incumbent, "solve_program", answer)
+    monkeypatch.setattr(refinement, "solve_program", answer)
 
 
 def test_a_relaxation_that_refutes_a_known_schedule_ends_the_solve(monkeypatch: pytest.MonkeyPatch) -> None:

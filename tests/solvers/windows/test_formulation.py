@@ -8,7 +8,9 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.synthetic import random_graph
-from solvers.highs import Outcome, solve_program
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.windows import formulation
 from solvers.windows.formulation.granularity import Discretization
@@ -84,7 +86,7 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(seed: 
             program.lower[column] = program.upper[column] = t in choice.handed[k]
         for pair, column in model.twice.items():
             program.lower[column] = program.upper[column] = pair in choice.twice
-        answer = solve_program(program, time_limit_s=60)
+        answer = solve_program(program, clock=WallClock(60))
         assert answer.outcome is Outcome.OPTIMAL
         assert answer.objective is not None
         assert answer.objective <= problem.units(trial.time_s - problem.base_s) + 1e-6

@@ -9,7 +9,9 @@ import pytest
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic import Draft, TransformerSize, random_training_step, training_chain, transformer
-from solvers.highs import Outcome, solve_program
+from solvers.clock import WallClock, WorkClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
 from solvers.least import least_budget
 from solvers.policies.store_all import store_all
 from solvers.problem import Problem, problem_of
@@ -20,8 +22,10 @@ from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
 from solvers.windows.heuristics.portfolio import take_turns
 from solvers.windows.heuristics.restricted import Known, build_restricted, restricted_families, tight_windows
 from solvers.windows.incumbent import Search
+from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial, order_of, try_out
 from solvers.windows.solution.refine import refined, with_stages_in_order
+from tests.support.requests import ask
 
 
 def peak_of(graph: Graph) -> int:
@@ -32,6 +36,9 @@ def knows_all(problem: Problem) -> Known:
     known = Known()
     known.ops.update(range(problem.ops))
     return known
+
+
+PARAMS = WindowsParams()
 
 
 def whole_trial(problem: Problem) -> Trial:
@@ -48,15 +55,15 @@ def test_looking_ahead_is_as_if_it_did_not_fit_before_earlier_ops_either() -> No
     trial = replace(try_out(problem, order), memory_bytes=tuple(5 + (step == v) for step in range(problem.ops + 1)))
     budget_bytes = 5
 
-    near = refined(detail, trial, budget_bytes)
+    near = refined(detail, trial, budget_bytes, PARAMS.refinement)
     assert near.ends == (3, 8, 9, problem.ops - 1)
     assert not near.repeats
-    ahead = refined(detail, trial, budget_bytes, ahead=3)
+    ahead = refined(detail, trial, budget_bytes, PARAMS.refinement, ahead=3)
     assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
     assert ahead.repeats == {(7, x), (8, x), (9, x)}
-    assert with_stages_in_order(ahead, trial, budget_bytes, ahead=3).ordered == {(7, x), (8, x), (9, x)}
-    assert with_stages_in_order(near, trial, budget_bytes).ordered == {(9, x)}
-    assert refined(detail, trial, budget_bytes, ahead=100).ends[:9] == tuple(range(9))
+    assert with_stages_in_order(ahead, trial, budget_bytes, PARAMS.refinement, ahead=3).ordered == {(7, x), (8, x), (9, x)}
+    assert with_stages_in_order(near, trial, budget_bytes, PARAMS.refinement).ordered == {(9, x)}
+    assert refined(detail, trial, budget_bytes, PARAMS.refinement, ahead=100).ends[:9] == tuple(range(9))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -66,8 +73,9 @@ def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
     detail = Discretization(tuple(range(problem.ops)))
     known = knows_all(problem)
 
-    models = build_restricted(problem, detail, known), compose(ModelDraft(problem, detail), *restricted_families(known))
-    told, dense = (solve_program(model.program, time_limit_s=60) for model in models)
+    families = restricted_families(known, PARAMS.neighbourhoods)
+    models = build_restricted(problem, detail, known, PARAMS.neighbourhoods), compose(ModelDraft(problem, detail), *families)
+    told, dense = (solve_program(model.program, clock=WallClock(60)) for model in models)
     assert told.outcome is dense.outcome
     assert told.outcome is Outcome.INFEASIBLE or told.objective == pytest.approx(dense.objective, abs=1e-3)
 
@@ -78,7 +86,7 @@ def test_only_what_is_known_is_executed_again() -> None:
     detail = Discretization(tuple(range(problem.ops)))
     known = Known()
     known.ops.update((1, 2))
-    model = build_restricted(problem, detail, known)
+    model = build_restricted(problem, detail, known, PARAMS.neighbourhoods)
     assert {i for _, i in model.again} == {1, 2}
 
 
@@ -90,7 +98,7 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     detail = Discretization(tuple(range(problem.ops)))
     known = Known()
     known.learn_order(order_of(detail, computed))
-    answer = solve_program(build_restricted(problem, detail, known).program, time_limit_s=60)
+    answer = solve_program(build_restricted(problem, detail, known, PARAMS.neighbourhoods).program, clock=WallClock(60))
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.objective is not None
     assert answer.objective <= problem.units(try_out(problem, order_of(detail, computed)).time_s - problem.base_s) + 1e-3
@@ -110,7 +118,7 @@ def test_windows_lie_all_over_what_is_tight() -> None:
     trial = whole_trial(problem)
     tight = [op for op, taken in enumerate(trial.memory_bytes) if taken > 0.85 * 10]
     for limit in (4, 10, 30):
-        detail = tight_windows(problem, [trial], 10, limit)
+        detail = tight_windows(problem, [trial], 0.85 * 10, limit)
         assert len(detail.ends) <= limit + 3
         # No stretch of tight ops is much longer than another without a window.
         ends = [tight[0], *(e for e in detail.ends if tight[0] <= e <= tight[-1]), tight[-1]]
@@ -122,7 +130,7 @@ def test_windows_lie_all_over_what_is_tight() -> None:
 def test_what_is_settled_fits(share: float) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = int(share * peak_of(graph))
-    search = Search(graph, budget, 1e-3, 60.0, None, None)
+    search = Search(ask(graph, budget, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     peak = int(np.argmax(trial.memory_bytes))
     neighbourhoods = Neighbourhoods(search, Discretization((peak, search.problem.ops - 1)))
@@ -139,7 +147,7 @@ def test_what_is_settled_fits(share: float) -> None:
 
 def test_reopening_ends_where_nothing_is_gained() -> None:
     graph = training_chain(10)
-    search = Search(graph, 6, 1e-3, 60.0, None, None)
+    search = Search(ask(graph, 6, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     neighbourhoods = Neighbourhoods(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.begin()
@@ -159,7 +167,7 @@ def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
     (large,) = draft.op("large", [joined], [4])
     (small,) = draft.op("small", [large], [1])
     kept = draft.op("last", [dear, cheap, small], [1])
-    search = Search(draft.graph(kept), 10, 0.0, 60.0, None, None)
+    search = Search(ask(draft.graph(kept), 10, tolerance=0.0, time_limit_s=60.0))
     neighbourhoods = Neighbourhoods(search, Discretization((3, 5)))
     neighbourhoods.detail = Discretization(tuple(range(6)))
     neighbourhoods.known.ops = {0, 1}
@@ -170,18 +178,18 @@ def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
 
 
 def test_what_gains_gets_most_of_the_turns() -> None:
-    value = 1000.0
+    value, clock = 1000.0, WorkClock()
     turns = {"good": 0, "idle": 0}
 
     def way(name: str, gain: float) -> Iterator[None]:
         nonlocal value
         for _ in range(200):
-            sum(range(20_000))
+            clock.spend(1e-3)
             turns[name] += 1
             value -= gain
             yield
 
-    take_turns([way("good", 1.0), way("idle", 0.0)], lambda: value, lambda: sum(turns.values()) >= 120)
+    take_turns([way("good", 1.0), way("idle", 0.0)], lambda: value, lambda: sum(turns.values()) >= 120, clock, PARAMS.portfolio)
     assert turns["good"] > turns["idle"] > 0
 
 
@@ -193,12 +201,12 @@ def test_turns_end_when_all_ways_have() -> None:
             done.append(number)
             yield
 
-    take_turns([way(1), way(3), way(0)], lambda: 0.0, lambda: False)
+    take_turns([way(1), way(3), way(0)], lambda: 0.0, lambda: False, WorkClock(), PARAMS.portfolio)
     assert sorted(done) == [1, 3, 3, 3]
 
 
 def test_a_problem_without_room_ends() -> None:
-    search = Search(training_chain(8), 3, 1e-3, 60.0, None, None)
+    search = Search(ask(training_chain(8), 3, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     neighbourhoods = Neighbourhoods(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.small = replace(neighbourhoods.small, capacity_bytes=2)

@@ -22,7 +22,9 @@ from graphs.synthetic import (
     two_outputs,
 )
 from solvers.bounds import least_budget_bound
-from solvers.highs import Outcome, solve_program
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
 from solvers.memory import give_back, resident_bytes
 from solvers.policies.store_all import store_all
 from solvers.problem import Problem, problem_of
@@ -33,8 +35,10 @@ from solvers.windows.driver import imitate
 from solvers.windows.formulation.granularity import Discretization, halves
 from solvers.windows.formulation.models import build_relaxation
 from solvers.windows.incumbent import Search
+from solvers.windows.params import BoundParams, WindowsParams
 from solvers.windows.solution.decode import expand, order_of, try_out
 from solvers.windows.solution.encode import choice_of
+from tests.support.requests import ask
 
 
 def peak_of(graph: Graph) -> int:
@@ -61,7 +65,7 @@ def peak_of(graph: Graph) -> int:
     ],
 )
 def test_known_optima(graph: Graph, budget: int, optimum_s: float) -> None:
-    result = solve(graph, budget, tolerance=1e-6)
+    result = solve(ask(graph, budget, tolerance=1e-6))
     assert result.status is Status.OPTIMAL
     assert result.time_s == pytest.approx(optimum_s)
     assert result.bound_s == pytest.approx(optimum_s)
@@ -73,7 +77,7 @@ def test_known_optima(graph: Graph, budget: int, optimum_s: float) -> None:
     ("graph", "budget"), [(chain(5), 1), (training_chain(8), 2), (diamond(), 6), (two_outputs(), 6), (kept_output(), 5)]
 )
 def test_infeasible_says_why(graph: Graph, budget: int) -> None:
-    result = solve(graph, budget)
+    result = solve(ask(graph, budget))
     assert result.status is Status.INFEASIBLE
     assert result.schedule is None
     assert result.bound_s is None
@@ -90,7 +94,7 @@ def test_infeasible_though_every_op_fits() -> None:
     (c,) = draft.op("c", [b], [3])
     draft.op("d", [a, c], [1])
     graph = draft.graph()
-    assert solve(graph, 7).time_s == 5
+    assert solve(ask(graph, 7)).time_s == 5
     draft = Draft()
     (seed,) = draft.op("seed", [], [3])
     (a,) = draft.op("a", [seed], [3])
@@ -100,15 +104,15 @@ def test_infeasible_though_every_op_fits() -> None:
     # a is made again from seed, which is made again too: c, seed and a are there at once.
     graph = draft.graph()
     assert least_budget_bound(graph).budget_bytes == 7
-    result = solve(graph, 8)
+    result = solve(ask(graph, 8))
     assert result.status is Status.INFEASIBLE
     assert "is proved too small, though every op by itself fits within 7 B" in result.message
-    assert solve(graph, 9).time_s == 5
+    assert solve(ask(graph, 9)).time_s == 5
 
 
 def test_everything_fits() -> None:
     graph = skips(4)
-    result = solve(graph, peak_of(graph))
+    result = solve(ask(graph, peak_of(graph)))
     assert result.status is Status.OPTIMAL
     assert result.time_s == result.bound_s == graph.time_s
     assert result.gap == 0
@@ -120,7 +124,7 @@ def test_lower_budgets_take_no_less_time(seed: int) -> None:
     peak = peak_of(graph)
     times: list[float] = []
     for percent in (100, 90, 80, 70, 60, 50):
-        result = solve(graph, peak * percent // 100, tolerance=1e-6, time_limit_s=120)
+        result = solve(ask(graph, peak * percent // 100, tolerance=1e-6, time_limit_s=120))
         if result.status is Status.INFEASIBLE:
             break
         assert result.status is Status.OPTIMAL
@@ -133,7 +137,7 @@ def test_lower_budgets_take_no_less_time(seed: int) -> None:
 @pytest.mark.parametrize("percent", [80, 60, 45])
 def test_a_transformer(percent: int) -> None:
     graph = transformer(TransformerSize(layers=4))
-    result = solve(graph, peak_of(graph) * percent // 100, time_limit_s=300)
+    result = solve(ask(graph, peak_of(graph) * percent // 100, time_limit_s=300))
     assert result.status is Status.OPTIMAL
     assert result.gap is not None
     assert result.gap <= 1e-3
@@ -143,7 +147,7 @@ def test_a_transformer(percent: int) -> None:
 
 def test_ops_that_must_not_run_again_do_not() -> None:
     graph = transformer(TransformerSize(layers=2))
-    result = solve(graph, peak_of(graph) * 6 // 10, time_limit_s=300)
+    result = solve(ask(graph, peak_of(graph) * 6 // 10, time_limit_s=300))
     assert result.schedule is not None
     computed = result.schedule.computed
     assert len(computed) > len(graph.ops)
@@ -160,8 +164,8 @@ def test_nothing_is_made_again_after_its_source_is_written_over() -> None:
     draft.op("d", [a], [1])
     graph = draft.graph()
     # a is held through c: 1 + 4 + 5. Were it made again after the step, 9 would do (a, b and weight).
-    assert solve(graph, 10).time_s == graph.time_s
-    assert solve(graph, 9).status is Status.INFEASIBLE
+    assert solve(ask(graph, 10)).time_s == graph.time_s
+    assert solve(ask(graph, 9)).status is Status.INFEASIBLE
 
 
 def test_zero_times() -> None:
@@ -171,7 +175,7 @@ def test_zero_times() -> None:
     (c,) = draft.op("c", [b], [2], time_s=0.0)
     (d,) = draft.op("d", [c], [2], time_s=0.0)
     draft.op("e", [a, d], [1], time_s=0.0)
-    result = solve(draft.graph(), 5)
+    result = solve(ask(draft.graph(), 5))
     assert result.status is Status.OPTIMAL
     assert result.time_s == result.bound_s == 0
     assert result.schedule is not None
@@ -186,23 +190,23 @@ def test_bytes_matter_in_large_budgets() -> None:
     (c,) = draft.op("c", [b], [giga])
     draft.op("d", [a, c], [1])
     graph = draft.graph()
-    assert solve(graph, 3 * giga).time_s == 4
-    assert solve(graph, 3 * giga - 1).time_s == 5
+    assert solve(ask(graph, 3 * giga)).time_s == 4
+    assert solve(ask(graph, 3 * giga - 1)).time_s == 5
 
 
 def test_what_the_result_says() -> None:
-    result = solve(training_chain(5), 4, tolerance=0.01, time_limit_s=60)
+    result = solve(ask(training_chain(5), 4, tolerance=0.01, time_limit_s=60))
     assert result.solver == "windows"
-    assert dict(result.settings) == {"tolerance": 0.01, "time_limit_s": 60}
+    assert dict(result.settings) == {"tolerance": 0.01, "time_limit_s": 60, "params": WindowsParams().recorded()}
     assert set(result.versions) == {"highs", "scipy", "numpy"}
     assert result.seconds > 0
-    assert get_solver("windows")(training_chain(5), 4).solver == "windows"
+    assert get_solver("windows")(ask(training_chain(5), 4)).solver == "windows"
 
 
 def test_progress_only_gets_better() -> None:
     seen: list[Progress] = []
     graph = random_training_step(3, 30)
-    result = solve(graph, peak_of(graph) * 6 // 10, time_limit_s=60, on_progress=seen.append)
+    result = solve(ask(graph, peak_of(graph) * 6 // 10, time_limit_s=60, on_progress=seen.append))
     assert seen
     best = [p.best_s for p in seen if p.best_s is not None]
     bounds = [p.bound_s for p in seen if p.bound_s is not None]
@@ -222,7 +226,7 @@ def test_a_stop_gives_the_best_so_far() -> None:
             best.append(progress.best_s)
 
     result = solve(
-        graph, peak_of(graph) * 4 // 10, tolerance=0.0, time_limit_s=3600, on_progress=note, should_stop=lambda: bool(best)
+        ask(graph, peak_of(graph) * 4 // 10, tolerance=0.0, time_limit_s=3600, on_progress=note, should_stop=lambda: bool(best))
     )
     assert result.status is Status.FEASIBLE
     assert result.time_s is not None
@@ -231,20 +235,20 @@ def test_a_stop_gives_the_best_so_far() -> None:
 
 def test_a_stop_before_anything_is_found() -> None:
     graph = training_chain(30)
-    result = solve(graph, 5, should_stop=lambda: True)
+    result = solve(ask(graph, 5, should_stop=lambda: True))
     assert result.status is Status.LIMIT
     assert "Raise --time-limit or --budget" in result.message
 
 
 def test_a_time_limit_that_has_passed() -> None:
-    assert solve(training_chain(30), 5, time_limit_s=1e-9).status is Status.LIMIT
+    assert solve(ask(training_chain(30), 5, time_limit_s=1e-9)).status is Status.LIMIT
 
 
-def test_without_memory_to_grow_there_is_still_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("solvers.windows.incumbent._MOST_BYTES", -1)
+def test_without_memory_to_grow_there_is_still_a_schedule() -> None:
+    params = WindowsParams(bound=BoundParams(most_bytes=-1))
     graph = transformer(TransformerSize(layers=2))
     budget = int(0.7 * peak_of(graph))
-    result = solve(graph, budget, time_limit_s=3)
+    result = solve(ask(graph, budget, time_limit_s=3, params=params))
     assert result.schedule is not None
     assert simulate(graph, result.schedule).peak_bytes <= budget
 
@@ -263,10 +267,10 @@ def test_resident_memory_is_known() -> None:
 def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = peak_of(graph) * share // 10
-    search = Search(graph, budget, 0.0, 60.0, None, None)
+    search = Search(ask(graph, budget, tolerance=0.0, time_limit_s=60.0))
     imitate(search)
     policies = [name for name, entry in SOLVERS.items() if entry.module.startswith("solvers.policies.")]
-    times = [get_solver(name)(graph, budget).time_s for name in policies]
+    times = [get_solver(name)(ask(graph, budget)).time_s for name in policies]
     assert search.best_trial().peak_bytes <= budget
     assert search.best_trial().time_s <= min(time_s for time_s in times if time_s is not None)
 
@@ -277,7 +281,7 @@ def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
 def test_order_and_choice_are_inverse() -> None:
     graph = training_chain(6)
     problem = problem_of(graph, 4)
-    result = solve(graph, 4)
+    result = solve(ask(graph, 4))
     assert result.schedule is not None
     # An op per window, and further executions in program order: nothing is left open.
     detail = Discretization(tuple(range(len(graph.ops))))
@@ -290,7 +294,7 @@ def test_order_and_choice_are_inverse() -> None:
 def test_a_schedule_that_fits_solves_every_relaxation() -> None:
     graph = random_training_step(2, 15)
     budget = peak_of(graph) * 6 // 10
-    result = solve(graph, budget)
+    result = solve(ask(graph, budget))
     assert result.schedule is not None
     problem = problem_of(graph, budget)
     n = len(graph.ops)
@@ -304,7 +308,7 @@ def test_a_schedule_that_fits_solves_every_relaxation() -> None:
             program.lower[column] = program.upper[column] = i in choice.again[k]
         for (k, t), column in model.handed.items():
             program.lower[column] = program.upper[column] = t in choice.handed[k]
-        assert solve_program(program, time_limit_s=60).outcome is Outcome.OPTIMAL
+        assert solve_program(program, clock=WallClock(60)).outcome is Outcome.OPTIMAL
 
 
 def test_spans_are_halved_down_to_two_windows() -> None:
@@ -318,7 +322,7 @@ def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
 
     def linear_bound(problem: Problem, detail: Discretization) -> float:
         program = build_relaxation(problem, detail).program
-        answer = solve_program(replace(program, integer=np.zeros(len(program.cost), dtype=bool)), time_limit_s=60)
+        answer = solve_program(replace(program, integer=np.zeros(len(program.cost), dtype=bool)), clock=WallClock(60))
         return answer.bound
 
     for seed in (3, 5):

@@ -1,0 +1,146 @@
+"""The one place that talks to HiGHS: bounded 0-1 and linear programs in, values and bounds out.
+
+A solve runs in a thread of its own while the caller's thread looks after it: it hands over each
+incumbent, reports progress, and polls `should_stop`. So a stop takes effect at once even where HiGHS
+does not ask (presolve, a long factorisation), and Python's signal handlers keep running.
+"""
+
+from collections.abc import Mapping
+
+import highspy
+import numpy as np
+
+from solvers.clock import Clock, left
+from solvers.highs.program import Answer, Floats, HighsError, Option, Outcome, Program, Watch
+from solvers.highs.run import Run
+
+_FEASIBILITY = 1e-6  # by how much a row may be violated, and an integer be off
+
+_Status = highspy.HighsModelStatus
+OUTCOMES: dict[highspy.HighsModelStatus, Outcome] = {
+    _Status.kOptimal: Outcome.OPTIMAL,
+    _Status.kModelEmpty: Outcome.OPTIMAL,
+    _Status.kInfeasible: Outcome.INFEASIBLE,
+    _Status.kUnboundedOrInfeasible: Outcome.INFEASIBLE,  # every variable has finite bounds: never unbounded
+    _Status.kObjectiveBound: Outcome.STOPPED,
+    _Status.kObjectiveTarget: Outcome.STOPPED,
+    _Status.kTimeLimit: Outcome.STOPPED,
+    _Status.kIterationLimit: Outcome.STOPPED,
+    _Status.kSolutionLimit: Outcome.STOPPED,
+    _Status.kMemoryLimit: Outcome.STOPPED,
+    _Status.kInterrupt: Outcome.STOPPED,
+    _Status.kUnbounded: Outcome.FAILED,
+    _Status.kUnknown: Outcome.FAILED,
+    _Status.kNotset: Outcome.FAILED,
+    _Status.kLoadError: Outcome.FAILED,
+    _Status.kModelError: Outcome.FAILED,
+    _Status.kPresolveError: Outcome.FAILED,
+    _Status.kSolveError: Outcome.FAILED,
+    _Status.kPostsolveError: Outcome.FAILED,
+}
+# Not in the type stubs of highspy.
+OUTCOMES[_Status.__members__["kHighsInterrupt"]] = Outcome.STOPPED
+
+
+def version() -> str:
+    """HiGHS's version, e.g. ``1.15.1``."""
+    return f"{highspy.HIGHS_VERSION_MAJOR}.{highspy.HIGHS_VERSION_MINOR}.{highspy.HIGHS_VERSION_PATCH}"
+
+
+def solve_program(
+    program: Program,
+    *,
+    clock: Clock,
+    absolute_gap: float = 0.0,
+    start: Floats | None = None,
+    watch: Watch | None = None,
+    options: Mapping[str, Option] | None = None,
+) -> Answer:
+    """Solve a 0-1 program, or a linear one if no variable is whole.
+
+    Args:
+        clock: ends it at its limit. One that counts work does so at places that HiGHS comes to whatever the time.
+        absolute_gap: stop once the best x is proved within this of the optimum.
+        start: values to start from, NaN where unknown; HiGHS completes them if it can.
+        options: further HiGHS options.
+
+    Raises:
+        HighsError: HiGHS refuses the model or an option.
+    """
+    if left(clock) <= 0:
+        return Answer(Outcome.STOPPED, None, None, -np.inf, "no time left")
+    if not len(program.cost):
+        return _without_variables(program)
+    solver = _load(program)
+    settings: dict[str, Option] = {
+        "time_limit": highspy.kHighsInf if clock.counts_work else left(clock),
+        "mip_abs_gap": max(0.0, absolute_gap),
+        "mip_rel_gap": 0.0,
+        "mip_feasibility_tolerance": _FEASIBILITY,
+        **(options or {}),
+    }
+    for name, value in settings.items():
+        _check(solver.setOptionValue(name, value), f"option {name} = {value!r}")
+    if start is not None:
+        known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
+        if len(known):
+            solver.setSolution(len(known), known, start[known])
+    run = Run(solver, program)
+    if not run.finish(watch or Watch(), clock):
+        # HiGHS is deep in something that does not look up; its thread ends by itself once it does.
+        return Answer(Outcome.STOPPED, run.values, run.objective, run.bound, "left behind")
+    return _read(run, program)
+
+
+def _load(program: Program) -> highspy.Highs:
+    solver: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("log_to_console", False)
+    # Parallel HiGHS shares one process-wide scheduler; on a program of this kind it gains nothing.
+    solver.setOptionValue("parallel", "off")
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(program.cost), len(program.row_lower)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = program.cost, program.lower, program.upper
+    lp.row_lower_, lp.row_upper_ = program.row_lower, program.row_upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = program.matrix.indptr
+    lp.a_matrix_.index_ = program.matrix.indices
+    lp.a_matrix_.value_ = program.matrix.data
+    if program.integer.any():
+        whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+        lp.integrality_ = [whole if is_whole else real for is_whole in program.integer]
+    _check(solver.passModel(lp), "the model")
+    return solver
+
+
+def _check(status: highspy.HighsStatus, what: str) -> None:
+    if status == highspy.HighsStatus.kError:
+        raise HighsError(f"HiGHS {version()} refuses {what}")
+
+
+def _without_variables(program: Program) -> Answer:
+    feasible = bool((program.row_lower <= _FEASIBILITY).all() and (program.row_upper >= -_FEASIBILITY).all())
+    if not feasible:
+        return Answer(Outcome.INFEASIBLE, None, None, np.inf, "no variables")
+    return Answer(Outcome.OPTIMAL, np.zeros(0), 0.0, 0.0, "no variables")
+
+
+def _read(run: Run, program: Program) -> Answer:
+    solver = run.solver
+    status = solver.getModelStatus()
+    outcome = OUTCOMES[status]
+    detail = solver.modelStatusToString(status)
+    info = solver.getInfo()
+    values = objective = None
+    solution = solver.getSolution()
+    if info.primal_solution_status == highspy.kSolutionStatusFeasible:
+        values = np.array(solution.col_value, dtype=np.float64)
+        objective = float(program.cost @ values)
+    if outcome is Outcome.INFEASIBLE:
+        return Answer(outcome, None, None, np.inf, detail)
+    if run.is_mip:
+        bound = max(float(info.mip_dual_bound), run.bound)
+    else:
+        bound = float(info.objective_function_value) if outcome is Outcome.OPTIMAL else -np.inf
+    duals = np.array(solution.row_dual) if outcome is Outcome.OPTIMAL and not run.is_mip else None
+    return Answer(outcome, values, objective, bound, detail, duals)

@@ -1,0 +1,230 @@
+"""What the search of the windows solver is tuned by: nothing here changes what is proved, only how soon.
+
+Durations are in the unit of the clock (``solvers.clock``): seconds, or units of work. Shares of the step are of its
+time without recomputation. The values were found on the graphs of ``make bench-solve``.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from solvers.eviction.rules import RULES, TIGHT_RULES, Rule
+
+# What tries most comes last.
+_IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
+_GUIDED_RULES = (Rule(), Rule(size=0.5, distance=0.5), Rule(size=0.25, distance=2.0), Rule(size=0.25, distance=0.5))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundParams:
+    """Of the relaxation, and of the end of the solve.
+
+    Attributes:
+        first_slice: for the relaxation in the first round;
+        longer: times as long in each further one, as a model that was stopped begins anew.
+        inner_gap: a model is solved to this part of the tolerance,
+        close_gap: or to this once the tolerance is reached.
+        least_moment: what a solve goes on for at least once it is within the tolerance;
+        moment_share: and what share of the time that took.
+        arithmetic: share of a schedule's time by which HiGHS's arithmetic may put its bound above it.
+        most_bytes: that the process may grow by before a model is given up.
+        small_ops: in graphs of at most so many, all states are searched before there are more windows;
+        max_states: of that search, about a kilobyte each.
+    """
+
+    first_slice: float = 2.0
+    longer: float = 3.0
+    inner_gap: float = 0.8
+    close_gap: float = 0.05
+    least_moment: float = 0.5
+    moment_share: float = 0.5
+    arithmetic: float = 1e-5
+    most_bytes: int = 2_500_000_000
+    small_ops: int = 30
+    max_states: int = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FirstScheduleParams:
+    """Of what is tried before and beside models.
+
+    Attributes:
+        rules, tight_rules: of eviction; the latter for budgets at which the others fail.
+        rules_limit: for all rules while nothing else looks for schedules;
+        few_executions: and per op of the graph.
+        eviction_limit: for rules of eviction while something else looks.
+        imitated: other methods whose schedules are offered;
+        imitation_limit: for all of them.
+    """
+
+    rules: tuple[Rule, ...] = RULES
+    tight_rules: tuple[Rule, ...] = TIGHT_RULES
+    rules_limit: float = 1.0
+    few_executions: float = 4.0
+    eviction_limit: float = 20.0
+    imitated: tuple[str, ...] = _IMITATED
+    imitation_limit: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class PortfolioParams:
+    """Of the ways to look for schedules, and how they take turns.
+
+    Attributes:
+        first_slice: for the whole model with all rows; twice as much in each further round.
+        advance_limit: for going from the first op to the last; twice as much if all may be repeated.
+        place_limit, place_gap: of each model on the way; the gap is a share of the step.
+        runs: of eviction at a time;
+        idle_runs: of these without anything better, and it is given a rest.
+        segment_limit, segment_gap: of each model of a segment; what is gained less than the gap is left.
+        least_shares: of the time, for ways that gain nothing, beside the best: windows, ops, segments, restarts;
+        even_share: for any other.
+        slow: share of what is made smaller, in a unit of time: where no way gains as much, all get about the same time.
+        memory: what was gained and spent counts this much less a unit of time later.
+    """
+
+    first_slice: float = 2.0
+    advance_limit: float = 30.0
+    place_limit: float = 4.0
+    place_gap: float = 5e-3
+    runs: int = 20
+    idle_runs: int = 200
+    segment_limit: float = 2.0
+    segment_gap: float = 2e-5
+    least_shares: tuple[float, float, float, float] = (0.25, 0.25, 0.25, 0.05)
+    even_share: float = 0.25
+    slow: float = 1e-4
+    memory: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourhoodParams:
+    """Of the restricted model.
+
+    Attributes:
+        small_share: of the capacity, that tensors taken to be always there may take together.
+        coarse_capacities: shares of the capacity that coarse models are solved for;
+        coarse_limit: each of them.
+        tight_share: of the budget, that an op takes which has a window of its own.
+        windows: about so many at first, or more in small graphs: so many that
+        size: is windows times ops.
+        choices: of what one op may want to be executed again before it, times windows;
+        few_choices: in any case.
+        whole_limit: for a model with nothing fixed;
+        longer: times as long for each further.
+        rounds: of fixing and looking closer;
+        part_limit: for each model there.
+        radius: windows on both sides of one that does not fit that are open;
+        wider: times as many where that costs more than
+        much: share of the step.
+        open_limit, open_gap: for a model with a few choices open; the gap is a share of the step.
+        first_part: of all windows or ops, one in so many is open at first.
+        settle_gap: part of the tolerance to which models are solved that only have to fit.
+    """
+
+    small_share: float = 5e-4
+    coarse_capacities: tuple[float, ...] = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
+    coarse_limit: float = 2.0
+    tight_share: float = 0.85
+    windows: int = 120
+    size: int = 120_000
+    choices: int = 2_000
+    few_choices: int = 15
+    whole_limit: float = 5.0
+    longer: float = 1.5
+    rounds: int = 20
+    part_limit: float = 3.0
+    radius: int = 3
+    wider: int = 4
+    much: float = 0.01
+    open_limit: float = 1.0
+    open_gap: float = 1e-4
+    first_part: int = 6
+    settle_gap: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RandomKeyParams:
+    """Of eviction tried out by the hundred.
+
+    Attributes:
+        exponents: of rules that are drawn.
+        guided_rules, factors: tried with each solution of a model as guide; factors of the budget.
+        pool: ways that are varied.
+        worse: times the best: a run that takes longer is given up.
+        fresh: rules drawn before any is varied.
+        most_executions: per op.
+    """
+
+    exponents: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+    guided_rules: tuple[Rule, ...] = _GUIDED_RULES
+    factors: tuple[float, ...] = (1.0, 1.04)
+    pool: int = 4
+    worse: float = 1.15
+    fresh: int = 40
+    most_executions: float = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class RelaxAndFixParams:
+    """Of going from the first op to the last.
+
+    Attributes:
+        open_windows: before the first place over the budget, that stay open.
+        most_solves: before it is given up.
+    """
+
+    open_windows: int = 2
+    most_solves: int = 400
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentParams:
+    """Of large-neighbourhood search, segment by segment.
+
+    Attributes:
+        tight_share: of the budget: new ops that take as much have a window of their own.
+        rounds: of solving and looking closer.
+        first_length: new ops of a segment;
+        longer: times as many in the next sweep.
+    """
+
+    tight_share: float = 0.7
+    rounds: int = 6
+    first_length: int = 10
+    longer: float = 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class RefinementParams:
+    """Of how closely a model looks where its solution does not fit.
+
+    Attributes:
+        piece: executions: of a long run over the budget the worst of every piece of about this length is looked at;
+        most_pieces: but of no more than so many.
+        nearly: share of the budget: what takes as much is likely to be next over it.
+        passes: over an order, each leaving out what it can.
+    """
+
+    piece: int = 12
+    most_pieces: int = 8
+    nearly: float = 0.9
+    passes: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WindowsParams:
+    """All of them."""
+
+    bound: BoundParams = field(default_factory=BoundParams)
+    first_schedule: FirstScheduleParams = field(default_factory=FirstScheduleParams)
+    portfolio: PortfolioParams = field(default_factory=PortfolioParams)
+    neighbourhoods: NeighbourhoodParams = field(default_factory=NeighbourhoodParams)
+    random_keys: RandomKeyParams = field(default_factory=RandomKeyParams)
+    relax_and_fix: RelaxAndFixParams = field(default_factory=RelaxAndFixParams)
+    segments: SegmentParams = field(default_factory=SegmentParams)
+    refinement: RefinementParams = field(default_factory=RefinementParams)
+
+    def recorded(self) -> dict[str, object]:
+        """As results record them: by group and name, in what JSON has."""
+        recorded: dict[str, object] = json.loads(json.dumps(asdict(self)))
+        return recorded

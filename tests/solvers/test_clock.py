@@ -1,0 +1,147 @@
+"""Clocks: what is spent, whose turn it is, and solves that do the same whatever the time."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from graphs.io.formats import plan_to_dict
+from graphs.simulate import simulate
+from graphs.synthetic import random_training_step
+from planner.solving import solve as plan
+from solvers.bounds import least_budget_bound
+from solvers.clock import Clock, WallClock, WorkClock, left
+from solvers.highs.run import Run
+from solvers.policies.store_all import store_all
+from solvers.request import Request
+from solvers.result import Result, Status
+from solvers.tolerance import Tolerance
+from solvers.windows import incumbent, solve
+
+GRAPH = random_training_step(2, 80)
+# Between the least and the peak: a quarter of the way.
+_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
+BUDGET = _LEAST + (_PEAK - _LEAST) // 4
+LIMIT = 4.0
+
+
+@pytest.mark.parametrize("make", [WallClock, WorkClock])
+def test_a_part_has_no_more_than_the_whole(make: type[WallClock] | type[WorkClock]) -> None:
+    clock = make(10.0)
+    assert clock.part(3.0).limit == 3.0
+    assert clock.part(30.0).limit == pytest.approx(10.0, abs=1.0)
+    assert left(clock) <= 10.0
+
+
+def test_work_is_counted_in_the_whole_and_in_its_parts() -> None:
+    clock = WorkClock(10.0)
+    clock.spend(2.0)
+    part = clock.part(100.0)
+    assert (part.now, part.limit) == (0.0, 8.0)
+    part.spend(3.0)
+    assert (part.now, clock.now) == (3.0, 5.0)
+    time.sleep(0.01)
+    assert (part.now, clock.now) == (3.0, 5.0)
+    assert part.seconds >= 0.01
+
+
+def test_threads_go_on_by_the_work_that_they_have_done() -> None:
+    for pause in ("here", "beside"):  # whichever is slower
+        clock = WorkClock()
+        seen: list[tuple[str, float]] = []
+
+        def beside(clock: Clock = clock, pause: str = pause, seen: list[tuple[str, float]] = seen) -> None:
+            for _ in range(6):
+                time.sleep(0.02 * (pause == "beside"))
+                seen.append(("beside", clock.now))
+                clock.spend(2.0)
+
+        clock.spend(1.0)
+        other = clock.start(beside)
+        for _ in range(4):
+            time.sleep(0.02 * (pause == "here"))
+            seen.append(("here", clock.now))
+            clock.spend(3.0)
+        other.end(0.0)
+        assert not other.running
+        assert seen == [
+            ("here", 1.0),
+            ("beside", 1.0),
+            ("beside", 3.0),
+            ("here", 4.0),
+            ("beside", 5.0),
+            ("beside", 7.0),
+            ("here", 7.0),
+            ("beside", 9.0),
+            ("here", 10.0),
+            ("beside", 11.0),
+        ]
+        assert clock.now == 13.0
+
+
+def test_a_thread_that_fails_leaves_the_turn_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    clock = WorkClock()
+
+    def beside() -> None:
+        clock.spend(0.5)
+        raise RuntimeError("no such choice")
+
+    other = clock.start(beside)
+    clock.spend(1.0)
+    clock.spend(1.0)
+    assert not other.running
+    other.end(0.0)
+    assert clock.now == 2.0
+
+
+def searched(limit: float) -> tuple[Result, float]:
+    clock = WorkClock(limit)
+    result = solve(Request(GRAPH, BUDGET, Tolerance.of(0.0), clock))
+    return result, clock.now
+
+
+@pytest.mark.parametrize("slow", ["trials", "HiGHS"])
+def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, quick_spent = searched(LIMIT)
+    if slow == "trials":
+        tried = incumbent.try_out
+
+        def try_out(*given: Any) -> Any:
+            time.sleep(0.002)
+            return tried(*given)
+
+        monkeypatch.setattr(incumbent, "try_out", try_out)
+    else:
+        called = Run._called
+
+        def late(run: Run, *told: Any) -> None:
+            time.sleep(0.002)
+            called(run, *told)
+
+        monkeypatch.setattr(Run, "_called", late)
+    slow_one, slow_spent = searched(LIMIT)
+    assert quick.schedule is not None
+    assert (quick.schedule, quick.bound_s, quick.status) == (slow_one.schedule, slow_one.bound_s, slow_one.status)
+    assert quick_spent == slow_spent >= LIMIT
+    assert quick.settings["work_limit"] == LIMIT
+
+
+def test_plans_by_work_are_equal_but_for_the_seconds() -> None:
+    first, second = (plan_to_dict(plan(GRAPH, BUDGET, work_limit=LIMIT)) for _ in range(2))
+    assert first.pop("seconds") != second.pop("seconds")
+    assert first == second
+
+
+def test_work_can_be_stopped_from_outside() -> None:
+    polls: list[int] = []
+
+    def should_stop() -> bool:
+        polls.append(1)
+        return len(polls) > 3
+
+    clock = WorkClock(1000.0)
+    result = solve(Request(GRAPH, BUDGET, Tolerance.of(0.0), clock, should_stop=should_stop))
+    assert result.status in (Status.FEASIBLE, Status.LIMIT)
+    assert clock.now < 500.0

@@ -101,18 +101,20 @@ def cuda() -> Iterator[Comparison]:
         yield Comparison(name, spec, (*how, "--methods", methods, "--budgets", "70%,50%"))
 
 
+MEASURED = ("cpu", "cuda")  # suites whose rows are times on this machine
 SUITES: dict[str, Callable[[], Iterator[Comparison]]] = {"exact": exact, "h200": h200, "cpu": cpu, "cuda": cuda}
 
 
-def compare(comparison: Comparison, folder: Path) -> bool:
-    """Make the rows, tables and figures of one model in `folder`; whether that went well."""
+def compare(comparison: Comparison, folder: Path, cluster: str | None = None) -> bool:
+    """Make the rows, tables and figures of one model in `folder`, on a Dask `cluster` if one is named; whether that went well."""
     with tempfile.TemporaryDirectory() as place:
         subject = comparison.subject
         if callable(subject):
             file = Path(place, f"{comparison.name}.json")
             write_graph(subject(), file)
             subject = str(file)
-        words = ("compare", subject, *comparison.words, "-o", str(folder))
+        where = () if cluster is None else ("--cluster", cluster)
+        words = ("compare", subject, *comparison.words, *where, "-o", str(folder))
         print(f"OMP_NUM_THREADS=1 planner {shlex.join(words)}", flush=True)
         # One thread: two that wait for each other double what other processes disturb.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -126,17 +128,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--suites", default="exact,h200,cpu", help=f"of {', '.join(SUITES)} (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="where folders are made")
     parser.add_argument("--fresh", action="store_true", help="make all rows of these suites anew")
+    parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve")
     options = parser.parse_args(arguments)
     suites = options.suites.split(",")
     if unknown := set(suites) - set(SUITES):
         parser.error(f"no suite {', '.join(sorted(unknown))}: choose from {', '.join(SUITES)}")
+    if options.cluster is not None and (measured := set(suites).intersection(MEASURED)):
+        parser.error(f"{', '.join(sorted(measured))} measure on this machine, not on a cluster: name other --suites")
     failed = []
     for suite in suites:
         if options.fresh:
             shutil.rmtree(options.out / suite, ignore_errors=True)
         for comparison in SUITES[suite]():
             began = time.perf_counter()
-            if not compare(comparison, options.out / suite / comparison.name):
+            if not compare(comparison, options.out / suite / comparison.name, options.cluster):
                 failed.append(f"{suite}/{comparison.name}")
             print(f"{suite}/{comparison.name}: {time.perf_counter() - began:.0f} s", flush=True)
     write_text(options.out / "summary.md", summary_text(options.out))

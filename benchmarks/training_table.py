@@ -9,7 +9,7 @@ from statistics import median
 
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.tables import as_markdown
-from planner.studies.rows import read_csv
+from planner.studies import rows as tables
 
 EAGER, PLANNED = "eager", "planned"
 
@@ -63,8 +63,7 @@ COLUMNS = tuple(field.name for field in fields(Row))
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV; none where there is no file."""
-    kinds = {field.name: field.type for field in fields(Row)}
-    return [Row(**{name: kinds[name](text) for name, text in line.items()}) for line in read_csv(path, COLUMNS)]
+    return tables.read_rows(path, Row)
 
 
 def half_or_half_way(peak_bytes: int, least_bytes: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from graphs.errors import FormatError
 from graphs.importers import checkmate, moccasin, simrd
+from graphs.importers.simrd_lines import is_log
 from graphs.io.files import read_object
 from graphs.ir import Graph
 
@@ -23,7 +24,7 @@ def import_graph(path: str | os.PathLike[str]) -> Graph:
         GraphError: a file of one of the formats that does not describe a training step.
     """
     source, name = str(path), Path(path).name.removesuffix(".gz").rsplit(".", 1)[0]
-    if simrd.is_log(path):
+    if is_log(path):
         return simrd.read(path, name=name)
     data = read_object(path)
     if "parents" in data:

@@ -6,13 +6,31 @@ KiB; the budgets of the reference results leave out the fixed memory.
 
 from collections.abc import Mapping
 
+from msgspec import UNSET, Struct, UnsetType
+
 from graphs.errors import FormatError
-from graphs.io.fields import Fields
+from graphs.io.documents import Finite, Natural, document, refuse
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 KIB = 1024
 UNITS_PER_S = 100_000  # a unit of time is 0.01 ms
 UNSOLVED_S = 86_400  # a reference solve that took this long had not ended
+
+
+class _Reference(Struct):
+    budget: Natural
+    gurobi_cost: Natural
+    gurobi_seconds: Finite
+
+
+class _Instance(Struct):
+    cost: tuple[Natural, ...]
+    memory: tuple[Natural, ...]
+    parents: tuple[tuple[Natural, ...], ...]
+    loss: Natural
+    fixed_memory: Natural
+    name: str | UnsetType = UNSET
+    reference: tuple[_Reference, ...] = ()
 
 
 def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
@@ -24,57 +42,43 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     Raises:
         FormatError: a field is missing or wrong.
     """
-    fields = Fields(data, source=source, path="")
-    times, sizes = fields.integers("cost"), fields.integers("memory")
-    parents, loss = fields.array("parents"), fields.integer("loss")
-    fixed_bytes = fields.integer("fixed_memory") * KIB
-    for field, length in (("memory", len(sizes)), ("parents", len(parents))):
-        if length != len(times):
-            raise FormatError(f"{source}: {field} has {length} entries for the {len(times)} in cost: must be one per op")
-    if loss >= len(times):
-        fields.refuse("loss", f"the index of one of the {len(times)} ops")
+    read = document(data, _Instance, source)
+    fixed_bytes = read.fixed_memory * KIB
+    for field, length in (("memory", len(read.memory)), ("parents", len(read.parents))):
+        if length != len(read.cost):
+            raise FormatError(f"{source}: {field} has {length} entries for the {len(read.cost)} in cost: must be one per op")
+    if read.loss >= len(read.cost):
+        refuse(source, "loss", read.loss, f"the index of one of the {len(read.cost)} ops")
     # Tensor i + 1 is the output of op i.
     tensors = [Tensor(0, "fixed_memory", fixed_bytes, (), Kind.PARAMETER)]
     ops = []
-    for i, time in enumerate(times):
-        row = Fields({"parents": parents[i]}, source=source, path=f"op {i}")
-        read = row.integers("parents", below=i) if i else ()
-        if i == 0 and parents[0] != []:
-            row.refuse("parents", "empty: the first op reads nothing")
-        tensors.append(Tensor(i + 1, f"t{i}", sizes[i] * KIB, (i,)))
+    for i, (time, size, parents) in enumerate(zip(read.cost, read.memory, read.parents, strict=True)):
+        if max(parents, default=-1) >= i:
+            refuse(source, f"parents[{i}]", parents, f"ops before it, below {i}" if i else "empty: the first op reads nothing")
+        tensors.append(Tensor(i + 1, f"t{i}", size * KIB, (i,)))
         ops.append(
             Op(
                 id=i,
-                name="loss" if i == loss else f"op{i}",
+                name="loss" if i == read.loss else f"op{i}",
                 target="checkmate",
-                inputs=tuple(dict.fromkeys(t + 1 for t in read)),
+                inputs=tuple(dict.fromkeys(t + 1 for t in parents)),
                 outputs=(i + 1,),
                 time_s=time / UNITS_PER_S,
-                phase=Phase.FORWARD if i <= loss else Phase.BACKWARD,
+                phase=Phase.FORWARD if i <= read.loss else Phase.BACKWARD,
             )
         )
     provenance: dict[str, object] = {
         "imported": "Checkmate instance",
-        "model": fields.string("name") if "name" in fields else name,
-        "reference": _references(fields, source, fixed_bytes),
-    }
-    return Graph(tuple(ops), tuple(tensors), frozenset(), provenance)
-
-
-def _references(fields: Fields, source: str, fixed_bytes: int) -> list[object]:
-    if "reference" not in fields:
-        return []
-    results: list[object] = []
-    for i, entry in enumerate(fields.array("reference")):
-        row = Fields(entry, source=source, path=f"reference[{i}]")
-        seconds = row.number("gurobi_seconds")
-        results.append(
+        "model": name if read.name is UNSET else read.name,
+        "reference": [
             {
                 "solver": "gurobi",
-                "budget_bytes": row.integer("budget") * KIB + fixed_bytes,
-                "time_s": row.integer("gurobi_cost") / UNITS_PER_S,
-                "seconds": seconds,
-                "solved": seconds < UNSOLVED_S,
+                "budget_bytes": row.budget * KIB + fixed_bytes,
+                "time_s": row.gurobi_cost / UNITS_PER_S,
+                "seconds": row.gurobi_seconds,
+                "solved": row.gurobi_seconds < UNSOLVED_S,
             }
-        )
-    return results
+            for row in read.reference
+        ],
+    }
+    return Graph(tuple(ops), tuple(tensors), frozenset(), provenance)

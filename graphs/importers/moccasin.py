@@ -7,12 +7,52 @@ unit is taken as a microsecond, which changes no ratio.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import UNSET, Struct, UnsetType, field
+
 from graphs.errors import FormatError
-from graphs.io.fields import Fields, shown
+from graphs.io.documents import Natural, Seconds, document, refuse, shown
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 UNITS_PER_S = 1_000_000
-LINK_KEYS = (("source", "target"), ("0", "1"))
+
+
+class _About(Struct, frozen=True):
+    name: object = UNSET
+    order: tuple[object, ...] | UnsetType = UNSET
+
+
+class _File(Struct):
+    nodes: tuple[dict[str, object], ...]
+    links: tuple[dict[str, object], ...]
+    graph: _About = _About()
+    directed: bool = True
+
+
+class _AnyRow(Struct):
+    id: int | str | UnsetType = UNSET
+    name: object = UNSET
+    param_cost: Natural = 0
+    backward: bool = False
+
+
+class _TrainingRow(_AnyRow, kw_only=True):
+    time: Seconds = field(name="cost_cpu")
+    size_bytes: Natural = field(name="cost_ram")
+
+
+class _LayeredRow(_AnyRow, kw_only=True):
+    time: Seconds = field(name="duration")
+    size_bytes: Natural = field(name="out_cost")
+
+
+class _Link(Struct):
+    source: object
+    target: object
+
+
+class _NumberedLink(Struct):
+    source: object = field(name="0")
+    target: object = field(name="1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +73,15 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     Raises:
         FormatError: a field is missing or wrong, or the order is not topological.
     """
-    fields = Fields(data, source=source, path="")
-    if "directed" in fields and not fields.boolean("directed"):
-        fields.refuse("directed", "true")
-    about = Fields(fields.take("graph") if "graph" in fields else {}, source=source, path="graph")
-    nodes = _ordered([_node(row, i, source) for i, row in enumerate(fields.array("nodes"))], about, source)
+    read = document(data, _File, source)
+    if not read.directed:
+        refuse(source, "directed", read.directed, "true")
+    nodes = _ordered([_node(row, i, source) for i, row in enumerate(read.nodes)], read.graph, source)
     place = {node.key: i for i, node in enumerate(nodes)}
-    read: list[list[int]] = [[] for _ in nodes]
-    for i, link in enumerate(fields.array("links")):
+    givers: list[list[int]] = [[] for _ in nodes]
+    for i, link in enumerate(read.links):
         giver, reader = _link(link, i, place, source)
-        read[reader].append(giver)
+        givers[reader].append(giver)
     tensors = [Tensor(i, f"t{i}", node.size_bytes, (i,)) for i, node in enumerate(nodes)]
     fixed_bytes = sum(node.fixed_bytes for node in nodes)
     if fixed_bytes:
@@ -53,14 +92,14 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
             id=i,
             name=node.name,
             target="moccasin",
-            inputs=tuple(dict.fromkeys(sorted(read[i]))),
+            inputs=tuple(dict.fromkeys(sorted(givers[i]))),
             outputs=(i,),
             time_s=node.time / UNITS_PER_S,
             phase=Phase.FORWARD if i < turn else Phase.BACKWARD,
         )
         for i, node in enumerate(nodes)
     ]
-    model = about.take("name") if "name" in about else name
+    model = name if read.graph.name is UNSET else read.graph.name
     return Graph(
         tuple(ops),
         tuple(tensors),
@@ -69,50 +108,45 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     )
 
 
-def _node(row: object, position: int, source: str) -> _Node:
-    fields = Fields(row, source=source, path=f"nodes[{position}]")
-    key = fields.take("id" if "id" in fields or "name" not in fields else "name")
+def _node(row: Mapping[str, object], position: int, source: str) -> _Node:
+    kind: type[_TrainingRow | _LayeredRow] = _TrainingRow if "cost_ram" in row or "out_cost" not in row else _LayeredRow
+    path = f"nodes[{position}]"
+    read = document(row, kind, source, path=path)
+    key = read.name if read.id is UNSET else read.id
+    if key is UNSET:
+        raise FormatError(f"{source}: {path} has neither id nor name")
     if isinstance(key, bool) or not isinstance(key, int | str):
-        fields.refuse("id" if "id" in fields else "name", "a whole number or a string")
-    training = "cost_ram" in fields or "out_cost" not in fields
-    time, size = ("cost_cpu", "cost_ram") if training else ("duration", "out_cost")
-    if fields.number(time) < 0:
-        fields.refuse(time, "0 or more")
-    label = fields.take("name") if "name" in fields else key
-    return _Node(
-        key,
-        label if isinstance(label, str) else f"op{label}",
-        fields.number(time),
-        fields.integer(size),
-        fields.integer("param_cost") if "param_cost" in fields else 0,
-        fields.boolean("backward") if "backward" in fields else False,
-    )
+        refuse(source, f"{path}.name", key, "a whole number or a string")
+    label = key if read.name is UNSET else read.name
+    name = label if isinstance(label, str) else f"op{label}"
+    return _Node(key, name, read.time, read.size_bytes, read.param_cost, read.backward)
 
 
-def _ordered(nodes: list[_Node], about: Fields, source: str) -> list[_Node]:
+def _ordered(nodes: list[_Node], about: _About, source: str) -> list[_Node]:
     by_key = {node.key: node for node in nodes}
     if len(by_key) < len(nodes):
         keys = [node.key for node in nodes]
         raise FormatError(f"{source}: node {shown(next(k for k in keys if keys.count(k) > 1))} appears twice")
-    if "order" not in about:
+    if about.order is UNSET:
         return sorted(nodes, key=lambda node: (str(type(node.key)), node.key))
-    order = about.array("order")
-    if len(order) != len(nodes) or {_hashable(key) for key in order} != by_key.keys():
-        about.refuse("order", f"a list of the {len(nodes)} nodes, each once")
-    return [by_key[key] for key in order]
+    if len(about.order) != len(nodes) or {_hashable(key) for key in about.order} != by_key.keys():
+        refuse(source, "graph.order", about.order, f"a list of the {len(nodes)} nodes, each once")
+    return [by_key[key] for key in about.order]
 
 
 def _hashable(key: object) -> object:
     return key if isinstance(key, int | str) else repr(key)
 
 
-def _link(row: object, position: int, place: Mapping[object, int], source: str) -> tuple[int, int]:
-    fields = Fields(row, source=source, path=f"links[{position}]")
-    keys = next((keys for keys in LINK_KEYS if keys[0] in fields), LINK_KEYS[0])
-    for key in keys:
-        if _hashable(fields.take(key)) not in place:
-            fields.refuse(key, f"one of the {len(place)} nodes")
-    giver, reader = (place[fields.take(key)] for key in keys)
+def _link(row: Mapping[str, object], position: int, place: Mapping[object, int], source: str) -> tuple[int, int]:
+    path, numbered = f"links[{position}]", "source" not in row and "0" in row
+    kind: type[_Link | _NumberedLink] = _NumberedLink if numbered else _Link
+    link = document(row, kind, source, path=path)
+    keys = ("0", "1") if numbered else ("source", "target")
+    for key, node in zip(keys, (link.source, link.target), strict=True):
+        if _hashable(node) not in place:
+            refuse(source, f"{path}.{key}", node, f"one of the {len(place)} nodes")
+    giver, reader = place[link.source], place[link.target]
     if giver >= reader:
-        fields.refuse(keys[1], "a node after the one it reads, in graph.order or by id")
+        refuse(source, f"{path}.{keys[1]}", link.target, "a node after the one it reads, in graph.order or by id")
     return giver, reader

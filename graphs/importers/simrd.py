@@ -18,31 +18,31 @@ that takes no time and reads nothing stands after the last reader and makes a te
 at the release, reads it. Keeping everything then takes what the log says, and dropping the tensor costs nothing.
 """
 
-import gzip
-import json
 import os
-import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 from graphs.errors import FormatError
+from graphs.importers.simrd_lines import (
+    Alias,
+    Annotate,
+    Call,
+    Constant,
+    Copy,
+    CopyFrom,
+    Line,
+    Memory,
+    Mutate,
+    Names,
+    Release,
+    instruction,
+    read_lines,
+)
 from graphs.importers.storages import Record, Storage
-from graphs.io.fields import Fields, shown
+from graphs.io.documents import refuse, shown
 from graphs.ir import Graph, Phase
 
-_GZIP = b"\x1f\x8b"
-_HEAD_BYTES = 4096
 _LARGEST = 2**63 - 1
-
-
-def is_log(path: str | os.PathLike[str]) -> bool:
-    """Whether the file `path` is gzipped, or its first line is an instruction."""
-    try:
-        with Path(path).open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except (OSError, ValueError):
-        return False
-    return head.startswith(_GZIP) or b'"INSTRUCTION"' in head.lstrip().split(b"\n", 1)[0]
 
 
 def read(path: str | os.PathLike[str], *, name: str, views: bool = False) -> Graph:
@@ -57,78 +57,30 @@ def read(path: str | os.PathLike[str], *, name: str, views: bool = False) -> Gra
     Raises:
         FormatError: the file is cut short or damaged, or a line is not what it should be; names the line.
     """
-    lines = _lines(path)
-    starts = [
-        i for i, (_, line) in enumerate(lines) if line.take("INSTRUCTION") == "ANNOTATE" and line.take("ANNOTATION") == "START"
-    ]
-    return _Log(str(path), lines[starts[0] + 1 :] if starts else lines, views=views).graph(name)
-
-
-def _lines(path: str | os.PathLike[str]) -> list[tuple[int, Fields]]:
-    """The lines that are not empty, with their numbers."""
-    lines = []
-    for number, text in enumerate(_text(path).split("\n"), start=1):
-        if not text.strip():
-            continue
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise FormatError(f"{path}: line {number} is not JSON, or cut short: {shown(text)}") from None
-        lines.append((number, Fields(value, source=str(path), path=f"line {number}")))
-    return lines
-
-
-def _text(path: str | os.PathLike[str]) -> str:
-    try:
-        content = Path(path).read_bytes()
-        if content.startswith(_GZIP):
-            content = gzip.decompress(content)
-        return content.decode()
-    except EOFError:
-        raise FormatError(f"{path}: the file is cut short: the gzip stream has no end") from None
-    except (zlib.error, gzip.BadGzipFile) as error:
-        raise FormatError(f"{path}: the gzip stream is damaged: {error}") from None
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not a text file: byte {error.start} is 0x{error.object[error.start]:02x}") from None
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return _Log(str(path), read_lines(path), views=views).graph(name)
 
 
 class _Log:
     """Replays the lines of a log into a record: a name stands for the storage it refers to."""
 
-    def __init__(self, source: str, lines: list[tuple[int, Fields]], *, views: bool) -> None:
+    def __init__(self, source: str, lines: list[tuple[int, Mapping[str, object]]], *, views: bool) -> None:
         self.source = source
         self.keeps_views = views
         self.handles: dict[str, Storage] = {}  # of names of views that are ops: the tensor of no bytes
-        self.rest: Iterator[tuple[int, Fields]] = iter(lines)
-        self.line = 0
+        self.rest: Iterator[tuple[int, Mapping[str, object]]] = iter(lines)
+        self.number = 0  # of the line
+        self.value: Mapping[str, object] = {}  # of the line
         self.record = Record()
         self.names: dict[str, Storage] = {}
         self.counts = dict.fromkeys(("CONSTANT", "CALL", "MUTATE"), 0)
         self.views = 0
-        self.actions: dict[str, Callable[[Fields], None]] = {
-            "CONSTANT": self.constant,
-            "CALL": self.call,
-            "MUTATE": self.mutate,
-            "COPY": self.copy,
-            "COPY_FROM": self.copy_from,
-            "RELEASE": self.release,
-            "ANNOTATE": self.annotate,
-        }
 
     def graph(self, name: str) -> Graph:
         """The graph of all lines."""
-        for number, fields in self.rest:
-            self.line = number
-            kind = fields.string("INSTRUCTION")
-            if kind not in self.actions:
-                fields.refuse("INSTRUCTION", f"one of {', '.join(self.actions)} here")
-            if kind in self.counts:
-                self.counts[kind] += 1
-            self.actions[kind](fields)
+        while (line := self.next()) is not None:
+            self.execute(line)
         if not self.record.ops:
-            raise FormatError(f"{self.source}: the log has no CALL: it ends at line {self.line}")
+            raise FormatError(f"{self.source}: the log has no CALL: it ends at line {self.number}")
         return self.record.graph(
             {
                 "imported": "DTR log",
@@ -141,33 +93,58 @@ class _Log:
             }
         )
 
-    def constant(self, fields: Fields) -> None:
-        """CONSTANT, then MEMORY of the same name."""
-        name = self.new_name(fields, "NAME")
-        self.names[name] = self.record.constant(name, self.detail("MEMORY", name))
+    def execute(self, line: Line) -> None:
+        """Do what `line`, and the lines that belong to it, say."""
+        match line:
+            case Constant():
+                self.counts["CONSTANT"] += 1
+                self.constant(line)
+            case Call():
+                self.counts["CALL"] += 1
+                self.call(line)
+            case Mutate():
+                self.counts["MUTATE"] += 1
+                self.mutate(line)
+            case Copy():
+                self.copy(line)
+            case CopyFrom():
+                self.copy_from(line)
+            case Release():
+                self.release(line)
+            case Annotate():
+                if line.annotation == "BACKWARD":
+                    self.record.phase = Phase.BACKWARD
+            case _:
+                self.refuse("INSTRUCTION", "after the CONSTANT or CALL that it belongs to")
 
-    def call(self, fields: Fields) -> None:
+    def constant(self, line: Constant) -> None:
+        """CONSTANT, then MEMORY of the same name."""
+        self.check_new("NAME", line.name)
+        self.names[line.name] = self.record.constant(line.name, self.memory(line.name))
+
+    def call(self, line: Call) -> None:
         """CALL, then for each result MEMORY and ALIAS (the index of an argument, or -1)."""
-        bases, time_ns, target = self.storages(fields, "ARGS"), self.integer(fields, "TIME"), fields.string("NAME")
-        arguments = self.with_handles(fields, bases)
+        bases, time_ns = self.storages("ARGS", line.args), self.whole("TIME", line.time)
+        arguments = self.with_handles(line.args, bases)
         made: list[tuple[str, int]] = []
         views: list[tuple[str, Storage]] = []
-        for result in self.strings(fields, "RESULT"):
-            if result in self.names or result in dict(made):
-                fields.refuse("RESULT", f"new names: {shown(result)} is taken")
-            size_bytes = self.detail("MEMORY", result)
-            alias = self.detail("ALIAS", result, least=-1, below=len(bases))
+        for i, result in enumerate(line.result):
+            if result in self.names or result in line.result[:i]:
+                self.refuse("RESULT", f"new names: {shown(result)} is taken")
+        for result in line.result:
+            size_bytes = self.memory(result)
+            alias = self.alias(result, len(bases))
             if alias < 0:
                 made.append((result, size_bytes))
             else:
                 views.append((result, bases[alias]))
         if made or not views:
-            storages = self.record.op(target, arguments, made, time_ns)
+            storages = self.record.op(line.name, arguments, made, time_ns)
             self.names.update(zip((name for name, _ in made), storages, strict=True))
         else:
             self.views += 1
             if self.keeps_views:
-                handles = self.record.view_op(target, arguments, views, time_ns)
+                handles = self.record.view_op(line.name, arguments, views, time_ns)
                 self.handles.update(zip((name for name, _ in views), handles, strict=True))
             else:
                 self.record.view([base for _, base in views], time_ns)
@@ -175,104 +152,114 @@ class _Log:
             base.references += 1
             self.names[name] = base
 
-    def mutate(self, fields: Fields) -> None:
+    def mutate(self, line: Mutate) -> None:
         """MUTATE: the arguments at the positions in MUTATE are given new storages, on writing."""
-        arguments, names = self.storages(fields, "ARGS"), self.strings(fields, "ARGS")
-        written = fields.integers("MUTATE", below=len(arguments))
+        arguments = self.storages("ARGS", line.args)
+        if max(line.mutate, default=-1) >= len(arguments):
+            self.refuse("MUTATE", f"a list of positions in ARGS, below {len(arguments)}")
         count = len(self.record.ops)
-        made = [(f"{names[i]}@{count}", arguments[i].size_bytes) for i in written]
+        made = [(f"{line.args[i]}@{count}", arguments[i].size_bytes) for i in line.mutate]
         if len(set(made)) < len(made):
-            fields.refuse("MUTATE", "a list of different arguments")
-        read = self.with_handles(fields, arguments)
-        storages = self.record.op(fields.string("NAME"), read, made, self.integer(fields, "TIME"))
-        for i, storage in zip(written, storages, strict=True):
-            self.names[names[i]] = storage
-            self.handles.pop(names[i], None)
+            self.refuse("MUTATE", "a list of different arguments")
+        read = self.with_handles(line.args, arguments)
+        storages = self.record.op(line.name, read, made, self.whole("TIME", line.time))
+        for i, storage in zip(line.mutate, storages, strict=True):
+            self.names[line.args[i]] = storage
+            self.handles.pop(line.args[i], None)
             self.record.release(arguments[i])
 
-    def copy(self, fields: Fields) -> None:
+    def copy(self, line: Copy) -> None:
         """COPY: the name DST refers to the storage of SRC as well."""
-        storage = self.storage(fields, "SRC", fields.string("SRC"))
-        self.names[self.new_name(fields, "DST")] = storage
+        storage = self.storage("SRC", line.src)
+        self.check_new("DST", line.dst)
+        self.names[line.dst] = storage
         storage.references += 1
-        self.copy_handle(fields)
+        self.copy_handle(line)
 
-    def copy_from(self, fields: Fields) -> None:
+    def copy_from(self, line: CopyFrom) -> None:
         """COPY_FROM: the name DST, which refers to something, now refers to the storage of SRC."""
-        storage, old = (self.storage(fields, key, fields.string(key)) for key in ("SRC", "DST"))
+        storage, old = self.storage("SRC", line.src), self.storage("DST", line.dst)
         storage.references += 1
-        self.names[fields.string("DST")] = storage
+        self.names[line.dst] = storage
         self.record.release(old)
-        self.copy_handle(fields)
+        self.copy_handle(line)
 
-    def release(self, fields: Fields) -> None:
+    def release(self, line: Release) -> None:
         """RELEASE: the name refers to nothing any more. Names from before the log are passed over."""
-        storage = self.names.get(name := fields.string("NAME"))
-        if storage is None:
-            return
-        self.storage(fields, "NAME", name)
-        self.record.release(storage)
+        if line.name in self.names:
+            self.record.release(self.storage("NAME", line.name))
 
-    def annotate(self, fields: Fields) -> None:
-        """ANNOTATE: BACKWARD begins the backward."""
-        if fields.string("ANNOTATION") == "BACKWARD":
-            self.record.phase = Phase.BACKWARD
-
-    def copy_handle(self, fields: Fields) -> None:
+    def copy_handle(self, line: Copy | CopyFrom) -> None:
         """What DST names is a view if what SRC names is."""
-        source, name = fields.string("SRC"), fields.string("DST")
-        self.handles.pop(name, None)
-        if source in self.handles:
-            self.handles[name] = self.handles[source]
+        self.handles.pop(line.dst, None)
+        if line.src in self.handles:
+            self.handles[line.dst] = self.handles[line.src]
 
-    def with_handles(self, fields: Fields, bases: list[Storage]) -> list[Storage]:
-        """`bases`, the storages of ARGS, and the tensors of no bytes of those that are views."""
-        names = self.strings(fields, "ARGS")
+    def with_handles(self, names: Names, bases: list[Storage]) -> list[Storage]:
+        """`bases`, the storages of `names`, and the tensors of no bytes of those that are views."""
         return [s for name, base in zip(names, bases, strict=True) for s in (base, self.handles.get(name)) if s is not None]
 
-    def storages(self, fields: Fields, key: str) -> list[Storage]:
-        """The storages that the names in the list `key` refer to."""
-        return [self.storage(fields, key, name) for name in self.strings(fields, key)]
+    def storages(self, key: str, names: Names) -> list[Storage]:
+        """The storages that `names` refer to."""
+        return [self.storage(key, name) for name in names]
 
-    def storage(self, fields: Fields, key: str, name: str) -> Storage:
+    def storage(self, key: str, name: str) -> Storage:
         """The storage that `name` refers to."""
         storage = self.names.get(name)
         if storage is None or not storage.references:
             state = "was never made" if storage is None else "was released"
-            fields.refuse(key, f"what is in memory: {shown(name)} {state}")
+            self.refuse(key, f"what is in memory: {shown(name)} {state}")
         return storage
 
-    def strings(self, fields: Fields, key: str) -> list[str]:
-        """A list of strings."""
-        values = fields.array(key)
-        strings = [value for value in values if isinstance(value, str)]
-        if len(strings) < len(values):
-            fields.refuse(key, "a list of strings")
-        return strings
-
-    def new_name(self, fields: Fields, key: str) -> str:
-        """A name that is not in use."""
-        name = fields.string(key)
+    def check_new(self, key: str, name: str) -> None:
+        """Refuse a name that is in use."""
         if name in self.names:
-            fields.refuse(key, "a new name: this one is taken")
-        return name
+            self.refuse(key, "a new name: this one is taken")
 
-    def detail(self, key: str, name: str, *, least: int = 0, below: int = _LARGEST) -> int:
-        """The number on the next line, which must be `key` of `name`."""
-        previous = self.line
-        self.line, fields = next(self.rest, (previous, None))
-        if fields is None:
-            raise FormatError(f"{self.source}: the log is cut short: after line {previous}, {key} of {shown(name)} is missing")
-        if fields.take("INSTRUCTION") != key:
-            fields.refuse("INSTRUCTION", f"{key} of {shown(name)}")
-        if fields.take("NAME") != name:
-            fields.refuse("NAME", shown(name))
-        return self.integer(fields, key, least=least, below=below)
+    def memory(self, name: str) -> int:
+        """The bytes on the next line, which must be MEMORY of `name`."""
+        line = self.next()
+        if not isinstance(line, Memory):
+            self.refuse_detail(line, "MEMORY", name)
+        self.check_of(line.name, name)
+        return self.whole("MEMORY", line.memory)
 
-    def integer(self, fields: Fields, key: str, *, least: int = 0, below: int = _LARGEST) -> int:
-        """A whole number, which these logs write as a string."""
-        text = fields.string(key)
-        if not text.isascii() or not text.removeprefix("-").isdecimal() or len(text) > 20 or not least <= int(text) < below:
+    def alias(self, name: str, below: int) -> int:
+        """The position below `below`, or -1, on the next line, which must be ALIAS of `name`."""
+        line = self.next()
+        if not isinstance(line, Alias):
+            self.refuse_detail(line, "ALIAS", name)
+        self.check_of(line.name, name)
+        return self.whole("ALIAS", line.alias, least=-1, below=below)
+
+    def next(self) -> Line | None:
+        """The next line; None at the end."""
+        number, value = next(self.rest, (self.number, None))
+        if value is None:
+            return None
+        self.number, self.value = number, value
+        return instruction(value, self.source, number)
+
+    def refuse_detail(self, line: Line | None, kind: str, name: str) -> NoReturn:
+        """Raise the error that the next line must be `kind` of `name`."""
+        if line is None:
+            raise FormatError(
+                f"{self.source}: the log is cut short: after line {self.number}, {kind} of {shown(name)} is missing"
+            )
+        self.refuse("INSTRUCTION", f"{kind} of {shown(name)}")
+
+    def check_of(self, found: str, name: str) -> None:
+        """Refuse a line that is not of `name`."""
+        if found != name:
+            self.refuse("NAME", shown(name))
+
+    def whole(self, key: str, text: str, *, least: int = 0, below: int = _LARGEST) -> int:
+        """The whole number that `text`, the field `key`, is."""
+        if not least <= int(text) < below:
             limit = "" if below == _LARGEST else f" and below {below}"
-            fields.refuse(key, f"a whole number as a string, {least} or more{limit}")
+            self.refuse(key, f"a whole number as a string, {least} or more{limit}")
         return int(text)
+
+    def refuse(self, key: str, must: str) -> NoReturn:
+        """Raise the error that field `key` of the line must be otherwise."""
+        refuse(self.source, f"line {self.number}.{key}", self.value[key], must)

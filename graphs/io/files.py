@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from graphs.errors import FormatError, OutputError
-from graphs.io.fields import shown
+from graphs.io.documents import plain, shown
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, which is none unless the other half follows
 _MOST_LINKS = 40  # that are followed, as on Linux
 
 
@@ -41,6 +42,10 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path}: holds {shown(value)}: must be an object, {{...}}")
+    if _SURROGATE.search(body):
+        for name, entry in value.items():
+            plain(name, f"{path}: a field's name")
+            plain(entry, f"{path}: {name}")
     return value
 
 

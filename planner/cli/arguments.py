@@ -25,6 +25,8 @@ DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4
 OVER_BUDGET, DIFFERENT = 5, 6  # of a plan that was run
 INTERRUPTED = 130
 
+JOBS = 2  # at a time, unless the user says otherwise
+
 MODEL_HELP = (
     "zoo:NAME or path/to/file.py:function, options after commas; the function returns (model, loss_fn, batch), "
     "trained on loss_fn(model(*inputs), target) with the last of the batch as target; a batch that is a dict is given by name"
@@ -71,6 +73,17 @@ def add_command(commands: Commands, name: str, summary: str, epilog: str) -> Par
 def add_quiet(parser: Parser) -> None:
     """Let progress be turned off."""
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def add_workers(parser: Parser, *, said: str) -> None:
+    """How many are solved at a time, or where; `said` is what they are."""
+    workers = parser.add_mutually_exclusive_group()
+    workers.add_argument("--jobs", type=options.count, metavar="N", help=f"{said} at a time (default: {JOBS})")
+    workers.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help=f"have the workers of a Dask scheduler do it (tcp://HOST:8786): {said} at all of them",
+    )
 
 
 def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:

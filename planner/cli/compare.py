@@ -8,6 +8,7 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     INTERRUPTED,
+    JOBS,
     LIMIT,
     MODEL_HELP,
     USAGE,
@@ -15,6 +16,7 @@ from planner.cli.arguments import (
     add_command,
     add_how_to_trace,
     add_quiet,
+    add_workers,
     complain,
     print_json,
     print_text,
@@ -60,7 +62,7 @@ def add(commands: Commands) -> None:
         "--measure", action="store_true", help="run the schedules of MODEL, and PyTorch's own methods, and measure all of them"
     )
     parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps timed with --measure (default: 5)")
-    parser.add_argument("--jobs", type=options.count, default=2, metavar="N", help="rows computed at a time (default: 2)")
+    add_workers(parser, said="rows computed")
     parser.add_argument(
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each row: 90, 90s, 10m (default: 1m)"
     )
@@ -83,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
     if arguments.measure and arguments.roofline is not None:
         return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
+    if arguments.measure and arguments.cluster is not None:
+        return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
     methods = methods_named(arguments.methods)
     new_figure()  # without matplotlib there is no use in computing
     folder = Path(arguments.output)
@@ -118,7 +122,8 @@ def _simulate(
         methods,
         Path(arguments.output),
         model=name,
-        jobs=arguments.jobs,
+        jobs=arguments.jobs or JOBS,
+        cluster=arguments.cluster,
         tolerance=arguments.tolerance,
         time_limit_s=arguments.time_limit,
         on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
@@ -150,7 +155,7 @@ def _measure(
     )
     settings = Settings(
         model=str(spec),
-        jobs=arguments.jobs,
+        jobs=arguments.jobs or JOBS,
         tolerance=arguments.tolerance,
         time_limit_s=arguments.time_limit,
         repeats=arguments.repeats,

@@ -4,7 +4,19 @@ import argparse
 from pathlib import Path
 
 from planner import options
-from planner.cli.arguments import DONE, INFEASIBLE, LIMIT, Commands, add_command, add_quiet, add_reorder, print_json, print_text
+from planner.cli.arguments import (
+    DONE,
+    INFEASIBLE,
+    JOBS,
+    LIMIT,
+    Commands,
+    add_command,
+    add_quiet,
+    add_reorder,
+    add_workers,
+    print_json,
+    print_text,
+)
 from solvers.registry import SOLVERS
 
 
@@ -32,7 +44,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
-    parser.add_argument("--jobs", type=options.count, default=2, metavar="N", help="budgets solved at a time (default: 2)")
+    add_workers(parser, said="budgets solved")
     parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
     parser.add_argument(
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each budget: 90, 90s, 10m (default: 1m)"
@@ -63,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         found = curve(
             graph,
             arguments.budgets,
-            jobs=arguments.jobs,
+            jobs=arguments.jobs or JOBS,
+            cluster=arguments.cluster,
             solver=arguments.solver,
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,

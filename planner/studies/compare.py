@@ -12,7 +12,7 @@ from graphs.schedule import Schedule
 from planner.runtime.machine import commit, machine
 from planner.solving import budget_in_bytes, summarize
 from planner.studies.comparison_rows import OPTIMUM, KeptRows, Key, Row, RunBy
-from planner.studies.jobs import run_here, run_in_processes
+from planner.studies.jobs import run
 from planner.visible import visible
 from solvers.clock import WallClock
 from solvers.registry import SOLVERS, get_solver
@@ -53,7 +53,7 @@ class Judge:
         base_peak_bytes: of the step without recomputation.
         tolerance, time_limit_s: for each solve.
         seed: of the graph's weights and batch.
-        commit, machine: what rows are made with and on.
+        commit, machine: what rows are made with and on; None for the machine that solves them.
     """
 
     graph: Graph
@@ -63,7 +63,7 @@ class Judge:
     time_limit_s: float
     seed: int
     commit: str
-    machine: str
+    machine: str | None
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
         """The row of `task`; a method that cannot cope has its reason there, and does not end the others."""
@@ -121,7 +121,7 @@ class Judge:
             seed=self.seed,
             message="",
             commit=self.commit,
-            machine=self.machine,
+            machine=self.machine or machine(),
             versions=self._versions({}),
         )
 
@@ -134,9 +134,9 @@ class Judge:
 def judge_of(
     graph: Graph, model: str, *, tolerance: float, time_limit_s: float, seed: int = 0, machine_name: str | None = None
 ) -> Judge:
-    """The judge of `graph`, on this machine."""
+    """The judge of `graph`, by default on whatever machine it is called."""
     peak_bytes = summarize(graph).store_all_peak_bytes
-    return Judge(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name or machine())
+    return Judge(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name)
 
 
 def methods_named(text: str) -> tuple[str, ...]:
@@ -160,6 +160,7 @@ def compare(
     *,
     model: str = "",
     jobs: int = 1,
+    cluster: str | None = None,
     tolerance: float = 1e-3,
     time_limit_s: float = 60.0,
     on_row: Callable[[Row, int, int], None] | None = None,
@@ -175,6 +176,7 @@ def compare(
         folder: is made; rows that are in its CSV are not computed again.
         model: what the graph is called.
         jobs: processes that solve at the same time.
+        cluster: address of a Dask scheduler, whose workers solve instead.
         tolerance: on gaps, relative to the whole step.
         time_limit_s: seconds for each row.
         on_row: told each new row, how many are done, and of how many.
@@ -195,7 +197,7 @@ def compare(
     absent = set(kept.missing(task.key for task in tasks))
     missing = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(missing)
-    for solved in solve_tasks(judge, missing, jobs=jobs, should_stop=stop):
+    for solved in solve_tasks(judge, missing, jobs=jobs, cluster=cluster, should_stop=stop):
         if stop():
             continue
         kept.add(solved.row)
@@ -221,18 +223,16 @@ def tasks_for(judge: Judge, budgets: Sequence[str | int], methods: Sequence[str]
     return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
 
 
-def solve_tasks(judge: Judge, tasks: Sequence[Task], *, jobs: int, should_stop: Callable[[], bool]) -> Iterator[Solved]:
-    """What comes of each task, as soon as it is known; `jobs` at a time.
+def solve_tasks(
+    judge: Judge, tasks: Sequence[Task], *, jobs: int, cluster: str | None = None, should_stop: Callable[[], bool]
+) -> Iterator[Solved]:
+    """What comes of each task, as soon as it is known; `jobs` at a time, or as many as `cluster` can.
 
     Raises:
-        PlannerError: `jobs` is out of range, or a process ended by itself.
+        PlannerError: `jobs` is out of range, or what runs them was lost.
     """
-    if jobs < 1:
-        raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     waiting = iter(tasks)
-    if jobs == 1 or len(tasks) < 2:
-        return run_here(judge, lambda: next(waiting, None), should_stop)
-    return run_in_processes(judge, lambda: next(waiting, None), should_stop, jobs)
+    return run(judge, lambda: next(waiting, None), should_stop, jobs=min(jobs, max(1, len(tasks))), cluster=cluster)
 
 
 def _one_line(message: str) -> str:

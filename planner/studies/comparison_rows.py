@@ -1,6 +1,6 @@
 """What a comparison knows: a row for each method at each budget, kept in a CSV as soon as it is known."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +10,7 @@ from graphs.errors import OutputError
 from graphs.ir import Graph
 from graphs.plan import relative_gap
 from graphs.units import format_seconds
-from planner.studies.rows import read_csv, write_csv
+from planner.studies import rows as tables
 from solvers.registry import SOLVERS
 
 OPTIMUM = "windows"  # the method whose bound holds for all
@@ -103,25 +103,6 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-_NUMBERS: dict[str, Callable[[str], object]] = {
-    "budget_bytes": int,
-    "time_s": float,
-    "peak_bytes": int,
-    "bound_s": float,
-    "base_s": float,
-    "base_peak_bytes": int,
-    "seconds": float,
-    "measured_s": float,
-    "eager_s": float,
-    "measured_ratio": float,
-    "measured_peak_bytes": int,
-    "reserved_bytes": int,
-    "gradient_error": float,
-    "repeats": int,
-    "tolerance": float,
-    "time_limit_s": float,
-    "seed": int,
-}
 
 
 class KeptRows:
@@ -173,18 +154,12 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         OutputError: it is no such CSV.
     """
-    try:
-        return [
-            Row(**{name: (_NUMBERS[name](text) if text else None) if name in _NUMBERS else text for name, text in line.items()})  # type: ignore[arg-type]
-            for line in read_csv(path, COLUMNS)
-        ]
-    except (TypeError, ValueError) as error:
-        raise OutputError(f"{path} is damaged ({error}): delete it") from None
+    return tables.read_rows(path, Row)
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write the CSV, whole or not at all."""
-    write_csv(path, COLUMNS, map(asdict, rows))
+    tables.write_csv(path, COLUMNS, map(asdict, rows))
 
 
 def simulated(rows: Sequence[Row]) -> list[Row]:

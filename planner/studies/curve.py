@@ -10,7 +10,7 @@ from graphs.plan import GraphSummary, relative_gap
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.solving import budget_in_bytes, order_for, summarize
-from planner.studies.jobs import run_here, run_in_processes
+from planner.studies.jobs import run
 from solvers.clock import WallClock
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering
@@ -95,6 +95,7 @@ def curve(
     budgets: int | Sequence[str | int] = 10,
     *,
     jobs: int = 1,
+    cluster: str | None = None,
     solver: str = "windows",
     tolerance: float = 1e-3,
     time_limit_s: float = 60.0,
@@ -113,6 +114,7 @@ def curve(
             or the budgets themselves, in bytes or as text (``8GB``, ``60%`` of that peak).
         jobs: processes that solve at the same time. With more than one, the main module is imported in
             each: a script needs ``if __name__ == "__main__":``.
+        cluster: address of a Dask scheduler, whose workers solve instead.
         solver: a name in ``solvers.registry``.
         tolerance: on the gap, relative to the whole step.
         time_limit_s: seconds for each budget.
@@ -122,11 +124,9 @@ def curve(
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        PlannerError: no such solver, options out of range, or a solve failed.
+        PlannerError: no such solver, options out of range, a solve failed, or what runs it was lost.
     """
     get_solver(solver)
-    if jobs < 1:
-        raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     summary = summarize(graph)
     order = order_for(graph, solver, reorder=reorder)
     known = _Known(order.graph, tolerance)
@@ -144,9 +144,7 @@ def curve(
             raise BudgetError("there is no budget to solve for: name at least one")
     plan = _Turns(known, wanted, on_point)
     job = _Solve(order.graph, solver, tolerance, time_limit_s)
-    stop = should_stop or (lambda: False)
-    run = run_here(job, plan.take, stop) if jobs == 1 else run_in_processes(job, plan.take, stop, jobs)
-    for result in run:
+    for result in run(job, plan.take, should_stop or (lambda: False), jobs=jobs, cluster=cluster):
         plan.learn(result)
     points = tuple(_of_source(plan.point(budget), order) for budget in wanted)
     if least is not None:

@@ -1,77 +1,139 @@
-"""One job for many tasks: here, or in processes beside this one."""
+"""One job for many tasks, by executors of ``concurrent.futures``: here, in processes beside this one, or on a cluster."""
 
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.synchronize import Event
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 from graphs.errors import PlannerError
 
-_POLL_S = 0.2
+POLL_S = 0.2
 
 
 Task = TypeVar("Task")
 Done = TypeVar("Done")
+Returned = TypeVar("Returned")
+Given = ParamSpec("Given")
 # What is done with a task: can be pickled; the second argument is polled, and once True it ends with what it has.
 Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
 
 
-def run_here(job: Job[Task, Done], take: Callable[[], Task | None], should_stop: Callable[[], bool]) -> Iterator[Done]:
-    """What becomes of the tasks that `take` names, one after the other, until it names none or `should_stop`."""
-    while not should_stop() and (task := take()) is not None:
-        yield job(task, should_stop)
+@dataclass(frozen=True, slots=True)
+class Workers(Generic[Task, Done]):
+    """What an executor does a job with.
+
+    Attributes:
+        submit: gives it a task.
+        count: tasks that it does at a time.
+        stop: has the tasks under way end with what they have.
+        check: raises ``PlannerError`` where they will not end any more.
+    """
+
+    submit: Callable[[Task], Future[Done]]
+    count: int
+    stop: Callable[[], object] = lambda: None
+    check: Callable[[], object] = lambda: None
 
 
-def run_in_processes(
-    job: Job[Task, Done], take: Callable[[], Task | None], should_stop: Callable[[], bool], jobs: int
+def run(
+    job: Job[Task, Done],
+    take: Callable[[], Task | None],
+    should_stop: Callable[[], bool],
+    *,
+    jobs: int = 1,
+    cluster: str | None = None,
 ) -> Iterator[Done]:
-    """The same with `jobs` tasks at a time; once `should_stop`, those under way end with what they have.
+    """What becomes of the tasks that `take` names, as soon as it is known, until it names none or `should_stop`.
+
+    Once `should_stop`, those under way end with what they have.
+
+    Args:
+        job: what is done with each.
+        take: names the next task; None when there is none left.
+        should_stop: polled.
+        jobs: tasks at a time: one is done in this process, several in processes beside it.
+        cluster: address of the scheduler of a Dask cluster that does them instead, as many at a time as it has threads.
 
     Raises:
-        PlannerError: a process ended by itself.
+        PlannerError: `jobs` is out of range; a process or the cluster was lost, or cannot be reached.
     """
+    with _workers(job, should_stop, jobs, cluster) as workers:
+        running: set[Future[Done]] = set()
+        while True:
+            while len(running) < workers.count and not should_stop() and (task := take()) is not None:
+                running.add(workers.submit(task))
+            if not running:
+                return
+            done, running = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            if should_stop():
+                workers.stop()
+            if not done:
+                workers.check()
+            for future in done:
+                yield future.result()
+
+
+def _workers(
+    job: Job[Task, Done], should_stop: Callable[[], bool], jobs: int, cluster: str | None
+) -> AbstractContextManager[Workers[Task, Done]]:
+    if jobs < 1:
+        raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
+    if cluster is not None:
+        from planner.studies.cluster import on_cluster  # which needs an extra
+
+        return on_cluster(job, cluster)
+    return _here(job, should_stop) if jobs == 1 else _beside(job, jobs)
+
+
+@contextmanager
+def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Iterator[Workers[Task, Done]]:
+    with _InThisProcess() as executor:
+        yield Workers(lambda task: executor.submit(job, task, should_stop), count=1)
+
+
+class _InThisProcess(Executor):
+    """Does each call when it is submitted."""
+
+    def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
+        future: Future[Returned] = Future()
+        future.set_result(call(*given, **named))
+        return future
+
+
+@contextmanager
+def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
     # Spawned, not forked: solvers have threads. Its state is not ours, so all it needs is passed.
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(job, stop))
-    running: set[Future[Done]] = set()
+    executor = _Undisturbed(jobs, mp_context=context, initializer=_begin, initargs=(job, stop))
     try:
-        while True:
-            while len(running) < jobs and not should_stop() and (task := take()) is not None:
-                with _uninterrupted():
-                    running.add(pool.submit(_run, task))
-            if not running:
-                return
-            done, running = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            if should_stop():
-                stop.set()
-            for future in done:
-                yield future.result()
+        yield Workers(lambda task: executor.submit(_run, task), count=jobs, stop=stop.set)
     except BrokenProcessPool:
         raise PlannerError("a process was ended from outside, perhaps because memory ran out: try --jobs 1") from None
     finally:
         stop.set()
-        pool.shutdown(cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Processes started meanwhile take no notice of Ctrl-C, from their first moment: this one tells them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+class _Undisturbed(ProcessPoolExecutor):
+    """Its processes take no notice of Ctrl-C, from their first moment: this one tells them."""
+
+    def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
+        if threading.current_thread() is not threading.main_thread():
+            return super().submit(call, *given, **named)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return super().submit(call, *given, **named)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 # In the process beside.

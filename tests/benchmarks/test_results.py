@@ -3,9 +3,11 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import compare
 from benchmarks.compare import FOR_SMALL_GRAPHS
 from benchmarks.compare_summary import BUDGETS, summary_text
 from planner.report.comparisons import table_text
@@ -122,3 +124,24 @@ def test_the_memory_budget_is_shown_to_be_wrong_with_dropout() -> None:
     assert wrong
     assert all(name.startswith("memory-budget 0.") for name in wrong)
     assert "| wrong |" in (file.parent / "table.md").read_text()
+
+
+def test_a_cluster_solves_what_is_simulated_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called: list[list[str]] = []
+
+    def run(words: list[str], **options: object) -> SimpleNamespace:
+        called.append(words)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(compare.subprocess, "run", run)
+    monkeypatch.setattr(compare, "summary_text", lambda folder: "")
+    asked = ["--cluster", "tcp://h:1", "--out", str(tmp_path), "--suites"]
+    with pytest.raises(SystemExit):
+        compare.main([*asked, "h200,cpu"])
+    assert "cpu measure on this machine" in capsys.readouterr().err
+    assert called == []
+    assert compare.main([*asked, "exact"]) == 0
+    assert len(called) == len(compare.EXACT)
+    assert all(words[words.index("--cluster") + 1] == "tcp://h:1" for words in called)

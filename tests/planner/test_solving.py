@@ -10,7 +10,7 @@ import pytest
 import planner
 from graphs import synthetic
 from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError
-from graphs.io.formats import plan_from_dict, plan_to_dict
+from graphs.io.plan_document import plan_from_dict, plan_to_dict
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.plan_check import check_plan

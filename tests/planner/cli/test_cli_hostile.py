@@ -15,7 +15,9 @@ import pytest
 
 from graphs.errors import MismatchError, OutputError
 from graphs.io.files import check_folder, is_stdout, open_descriptor, write_text
-from graphs.io.formats import graph_to_dict, plan_to_dict, read_plan, write_graph, write_plan
+from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.io.graph_document import graph_to_dict
+from graphs.io.plan_document import plan_to_dict
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.synthetic import training_chain

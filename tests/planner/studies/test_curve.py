@@ -1,6 +1,5 @@
 """Curves: monotone, judged, the same however they are computed, and interrupted without a trace."""
 
-import csv
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,15 +192,14 @@ def test_the_command_prints_writes_and_draws(graph_file: Path, tmp_path: Path, c
     assert out.count("optimal") == 4
     assert "least feasible budget" in out
     assert figure.read_bytes().startswith(b"\x89PNG")
-    with table.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == ["optimal"] * 4
+    rows = pd.read_csv(table, dtype={"budget_bytes": int, "overhead": float, "status": str})
+    assert list(rows["status"]) == ["optimal"] * 4
     assert main([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["complete"]
-    assert [point["budget_bytes"] for point in data["points"]] == [int(row["budget_bytes"]) for row in rows]
-    assert float(rows[0]["overhead"]) == pytest.approx(data["points"][0]["overhead"], abs=2e-3)
-    assert float(rows[-1]["overhead"]) == 0
+    assert [point["budget_bytes"] for point in data["points"]] == list(rows["budget_bytes"])
+    assert rows["overhead"].iloc[0] == pytest.approx(data["points"][0]["overhead"], abs=2e-3)
+    assert rows["overhead"].iloc[-1] == 0
 
 
 def test_no_budget_that_anything_fits_is_exit_code_3(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,8 @@ from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.eager import Difference, DifferingOp, EagerComparison
 from graphs.errors import EagerWarning, FormatError
-from graphs.io.formats import plan_from_dict, plan_to_dict, read_plan, write_plan
+from graphs.io.formats import read_plan, write_plan
+from graphs.io.plan_document import plan_from_dict, plan_to_dict
 from graphs.plan import Plan
 from graphs.zoo import Workload, build
 from planner.report.describe import plan_data, plan_text

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphs import synthetic
 from graphs.importers import import_graph, simrd
-from graphs.io.formats import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free
 from graphs.simulate import simulate

@@ -1,0 +1,158 @@
+"""The lines of the logs that ``simrd`` reads: JSON objects, each an instruction."""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from msgspec import Meta, Struct
+
+from graphs.errors import FormatError
+from graphs.io.documents import Natural, document, shown
+
+_GZIP = b"\x1f\x8b"
+_HEAD_BYTES = 4096
+
+Names = tuple[str, ...]
+_Number = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}\Z")]  # these logs write whole numbers as strings
+
+
+class Line(Struct, tag_field="INSTRUCTION", rename=str.upper):
+    """An instruction, with its fields."""
+
+
+class Constant(Line, tag="CONSTANT"):
+    """What is there from outside; MEMORY of it comes next."""
+
+    name: str
+
+
+class Call(Line, tag="CALL"):
+    """An op; for each result, MEMORY and ALIAS of it come next."""
+
+    name: str
+    args: Names
+    result: Names
+    time: _Number
+
+
+class Mutate(Line, tag="MUTATE"):
+    """An op that writes the arguments at the positions `mutate`."""
+
+    name: str
+    args: Names
+    mutate: tuple[Natural, ...]
+    time: _Number
+
+
+class Copy(Line, tag="COPY"):
+    """The new name `dst` for what `src` names."""
+
+    src: str
+    dst: str
+
+
+class CopyFrom(Line, tag="COPY_FROM"):
+    """`dst`, a name in use, names what `src` names from here on."""
+
+    src: str
+    dst: str
+
+
+class Release(Line, tag="RELEASE"):
+    """A name goes."""
+
+    name: str
+
+
+class Annotate(Line, tag="ANNOTATE"):
+    """A mark: START or BACKWARD."""
+
+    annotation: str
+
+
+class Memory(Line, tag="MEMORY"):
+    """The bytes of `name`."""
+
+    name: str
+    memory: _Number
+
+
+class Alias(Line, tag="ALIAS"):
+    """The position of the argument that `name` is a view of, or -1."""
+
+    name: str
+    alias: _Number
+
+
+_INSTRUCTION: Any = Constant | Call | Mutate | Copy | CopyFrom | Release | Annotate | Memory | Alias
+_KINDS: dict[str, Any] = {str(kind.__struct_config__.tag): kind for kind in get_args(_INSTRUCTION)}
+
+
+class _Beginning(Struct, rename=str.upper):
+    """What is read of a line to find where the log begins."""
+
+    instruction: object
+    annotation: object = None
+
+
+def is_log(path: str | os.PathLike[str]) -> bool:
+    """Whether the file `path` is gzipped, or its first line is an instruction."""
+    try:
+        with Path(path).open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (OSError, ValueError):
+        return False
+    return head.startswith(_GZIP) or b'"INSTRUCTION"' in head.lstrip().split(b"\n", 1)[0]
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, Mapping[str, object]]]:
+    """The lines that count, with their numbers: those after START, all where there is none.
+
+    Raises:
+        FormatError: the file is cut short or damaged, or a line is no JSON object.
+    """
+    lines = []
+    for number, text in enumerate(_text(path).split("\n"), start=1):
+        if not text.strip():
+            continue
+        try:
+            lines.append((number, json.loads(text)))
+        except (ValueError, RecursionError):
+            raise FormatError(f"{path}: line {number} is not JSON, or cut short: {shown(text)}") from None
+    for i, (number, value) in enumerate(lines):
+        beginning = document(value, _Beginning, str(path), path=f"line {number}")
+        if beginning.instruction == "ANNOTATE" and beginning.annotation == "START":
+            return lines[i + 1 :]
+    return lines
+
+
+def instruction(value: object, source: str, number: int) -> Line:
+    """Line `number` of the file `source`.
+
+    Raises:
+        FormatError: it is no instruction.
+    """
+    # Of a Struct msgspec remembers how to read it, of a union it does not.
+    kind = _KINDS.get(str(value.get("INSTRUCTION")), _INSTRUCTION) if isinstance(value, dict) else _INSTRUCTION
+    line: Line = document(value, kind, source, path=f"line {number}")
+    return line
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    try:
+        content = Path(path).read_bytes()
+        if content.startswith(_GZIP):
+            content = gzip.decompress(content)
+        return content.decode()
+    except EOFError:
+        raise FormatError(f"{path}: the file is cut short: the gzip stream has no end") from None
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise FormatError(f"{path}: the gzip stream is damaged: {error}") from None
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not a text file: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -1,0 +1,136 @@
+"""The JSON format of graphs, described in docs/formats.md."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+from graphs.errors import GraphError
+from graphs.io.documents import (
+    GRAPH_FORMAT,
+    VERSION,
+    Finite,
+    Natural,
+    Size,
+    arguments_of,
+    check_header,
+    document,
+    fields_of,
+    plain_object,
+    refuse,
+    row_of,
+)
+from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from graphs.pools import COMPUTE, DEVICE, Pool
+
+_Ids: TypeAlias = tuple[Natural, ...]
+
+
+class _Pool(Struct, forbid_unknown_fields=True):
+    name: str
+    owner: str
+    capacity_bytes: Size | UnsetType = UNSET
+
+
+class _Tensor(Struct, forbid_unknown_fields=True):
+    id: int
+    name: str
+    size_bytes: Size = field(name="bytes")
+    kind: Kind
+    shape: tuple[Natural, ...] = ()
+    dtype: str = ""
+    view_of: Natural | UnsetType = UNSET
+    held_for: Natural | UnsetType = UNSET
+    pool: str = DEVICE
+
+
+class _Op(Struct, forbid_unknown_fields=True):
+    id: int
+    name: str
+    target: str
+    phase: Phase
+    inputs: _Ids
+    outputs: _Ids
+    time_s: Finite
+    workspace_bytes: Size = 0
+    recomputable: bool = True
+    random: bool = False
+    mutates: _Ids = ()
+    module: str = ""
+    stream: str = COMPUTE
+    optional: bool = False
+    stands_for: _Ids = ()
+    differs: str = ""
+
+
+class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
+    format: str
+    version: int
+    provenance: dict[str, object]
+    pools: tuple[_Pool, ...] = ()
+    tensors: tuple[_Tensor, ...]
+    ops: tuple[_Op, ...]
+    kept: _Ids
+
+
+def graph_to_dict(graph: Graph) -> dict[str, object]:
+    """`graph` as it stands in a file. Fields at their default are left out, and so are producers.
+
+    Raises:
+        FormatError: the provenance has no JSON form.
+    """
+    return fields_of(
+        _Graph(
+            format=GRAPH_FORMAT,
+            version=VERSION,
+            provenance=plain_object(graph.provenance, "provenance"),
+            pools=tuple(row_of(pool, _Pool) for pool in graph.pools[1:]),
+            tensors=tuple(row_of(tensor, _Tensor) for tensor in graph.tensors),
+            ops=tuple(row_of(op, _Op) for op in graph.ops),
+            kept=tuple(sorted(graph.kept)),
+        )
+    )
+
+
+def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Graph:
+    """The graph that `data` describes; `source` names it in messages.
+
+    Raises:
+        FormatError: `data` is no graph of the version that this planner reads.
+        GraphError: it is, but does not describe a training step.
+    """
+    check_header(data, GRAPH_FORMAT, source)
+    read = document(data, _Graph, source)
+    provenance = plain_object(read.provenance, f"{source}: provenance")
+    _check_ids(read, source)
+    makers: dict[int, tuple[int, ...]] = {}
+    for op in read.ops:
+        for t in op.outputs:
+            makers[t] = (*makers.get(t, ()), op.id)
+    try:
+        return Graph(
+            ops=tuple(Op(**arguments_of(op)) for op in read.ops),
+            tensors=tuple(Tensor(producers=makers.get(tensor.id, ()), **arguments_of(tensor)) for tensor in read.tensors),
+            kept=frozenset(read.kept),
+            provenance=provenance,
+            pools=(Pool(DEVICE, COMPUTE), *(Pool(**arguments_of(pool)) for pool in read.pools)),
+        )
+    except GraphError as error:
+        raise GraphError(f"{source}: {error}") from None
+
+
+def _check_ids(read: _Graph, source: str) -> None:
+    """Refuse ids that are not positions, and ids of tensors that there are none of."""
+    rows: Sequence[tuple[str, Sequence[_Tensor | _Op]]] = (("tensors", read.tensors), ("ops", read.ops))
+    for name, there in rows:
+        for i, row in enumerate(there):
+            if row.id != i:
+                refuse(source, f"{name}[{i}].id", row.id, f"its position in the list, {i}")
+    for op in read.ops:
+        for name, ids in (("inputs", op.inputs), ("outputs", op.outputs), ("mutates", op.mutates)):
+            if ids and max(ids) >= len(read.tensors):
+                refuse(source, f"ops[{op.id}].{name}", ids, f"ids of tensors, below {len(read.tensors)}")
+    if read.kept and max(read.kept) >= len(read.tensors):
+        refuse(source, "kept", read.kept, f"ids of tensors, below {len(read.tensors)}")
+    if len(set(read.kept)) < len(read.kept):
+        refuse(source, "kept", read.kept, "a list without repetition")

@@ -1,0 +1,164 @@
+"""One loop for all executors: in this process, in processes beside it, and on a Dask cluster."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from graphs.errors import PlannerError
+from graphs.io.formats import write_graph
+from graphs.ir import Graph
+from graphs.synthetic import training_chain
+from planner.runtime.machine import machine
+from planner.studies import cluster
+from planner.studies.compare import compare
+from planner.studies.curve import curve
+from planner.studies.jobs import run
+from tests.support.command import call, refused
+
+PATIENCE_S = 30.0
+
+
+def square(task: int, should_stop: Callable[[], bool]) -> int:
+    return task * task
+
+
+def until_told(task: int, should_stop: Callable[[], bool]) -> str:
+    deadline = time.monotonic() + PATIENCE_S
+    while not should_stop() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return "told" if should_stop() else "never told"
+
+
+def fail(error: BaseException, task: int, should_stop: Callable[[], bool]) -> int:
+    raise error
+
+
+def tasks(count: int) -> Callable[[], int | None]:
+    waiting = iter(range(count))
+    return lambda: next(waiting, None)
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a scheduler with one worker of two threads, in this process."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=":0", worker_dashboard_address=":0"
+    ) as local:
+        yield local.scheduler_address
+
+
+@pytest.fixture
+def graph() -> Graph:
+    return training_chain(6)
+
+
+def test_tasks_are_done_one_by_one_here() -> None:
+    done = run(square, tasks(4), never)
+    assert next(done) == 0
+    assert list(done) == [1, 4, 9]
+
+
+def test_tasks_are_done_on_a_cluster(address: str) -> None:
+    assert sorted(run(square, tasks(7), never, cluster=address)) == [n * n for n in range(7)]
+    assert list(run(square, tasks(0), never, cluster=address)) == []
+
+
+def test_what_is_under_way_on_a_cluster_is_told_to_end(address: str) -> None:
+    begun = threading.Event()
+
+    def take() -> int:
+        begun.set()
+        return 1
+
+    assert list(run(until_told, take, begun.is_set, cluster=address)) == ["told"]
+
+
+def test_what_nobody_waits_for_any_more_is_told_to_end(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(*arguments: object, **options: object) -> None:
+        raise ValueError("enough")
+
+    monkeypatch.setattr("planner.studies.jobs.wait", give_up)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="enough"):
+        next(run(until_told, tasks(2), never, cluster=address))
+    monkeypatch.undo()
+    assert list(run(square, tasks(1), never, cluster=address)) == [0]  # the threads of the cluster are free again
+    assert time.monotonic() - began < PATIENCE_S
+
+
+def test_a_task_that_fails_ends_the_others(address: str) -> None:
+    for where in (None, address):
+        with pytest.raises(PlannerError, match="no such thing"):
+            list(run(partial(fail, PlannerError("no such thing")), tasks(2), never, cluster=where))
+
+
+def test_what_is_lost_on_a_cluster_is_one_error(address: str) -> None:
+    import distributed
+
+    lost = distributed.KilledWorker("task", SimpleNamespace(address="tcp://h:1"), 3)
+    with pytest.raises(
+        PlannerError, match=rf"the cluster at {address} has no workers, or lost .*KilledWorker.*leave out --cluster"
+    ):
+        list(run(partial(fail, lost), tasks(1), never, cluster=address))
+    with pytest.raises(PlannerError, match=r"No module named 'solvers'.*install this version of remat-planner there"):
+        list(run(partial(fail, ImportError("No module named 'solvers'")), tasks(1), never, cluster=address))
+
+
+def test_a_cluster_without_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(cluster, "_CONNECT_S", 0.5)
+    with (
+        distributed.LocalCluster(n_workers=0, processes=False, protocol="tcp", dashboard_address=":0") as empty,
+        pytest.raises(PlannerError, match="has no workers"),
+    ):
+        list(run(square, tasks(1), never, cluster=empty.scheduler_address))
+    watch = cluster._Watch(dict)
+    watch()
+    watch._seen -= 1
+    with pytest.raises(TimeoutError):
+        watch()
+
+
+def test_a_cluster_that_is_not_there_is_refused(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("distributed")
+    write_graph(graph, tmp_path / "model.json")
+    asked = ["curve", tmp_path / "model.json", "--quiet", "--cluster"]
+    refused(
+        call(capsys, *asked, "tcp://127.0.0.1:1x"), 1, "the cluster at tcp://127.0.0.1:1x cannot be reached", "such as tcp://"
+    )
+    refused(call(capsys, *asked, "nowhere"), 1, "missing port number", "leave out --cluster")
+
+
+def test_without_dask_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(PlannerError, match=r"pip install 'remat-planner\[cluster\]'"):
+        list(run(square, tasks(1), never, cluster="tcp://127.0.0.1:1"))
+
+
+def test_words_that_exclude_each_other_are_refused(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("curve", "compare"):
+        refused(call(capsys, command, "model.json", "--jobs", "2", "--cluster", "tcp://h:1"), 2, "not allowed with")
+    measured = ["compare", "zoo:mlp", "--measure", "--cluster", "tcp://h:1", "-o", tmp_path / "out"]
+    refused(call(capsys, *measured), 2, "--measure measures on this machine")
+    assert not (tmp_path / "out").exists()
+
+
+def test_studies_are_the_same_on_a_cluster(address: str, graph: Graph, tmp_path: Path) -> None:
+    here, there = curve(graph, 3), curve(graph, 3, cluster=address)
+    assert [(p.budget_bytes, p.status, p.time_s) for p in there.points] == [
+        (p.budget_bytes, p.status, p.time_s) for p in here.points
+    ]
+    rows = compare(graph, ["80%"], ["store_all", "chen-sqrt"], tmp_path, cluster=address)
+    assert {(row.method, row.status) for row in rows} == {("store_all", "limit"), ("chen-sqrt", "feasible")}
+    assert {row.machine for row in rows} == {machine()}

@@ -21,3 +21,12 @@ def fresh_compiler() -> Iterator[None]:
     backend._BUDGETS.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def half_way() -> Iterator[None]:
+    """HALF_WAY of ``tests.support.budgets`` is a budget."""
+    from tests.support.budgets import half_way_known
+
+    with half_way_known():
+        yield

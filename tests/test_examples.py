@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))
 ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # torchrun, at a port that is free
 
@@ -20,8 +21,8 @@ def test_an_example_trains(script: Path, tmp_path: Path) -> None:
         pytest.skip("needs transformers")
     environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     launcher = ON_TWO if script.stem in ("train_ddp", "train_fsdp2") else ()
-    run = [sys.executable, *launcher, str(script), "--steps", "6"]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    run = [sys.executable, *launcher, "-m", "tests.support.run_half_way", str(script), "--steps", "6"]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", ended.stdout)]
     assert losses[-1] < losses[0]

@@ -21,7 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what the file holds. Returns the exit code."""
     from graphs.io.formats import read_graph_or_plan
     from graphs.plan import Plan
-    from planner.report.describe import graph_data, graph_facts, graph_text, plan_data, plan_info_text
+    from planner.report.describe import plan_data, plan_info_text
+    from planner.report.graph_facts import graph_data, graph_facts, graph_text
 
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):

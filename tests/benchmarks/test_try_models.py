@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks import try_model, try_models
 from benchmarks.models import by_hand
-from benchmarks.models.by_hand import Residual
+from benchmarks.models.parts import Residual
 from benchmarks.models_table import failures, table
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages

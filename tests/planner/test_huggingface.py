@@ -14,9 +14,10 @@ from graphs.capture.step import TrainingStep  # noqa: E402
 from graphs.capture.trace import capture  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
 from planner.runtime.measure import outcome  # noqa: E402
+from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.steps import random_schedule  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 
 Case = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
@@ -30,7 +31,7 @@ def text(*, labels: int = 16) -> dict[str, torch.Tensor]:
 
 def gpt2() -> Case:
     config = transformers.GPT2Config(
-        vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=97, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
     return transformers.GPT2LMHeadModel(config), text()
 
@@ -40,7 +41,7 @@ def llama() -> Case:
         vocab_size=97,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
@@ -50,14 +51,14 @@ def llama() -> Case:
 
 def bert() -> Case:
     config = transformers.BertConfig(
-        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+        vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
     return transformers.BertForMaskedLM(config), text()
 
 
 def t5() -> Case:
     config = transformers.T5Config(
-        vocab_size=97, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=97, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
     return transformers.T5ForConditionalGeneration(config), text(labels=12)
 
@@ -65,7 +66,7 @@ def t5() -> Case:
 def vit() -> Case:
     config = transformers.ViTConfig(
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=64,
         image_size=32,
@@ -94,7 +95,7 @@ def test_gpt2_is_planned_in_one_call() -> None:
     torch.manual_seed(0)
     model, batch = gpt2()
     model.train()
-    step = planner.compile(model, None, batch, budget="80%", passes=1, tolerance=0.05, time_limit_s=20.0)
+    step = planner.compile(model, None, batch, budget=HALF_WAY, passes=1, tolerance=0.05, time_limit_s=20.0)
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     torch.manual_seed(1)
     step(**batch).backward()
@@ -112,6 +113,6 @@ def test_a_compiled_model_is_exact(make: Callable[[], Case]) -> None:
     model, batch = make()
     model.train()
     model.loss_type = "ForCausalLM"  # else GPT-2 logs that it has none, which breaks its graph
-    compiled = torch.compile(model, backend="planner", dynamic=False, options={"budget": "85%", "tolerance": 0.05})
+    compiled = torch.compile(model, backend="planner", dynamic=False, options={"budget": HALF_WAY, "tolerance": 0.05})
     planned = outcome(lambda **given: compiled(**given).loss, model, batch, seed=1)
     assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(planned) == ()

@@ -11,9 +11,10 @@ from torch import nn
 
 from graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
+from tests.support.budgets import HALF_WAY
 from tests.support.lightning_loop import QUICK, Module, pl, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 
 
 class Returning(Module):
@@ -33,7 +34,7 @@ class Returning(Module):
 @pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}], ids=["plain", "mixed"])
 def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: Path) -> None:
     eager, eager_logs = trained(make(), tmp_path, **more)
-    callback = PlannedTraining("90%", **QUICK)
+    callback = PlannedTraining(HALF_WAY, **QUICK)
     planned, planned_logs = trained(make(), tmp_path, callback, **more)
     assert planned_logs == eager_logs
     pairs = zip(planned.state_dict().items(), eager.state_dict().items(), strict=True)
@@ -83,7 +84,7 @@ class OtherOptimizer(Module):
 def test_what_cannot_be_planned_is_said(make: type, kind: type, message: str, tmp_path: Path) -> None:
     module = make()
     with pytest.raises(kind, match=message):
-        trained(module, tmp_path, PlannedTraining("90%", **QUICK), gradient_clip_val=None)
+        trained(module, tmp_path, PlannedTraining(HALF_WAY, **QUICK), gradient_clip_val=None)
     assert module.training_step.__func__ is make.training_step
     assert module.log.__func__ is pl.LightningModule.log
 
@@ -96,11 +97,11 @@ class Wrapping(SingleDeviceStrategy):
 
 def test_other_strategies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match="strategy Wrapping is not planned: use a single device or strategy='ddp'"):
-        trained(Module(), tmp_path, PlannedTraining("90%", **QUICK), accelerator="auto", strategy=Wrapping("cpu"))
+        trained(Module(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), accelerator="auto", strategy=Wrapping("cpu"))
 
 
 def test_another_module_gets_another_plan(tmp_path: Path) -> None:
-    callback = PlannedTraining("90%", **QUICK)
+    callback = PlannedTraining(HALF_WAY, **QUICK)
     first, _ = trained(Module(), tmp_path, callback)
     second, _ = trained(Module(), tmp_path, callback)
     assert first is not second
@@ -109,4 +110,4 @@ def test_another_module_gets_another_plan(tmp_path: Path) -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(PlannerError, match=r"unknown option 'buget' of planner\.compile: choose of accumulate, cache, "):
-        PlannedTraining("90%", buget=1)
+        PlannedTraining(HALF_WAY, buget=1)

@@ -15,6 +15,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from graphs.errors import PlannerError  # noqa: E402
 from planner.lightning import PlannedTraining  # noqa: E402
+from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.lightning_loop import QUICK, Module, trained  # noqa: E402
 from tests.support.processes import on_two  # noqa: E402
 
@@ -57,7 +58,7 @@ def fitted(module: Any, *callbacks: Any, strategy: Any, **more: Any) -> tuple[An
 
 def compared(make: type, **more: Any) -> PlannedTraining:
     eager, eager_logs = fitted(make(), **more)
-    callback = PlannedTraining("90%", **QUICK)
+    callback = PlannedTraining(HALF_WAY, **QUICK)
     planned, planned_logs = fitted(make(), callback, **more)
     assert planned_logs == eager_logs
     assert_same(planned, eager)
@@ -87,7 +88,7 @@ def check_variants(rank: int) -> None:
 def check_differing_sizes(rank: int) -> None:
     found = r"rank 0: \[8, 3, 16, 16\], \[8\]; rank 1: \[4, 3, 16, 16\], \[4\]"
     with pytest.raises(PlannerError, match=rf"the batches of the processes differ \({found}\), but one plan is for all"):
-        fitted(Uneven(), PlannedTraining("90%", **QUICK), strategy="ddp", use_distributed_sampler=False)
+        fitted(Uneven(), PlannedTraining(HALF_WAY, **QUICK), strategy="ddp", use_distributed_sampler=False)
 
 
 def test_trains_as_lightning_alone_under_ddp(tmp_path: Path) -> None:
@@ -97,5 +98,5 @@ def test_trains_as_lightning_alone_under_ddp(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_lightning_starts() -> None:
     eager, _ = fitted(Loaded(), strategy="ddp_spawn")
-    planned, _ = fitted(Loaded(), PlannedTraining("90%", **QUICK), strategy="ddp_spawn")
+    planned, _ = fitted(Loaded(), PlannedTraining("100%", **QUICK), strategy="ddp_spawn")
     assert_same(planned, eager)

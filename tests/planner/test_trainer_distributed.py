@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from graphs.errors import PlannerError  # noqa: E402
 from planner.huggingface import PlannedTrainer  # noqa: E402
+from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.processes import on_two  # noqa: E402
 from tests.support.trainer import arguments, assert_same, model, planned_options, sentences, summed, trained  # noqa: E402
 
@@ -39,7 +40,7 @@ def compared(data: Any, budget: str, *, options: dict[str, Any] | None = None, *
 
 
 def check_accumulation(rank: int) -> None:
-    planned = compared([*SHORT, *SHORT, *SHORT, *SHORT], "80%", gradient_accumulation_steps=2, max_grad_norm=0.5)
+    planned = compared([*SHORT, *SHORT, *SHORT, *SHORT], HALF_WAY, gradient_accumulation_steps=2, max_grad_norm=0.5)
     plan = planned.planned.plan
     assert plan.measured_peak_bytes <= plan.budget_bytes
     assert len(plan.schedule.computed) > plan.graph.ops
@@ -47,7 +48,7 @@ def check_accumulation(rank: int) -> None:
 
 
 def check_smoothed_labels(rank: int) -> None:
-    compared([*SHORT, *SHORT], "90%", label_smoothing_factor=0.1, ddp_find_unused_parameters=True, bf16=True)
+    compared([*SHORT, *SHORT], HALF_WAY, label_smoothing_factor=0.1, ddp_find_unused_parameters=True, bf16=True)
 
 
 def check_other_sizes(rank: int) -> None:

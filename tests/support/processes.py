@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.support.budgets import half_way_known
+
 
 def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
     """Call each of `checks` with its rank, on both processes; what fails there fails here."""
@@ -19,6 +21,7 @@ def _worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) ->
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}  # a file, no port, is used
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100))
-    for check in checks:
-        check(rank)
+    with half_way_known():
+        for check in checks:
+            check(rank)
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.models.by_hand import Squash
+from benchmarks.models.dense import Squash
 from graphs.zoo import Workload
 
 WIDTH = 8

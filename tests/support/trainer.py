@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.budgets import HALF_WAY
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -19,7 +21,7 @@ QUICK = {"passes": 1, "tolerance": 0.05, "time_limit_s": 20.0, "compare_eager": 
 def model() -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=97, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -69,7 +71,7 @@ def assert_same(planned: Any, eager: Any) -> None:
     assert [name for (name, a), (_, b) in pairs if not torch.equal(a, b)] == []
 
 
-def planned_options(budget: str = "80%", **more: Any) -> dict[str, Any]:
+def planned_options(budget: str = HALF_WAY, **more: Any) -> dict[str, Any]:
     return {"budget": budget, "plan_options": {**QUICK, **more}}
 
 

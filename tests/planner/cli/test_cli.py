@@ -18,6 +18,7 @@ from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.simulate import simulate
 from planner.cli.main import build_parser
 from planner.models.workload import parse_spec
+from tests.support.budgets import between
 from tests.support.command import FakeReport, call, refused
 
 ROOT = Path(__file__).parents[3]
@@ -346,7 +347,8 @@ def test_from_a_model_to_a_measured_step(model: str, tmp_path: Path, capsys: pyt
     assert call(capsys, "trace", model, "-o", graph_file, "--passes", "2").code == 0
     assert call(capsys, "info", graph_file).code == 0
     assert read_graph(graph_file).provenance["model"] == str(parse_spec(model))
-    assert call(capsys, "solve", graph_file, "--budget", "85%", "-o", plan_file).code == 0
+    budget = f"{between(read_graph(graph_file))}B"
+    assert call(capsys, "solve", graph_file, "--budget", budget, "-o", plan_file).code == 0
     ran = call(capsys, "run", plan_file, "--model", model, "--repeats", "2", "--json")
     assert ran.code == 0, ran.err
     data = json.loads(ran.out)

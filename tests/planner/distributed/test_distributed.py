@@ -20,6 +20,7 @@ from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceErr
 from planner.distributed.wrappers import unwrap
 from planner.runtime.measure import measure_memory
 from planner.training import compiler
+from tests.support.budgets import HALF_WAY
 from tests.support.processes import on_two
 
 Batch = tuple[Tensor, Tensor]
@@ -123,7 +124,7 @@ def check_ddp(rank: int) -> None:
     compiler.with_times = lambda *args, **kwargs: profiles.append(rank) or with_times(*args, **kwargs)
 
     eager, planned = pair(DistributedDataParallel)
-    step = planner.compile(planned, F.cross_entropy, batch, budget="80%", optimizer="adamw", passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1)
     assert profiles == ([0] if rank == 0 else [])
     assert all(p.grad is None for p in planned.parameters())
     assert_one_plan(step)
@@ -138,7 +139,7 @@ def check_ddp(rank: int) -> None:
 
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     eager, planned = pair(lambda model: DistributedDataParallel(model, **options), unused=True)
-    step = planner.compile(planned, F.cross_entropy, batch, budget="85%", accumulate=True, passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, accumulate=True, passes=1)
     assert_trains_as(eager, planned, step, batch, sync=sync)
 
     eager, planned = pair(lambda model: DistributedDataParallel(model, static_graph=True))
@@ -157,7 +158,7 @@ def check_errors(rank: int) -> None:
 
     kind, said = (PlannerError, "rank 0: ZeroDivisionError: by chance") if rank else (ZeroDivisionError, "by chance")
     with pytest.raises(kind, match=said):
-        planner.compile(model, F.cross_entropy, batch, budget="90%", passes=1, on_progress=fail)
+        planner.compile(model, F.cross_entropy, batch, budget=HALF_WAY, passes=1, on_progress=fail)
     there = "" if rank else "rank 1: "
     with pytest.raises(MismatchError, match=f"^{there}the plan is for another graph .* inputs"):
         planner.compile(model, F.cross_entropy, batch_of(rank, size=256 + rank), budget="100%", passes=1)
@@ -175,7 +176,7 @@ def sharded(model: nn.Module) -> nn.Module:
 def check_fsdp2(rank: int) -> None:
     batch = batch_of(rank)
     eager, planned = pair(sharded)
-    step = planner.compile(planned, F.cross_entropy, batch, budget="85%", optimizer="adamw", passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1)
     assert all(isinstance(p, DTensor) and p.grad is None for p in planned.parameters())
     assert_one_plan(step)
     assert len(step.plan.schedule.computed) > step.plan.graph.ops

@@ -36,6 +36,7 @@ from planner.training.compile import _recorder
 from planner.training.compiler import Compiler
 from planner.training.per_batch import BatchPlans
 from planner.training.step import PlannedStep
+from tests.support.budgets import between
 from tests.support.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -368,11 +369,12 @@ def peak_of(run: Callable[[], object]) -> int:
     return max(accumulate(sizes))
 
 
-def solved(workload: Workload, budget: str, recorder: Callable[[], Recorder]) -> PlannedStep:
+def solved(workload: Workload, budget: str | None, recorder: Callable[[], Recorder]) -> PlannedStep:
+    """The step within `budget`, or half way from the least to the peak."""
     solver = partial(solve, tolerance=0.05, time_limit_s=60.0)
     making = Compiler(Unwrapped(workload.model, SingleProcess()), workload.loss_fn, "adamw", False, 1, solver, recorder)
-    captured = making.capture(workload.batch)
-    return making.solve(making.profile(captured, workload.batch), workload.batch, budget)
+    profiled = making.profile(making.capture(workload.batch), workload.batch)
+    return making.solve(profiled, workload.batch, budget or between(profiled.graph))
 
 
 def test_the_budget_holds_for_what_the_recordings_keep() -> None:
@@ -389,7 +391,7 @@ def test_the_budget_holds_for_what_the_recordings_keep() -> None:
     gc.collect()
     gc.disable()
     try:
-        step = solved(workload, "80%", recorder)
+        step = solved(workload, None, recorder)
     finally:
         gc.enable()
     assert len(made) == 2

@@ -5,6 +5,7 @@ import gc
 import linecache
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -13,25 +14,34 @@ from torch import nn
 
 import planner
 from benchmarks.storages import LiveStorages
+from graphs.capture.lower import Capture
 from graphs.capture.trace import capture
 from graphs.cost.allocator import cpu_allocations
 from graphs.errors import GraphError, InfeasibleError, MismatchError, ScheduleError
 from graphs.schedule import Free, schedule_of
+from graphs.zoo import Workload
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.executor import Executor
 from solvers.policies.store_all import store_all
+from tests.support.budgets import HALF_WAY
 from tests.support.steps import make, random_schedule
 
 
-def executor(name: str = "gpt2_sdpa") -> tuple[Executor, tuple[torch.Tensor, ...]]:
+@cache
+def captured_step(name: str) -> tuple[Workload, Capture]:
     workload = make(name)
-    captured = capture(*workload)
-    return Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn), workload.batch
+    return workload, capture(*workload)
 
 
+def executor(name: str = "gpt2_sdpa") -> tuple[Executor, tuple[torch.Tensor, ...]]:
+    workload, captured = captured_step(name)
+    return Executor(captured, store_all(captured.graph), copy.deepcopy(workload.model), workload.loss_fn), workload.batch
+
+
+@pytest.mark.usefixtures("half_way")
 def test_compile_is_one_call() -> None:
     workload = make("vit")
-    step = planner.compile(*workload, budget="70%", tolerance=0.05, passes=1, time_limit_s=20.0)
+    step = planner.compile(*workload, budget=HALF_WAY, tolerance=0.05, passes=1, time_limit_s=20.0)
     assert step.plan.measured_peak_bytes is not None
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     assert step.plan.overhead > 0

@@ -4,22 +4,23 @@ import pytest
 
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
-from graphs.cost.profile import profile
-from planner.api import run
-from planner.solving import summarize
-from solvers.clock import WallClock
-from solvers.least import least_budget
+from planner.api import measured_peak, run, with_times
+from planner.runtime.executor import Executor
+from tests.support.budgets import on_the_way
 from tests.support.steps import STEPS, make, solve_for
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     workload = make(name)
-    graph = profile(capture(*workload), TrainingStep(workload.model, workload.loss_fn), workload.batch, passes=1)
-    peak, least = summarize(graph).store_all_peak_bytes, least_budget(graph, clock=WallClock(2.0)).found_bytes
-    for share in (1.0, 0.6, 0.3, 0.1):
-        plan = solve_for(2.0, graph, int(least + share * (peak - least)))
-        report = run(plan, *workload, repeats=1)
-        assert report.measured_peak_bytes <= plan.budget_bytes
-        assert abs(report.measured_peak_bytes - plan.peak_bytes) <= 0.01 * plan.peak_bytes
-        assert report.identical
+    captured = with_times(capture(*workload), *workload, passes=1)
+    step = TrainingStep(workload.model, workload.loss_fn)
+    for budget in on_the_way(captured.graph, 1.0, 0.6, 0.3, 0.1):
+        plan = solve_for(0.0, captured.graph, budget)
+        executor = Executor(captured, plan.schedule, workload.model, workload.loss_fn)
+        measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+        assert measured <= budget
+        assert abs(measured - plan.peak_bytes) <= 0.01 * plan.peak_bytes
+    report = run(plan, *workload, repeats=1)
+    assert report.measured_peak_bytes == measured
+    assert report.identical

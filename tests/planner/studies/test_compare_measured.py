@@ -1,6 +1,7 @@
 """Comparisons with real tensors: every row that is promised, each rival beside the optimum at its own peak."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from graphs.errors import MismatchError
 from graphs.zoo import Workload
+from planner.api import trace
 from planner.cli.main import main
 from planner.models import workload
 from planner.report.comparisons import duel_note, duel_table, duels_of, measured_text, table_text, write_report
@@ -18,6 +20,7 @@ from planner.studies.compare_measured import Settings, compare_measured, profile
 from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
 from solvers.policies.sac import Rule
 from solvers.result import Reason
+from tests.support.budgets import between
 
 SPEC = "zoo:mlp,batch=512,layers=6,width=16,classes=4"
 METHODS = ("windows", "store_all", "dtr")
@@ -29,13 +32,19 @@ def mlp() -> Workload:
     return workload.load(workload.parse_spec(SPEC))
 
 
+@cache
+def tight() -> int:
+    """A budget that some methods meet and keeping everything does not."""
+    return between(trace(*mlp(), passes=1))
+
+
 def measure(folder: Path, *, stock: tuple[Method, ...] = (), done: list[str] | None = None, stop_after: int = 10**9) -> list[Row]:
     said = [] if done is None else done
     built = mlp()
     return compare_measured(
         built,
         profiled(built, folder, name="six layers"),
-        ["75%"],
+        [tight()],
         METHODS,
         stock,
         folder,
@@ -57,13 +66,13 @@ def rows(folder: Path) -> dict[tuple[str, str, str], Row]:
 
 def test_every_method_is_measured(rows: dict[tuple[str, str, str], Row]) -> None:
     for method in ("windows", "dtr"):
-        row = rows[RunBy.EXECUTOR, method, "75%"]
+        row = rows[RunBy.EXECUTOR, method, str(tight())]
         assert row.exactness == "identical"
         assert row.measured_peak_bytes is not None and row.peak_bytes is not None and row.budget_bytes is not None
         assert row.measured_peak_bytes <= row.peak_bytes <= row.budget_bytes
         assert row.measured_s is not None and row.eager_s is not None and row.repeats == 1
         assert f"torch {torch.__version__.partition('+')[0]}" in row.versions
-    kept = rows[RunBy.EXECUTOR, "store_all", "75%"]
+    kept = rows[RunBy.EXECUTOR, "store_all", str(tight())]
     assert kept.measured_s is kept.measured_peak_bytes is None
     assert "needs" in kept.message
 
@@ -78,9 +87,9 @@ def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], Row]) ->
 
 def test_each_rival_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, str, str], Row]) -> None:
     rivals = [row for row in rows.values() if row.run_by == RunBy.TORCH and row.status == "ran"]
-    rivals.append(rows[RunBy.EXECUTOR, "dtr", "75%"])
+    rivals.append(rows[RunBy.EXECUTOR, "dtr", str(tight())])
     for rival in rivals:
-        name = rival.method if rival.run_by == RunBy.TORCH else "dtr at 75%"
+        name = rival.method if rival.run_by == RunBy.TORCH else f"dtr at {tight()}"
         ours = rows[RunBy.EXECUTOR, OPTIMUM, f"peak of {name}"]
         assert ours.budget_bytes == rival.measured_peak_bytes
         assert ours.eager_s == rival.eager_s  # of one round
@@ -96,14 +105,14 @@ def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> 
     captured = profiled(built, tmp_path, name="six layers")
     heuristics = ("windows", "dtr", "lru", "largest")
     found = compare_measured(
-        built, captured, ["75%"], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
+        built, captured, [tight()], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
     )
     rows = {row.key: row for row in found}
     replayed = [row for row in found if row.method in HEURISTICS["dtr"]]
     assert {row.method for row in replayed} == {"dtr", "lru", "largest"}
     times = {row.method: row.time_s for row in replayed if row.time_s is not None}
     met = {row.budget.removeprefix("peak of ") for row in found if row.budget.startswith("peak of ")}
-    of_dtr = [name for name in met if name.endswith("at 75%")]
+    of_dtr = [name for name in met if name.endswith(f"at {tight()}")]
     assert len(of_dtr) == 1
     assert times[of_dtr[0].split()[0]] == min(times.values())
     # Both take the same memory: of equal ones, or of the slower one, there is no duel, unless beside the optimum it is faster.
@@ -118,7 +127,7 @@ def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str
     wrong = rows[RunBy.TORCH, "memory-budget 0.25 aot_eager", ""]
     assert wrong.exactness == "wrong"
     assert measured_text(wrong) == "wrong"
-    fast = replace(wrong, measured_ratio=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget="75%", budget_bytes=10**9)
+    fast = replace(wrong, measured_ratio=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget=str(tight()), budget_bytes=10**9)
     text = table_text([*rows.values(), fast])
     assert "**wrong**" not in text
     cells = {line[0]: line for line in duel_table(duels_of(list(rows.values())))}

@@ -16,8 +16,9 @@ from graphs.zoo import Workload, build
 from planner.runtime.measure import measure_memory, outcome
 from planner.training.dynamic import DynamicStep, rounded_up
 from planner.training.shapes import Varying, shapes_of
+from tests.support.budgets import HALF_WAY
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("half_way")]
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,12 +32,12 @@ def tokens(batch: int, length: int) -> Tokens:
     return torch.randint(61, (batch, length)), torch.randint(61, (batch, length))
 
 
-def planned(workload: Workload, first: Tokens, budget: str, **options: int) -> DynamicStep:
+def planned(workload: Workload, first: Tokens, **options: int) -> DynamicStep:
     step = planner.compile(
         workload.model,
         workload.loss_fn,
         first,
-        budget=budget,
+        budget=HALF_WAY,
         dynamic=True,
         passes=1,
         tolerance=0.1,
@@ -65,7 +66,7 @@ def check(step: DynamicStep, workload: Workload, batch: Tokens) -> None:
 
 def test_lengths_vary() -> None:
     workload = gpt2()
-    step = planned(workload, tokens(4, 48), "90%", max_plans=3)
+    step = planned(workload, tokens(4, 48), max_plans=3)
     budget = step.plan.budget_bytes
     solved_for = []
     for length in (48, 33, 40, 49, 53, 33):
@@ -87,7 +88,7 @@ def test_batch_and_length_vary_apart() -> None:
     torch.manual_seed(0)
     layers = (nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 8))
     workload = Workload(nn.Sequential(*layers), nn.functional.mse_loss, (torch.randn(4, 16, 8), torch.randn(4, 16, 8)))
-    step = planned(workload, workload.batch, "90%")
+    step = planned(workload, workload.batch)
     for batch, length in ((5, 12), (3, 20), (4, 17)):
         check(step, workload, (torch.randn(batch, length, 8), torch.randn(batch, length, 8)))
     assert [sized.solved_for for sized in step.plans] == [(), (5, 12), (3, 20), (4, 18)]

@@ -9,8 +9,7 @@ import planner
 from graphs.capture.trace import capture
 from graphs.errors import MismatchError
 from graphs.ir import Kind
-from planner.solving import summarize
-from solvers.bounds import least_budget_bound
+from tests.support.budgets import HALF_WAY
 
 
 def model_and_encoder() -> tuple[nn.Module, nn.Module]:
@@ -19,19 +18,14 @@ def model_and_encoder() -> tuple[nn.Module, nn.Module]:
     return model, nn.Sequential(nn.Linear(6, 8), nn.Tanh())
 
 
-def middle_budget(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> int:
-    graph = planner.trace(model, F.mse_loss, batch, passes=1)
-    return (summarize(graph).store_all_peak_bytes + least_budget_bound(graph).budget_bytes) // 2
-
-
+@pytest.mark.usefixtures("half_way")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_encoder_before_the_planned_model_trains_as_in_eager_mode(dynamic: bool) -> None:
     model, encoder = model_and_encoder()
     x, y = torch.randn(32, 6), torch.randn(32, 4)
     everything = [*model.parameters(), *encoder.parameters()]
-    budget = middle_budget(model, (encoder(x), y))
-    step = planner.compile(model, F.mse_loss, (encoder(x), y), budget=budget, dynamic=dynamic)
-    assert all(p.grad is None for p in everything) and step.plan.measured_peak_bytes <= budget
+    step = planner.compile(model, F.mse_loss, (encoder(x), y), budget=HALF_WAY, dynamic=dynamic)
+    assert all(p.grad is None for p in everything) and step.plan.measured_peak_bytes <= step.plan.budget_bytes
 
     def gradients(run: object, rows: int) -> list[torch.Tensor]:
         torch.manual_seed(1)

@@ -1,0 +1,143 @@
+"""Models of sequences written by hand."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from benchmarks.models.parts import Call, classified, next_tokens
+from graphs.zoo import Workload
+
+
+def transformer_classifier() -> Workload:
+    """A Vision Transformer of PyTorch's own layers, in bfloat16 by autocast."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            patches = m.stem(x).flatten(2).transpose(1, 2)
+            return m.head(m.encoder(patches).mean(1)).float()
+
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, activation="gelu", batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return classified(
+        Call(forward, stem=nn.Conv2d(3, 64, 4, 4), encoder=encoder, head=nn.Linear(64, 10)), torch.randn(8, 3, 32, 32)
+    )
+
+
+def gpt() -> Workload:
+    """Attention written out with a mask that is a buffer, dropout, tied embedding and head."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.other_norm = nn.LayerNorm(64), nn.LayerNorm(64)
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+            self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.1))
+            self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(self.norm(x)).split(64, dim=-1))
+            scores = (q @ k.transpose(-1, -2) / math.sqrt(16)).masked_fill(~self.mask, -math.inf)
+            attention = F.dropout(scores.softmax(-1), 0.1, self.training)
+            x = x + self.out((attention @ v).transpose(1, 2).flatten(2))
+            return x + self.mlp(self.other_norm(x))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(97, 64), nn.Embedding(64, 64)
+            self.blocks, self.norm = nn.ModuleList(Block() for _ in range(4)), nn.LayerNorm(64)
+            self.head = nn.Linear(64, 97, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return Workload(GPT(), next_tokens, (torch.randint(97, (8, 64)), torch.randint(97, (8, 64))))
+
+
+def translator() -> Workload:
+    """``nn.Transformer``: encoder, decoder, a causal mask and one for padding."""
+
+    def forward(m: Any, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        padding = torch.zeros(source.shape, dtype=torch.float32).masked_fill(source == 0, -1e9)
+        hidden = m.transformer(m.embed(source), m.embed(target), tgt_mask=causal, src_key_padding_mask=padding)
+        return m.head(hidden)
+
+    transformer = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
+    model = Call(forward, transformer=transformer, embed=nn.Embedding(50, 64), head=nn.Linear(64, 50))
+    return Workload(model, next_tokens, tuple(torch.randint(50, (8, 32)) for _ in range(3)))
+
+
+def lstm_tagger() -> Workload:
+    """PyTorch's LSTM, in both directions, and a GRU on top."""
+
+    def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = m.lstm(m.embed(tokens))
+        hidden, _ = m.gru(hidden)
+        return m.head(hidden)
+
+    lstm = nn.LSTM(32, 48, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
+    gru = nn.GRU(96, 48, batch_first=True)
+    model = Call(forward, embed=nn.Embedding(50, 32), lstm=lstm, gru=gru, head=nn.Linear(48, 9))
+    return Workload(model, next_tokens, (torch.randint(50, (16, 24)), torch.randint(9, (16, 24))))
+
+
+def recurrent_cells() -> Workload:
+    """Cells called step by step: GRU, LSTM and a plain one."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = c = g = r = x.new_zeros(len(x), 48)
+        for t in range(x.shape[1]):
+            g = m.gru(x[:, t], g)
+            h, c = m.lstm(g, (h, c))
+            r = m.plain(h, r)
+        return m.head(r)
+
+    cells = {"gru": nn.GRUCell(24, 48), "lstm": nn.LSTMCell(48, 48), "plain": nn.RNNCell(48, 48)}
+    return classified(Call(forward, **cells, head=nn.Linear(48, 10)), torch.randn(64, 16, 24))
+
+
+def temporal_convolutions() -> Workload:
+    """Dilated causal convolutions with weight norm and dropout of whole channels."""
+
+    class Block(nn.Module):
+        def __init__(self, dilation: int) -> None:
+            super().__init__()
+            self.conv = parametrizations.weight_norm(nn.Conv1d(32, 32, 3, dilation=dilation))
+            self.dropout, self.dilation = nn.Dropout1d(0.1), dilation
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(x + self.dropout(F.relu(self.conv(F.pad(x, (2 * self.dilation, 0))))))
+
+    layers = nn.Sequential(nn.Conv1d(8, 32, 1), *(Block(1 << i) for i in range(6)), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    return classified(nn.Sequential(layers, nn.Linear(32, 10)), torch.randn(16, 8, 128))
+
+
+def state_space() -> Workload:
+    """A linear recurrence by fast Fourier transforms, as long convolutions do."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter = nn.Parameter(0.02 * torch.randn(48, 128))
+            self.norm, self.gate, self.out = nn.LayerNorm(48), nn.Linear(48, 48), nn.Linear(48, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.norm(x)
+            spectrum = torch.fft.rfft(hidden.transpose(1, 2), n=256) * torch.fft.rfft(self.filter, n=256)
+            y = torch.fft.irfft(spectrum, n=256)[..., :128].transpose(1, 2)
+            return x + self.out(y * F.silu(self.gate(hidden)))
+
+    def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return m.head(m.blocks(m.embed(tokens)))
+
+    model = Call(forward, embed=nn.Embedding(50, 48), blocks=nn.Sequential(*(Block() for _ in range(4))), head=nn.Linear(48, 50))
+    return Workload(model, next_tokens, (torch.randint(50, (8, 128)), torch.randint(50, (8, 128))))

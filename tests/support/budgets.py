@@ -1,0 +1,56 @@
+"""Budgets between the least that a schedule is known for and the peak: tight on any machine, whatever its kernels take."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.plan import Plan
+from graphs.simulate import simulate
+from planner.solving import solve
+from solvers.clock import WallClock
+from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.policies.store_all import store_all
+
+HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
+
+
+def between(graph: Graph) -> int:
+    """The budget half way from the least that a schedule is known for to the peak of keeping everything."""
+    (budget,) = on_the_way(graph, 0.5)
+    return budget
+
+
+def on_the_way(graph: Graph, *shares: float) -> tuple[int, ...]:
+    """The budgets at these shares of the way from the least that rules of eviction come to, to the peak."""
+    kept = store_all(graph)
+    peak = simulate(graph, kept).peak_bytes
+    least = simulate(graph, least_evicting_schedule(graph, WallClock(60.0)) or kept).peak_bytes
+    return tuple(int(least + share * (peak - least)) for share in shares)
+
+
+@contextmanager
+def half_way_known() -> Iterator[None]:
+    """Inside, HALF_WAY is a budget: the bytes that ``between`` gives for the step as it was measured.
+
+    For ``planner.compile``, and for the backend of ``torch.compile`` where a model is one graph.
+    """
+    from planner.torch_compile.shared_budget import SharedBudget
+
+    whole = SharedBudget.whole
+
+    def solve_half_way(graph: Graph, budget: str | int, **options: Any) -> Plan:
+        return solve(graph, between(graph) if budget == HALF_WAY else budget, **options)
+
+    def whole_half_way(budget: SharedBudget, graphs: Sequence[Any], runs: Sequence[Any]) -> int:
+        if budget.options["budget"] != HALF_WAY:
+            return whole(budget, graphs, runs)
+        (graph,) = graphs
+        return between(graph.captured.graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.training.compile.solve", solve_half_way)
+        patch.setattr(SharedBudget, "whole", whole_half_way)
+        yield

@@ -1,7 +1,9 @@
 # Each target sets up all it needs: on a fresh machine only make and Python 3.11 or later must be there.
 
 PYTHON ?= python3
-VENV := .venv
+# A release of PyTorch other than that of constraints.txt is tested in an environment of its own: make test TORCH=2.11.0
+TORCH :=
+VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Libraries of models look for each other when they are imported: they are kept from the tests.
@@ -14,7 +16,7 @@ MODELS_STAMP := $(MODELS)/.installed
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-test: lint ## style, types, layers and tests
+test: $(if $(TORCH),$(STAMP),lint) ## style, types, layers and tests; tests alone with another PyTorch (TORCH=2.11.0)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(STAMP) ## style, types and layers only
@@ -56,7 +58,7 @@ gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or
 	$(PYTHON) -m benchmarks.gpu $(if $(OUT),--out $(OUT)) $(ARGS)
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch-* $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Its environment, with what is in brackets installed. The stamp is written last, so that an interrupted installation is done again.
@@ -64,7 +66,8 @@ define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or later is needed; $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(1)]'
+	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[$(1)]'
 	touch $@
 endef
 

@@ -9,10 +9,10 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch._inductor import config as inductor_config
 
 from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
 from graphs.capture.step import LossFn, TrainingStep
+from graphs.torch_private.capture import inductor_config
 from graphs.units import format_bytes
 from graphs.zoo import build
 from planner.report.tables import as_markdown
@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = []
     for name in arguments.models:
         rows += compare(name, arguments.repeats)
-        torch._dynamo.reset()
+        torch.compiler.reset()
     write(arguments.out, COLUMNS, rows, table(rows))
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.torch_private.core import TorchDispatchMode, pytree
 
 
 class LiveStorages(TorchDispatchMode):

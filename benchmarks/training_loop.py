@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.capture.signature import Batch, call
 from graphs.capture.statics import StaticTensors, allocated_bytes
+from graphs.torch_private.core import pytree
 from graphs.zoo import Workload
 from planner.runtime.measure import Step, loss_of, measure_memory, synchronize
 

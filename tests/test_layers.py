@@ -1,6 +1,7 @@
 """Which module may import what, beyond what import-linter checks in ``make lint``."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for floor in ("graphs", "solvers", "planner") for path in (ROOT / floor).rglob("*.py"))
+SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 
 def imports_torch(path: Path) -> bool:
@@ -25,8 +27,61 @@ def imports_torch(path: Path) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_torch_is_imported_only_where_it_may_be(path: Path) -> None:
     floor = path.relative_to(ROOT).parts[0]
-    allowed = floor == "planner" or (floor == "graphs" and path.parent.name in ("capture", "cost", "zoo"))
+    allowed = floor == "planner" or (floor == "graphs" and path.parent.name in ("capture", "cost", "torch_private", "zoo"))
     assert allowed or not imports_torch(path)
+
+
+def private_names(source: str) -> list[str]:
+    """The private names of torch in `source`: those with a part that begins with one underscore, but for names of operators.
+
+    Attributes count where they are read from what an import of torch gave, a module or a class; not those of other objects,
+    whose types are not known here.
+    """
+    tree = ast.parse(source)
+    imported: dict[str, str] = {}  # names in the module: what they are in torch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            of_torch = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            imported |= {alias.asname or "torch": alias.name if alias.asname else "torch" for alias in of_torch}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
+            imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in (alias.name for alias in node.names)}
+    found = {name for name in found if name.split(".")[0] == "torch"} | set(imported.values())
+    for node in ast.walk(tree):
+        owner, *attributes = _dotted(node)
+        if attributes and owner in imported:
+            found.add(".".join((imported[owner], *attributes)))
+    return sorted(name for name in found if re.search(r"\._(?!_)", name) and not name.startswith("torch.ops.aten."))
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    """The parts of an expression such as ``torch.nn.functional``; none that are known of others."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [*_dotted(node.value), node.attr]
+    return [""]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_of_torch_are_imported_in_one_place(path: Path) -> None:
+    assert path.parent == ROOT / "graphs" / "torch_private" or private_names(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("def f():\n    import torch._dynamo.config as c", ["torch._dynamo.config"]),
+        ("from torch._guards import tracing", ["torch._guards.tracing"]),
+        ("from torch.utils import _pytree as pytree\npytree.tree_map", ["torch.utils._pytree", "torch.utils._pytree.tree_map"]),
+        ("import torch\ntorch._C._get_tracing_state()", ["torch._C", "torch._C._get_tracing_state"]),
+        ("import torch\nfrom torch import fx\nfx.node._legal_ops", ["torch.fx.node._legal_ops"]),
+        ("import torch\ntorch.__version__, torch.compiler.reset, torch.ops.aten._to_copy, x._base", []),
+    ],
+)
+def test_the_check_for_private_names_finds_them(source: str, found: list[str]) -> None:
+    assert private_names(source) == found
 
 
 def test_the_check_for_torch_finds_it() -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from graphs.torch_private.core import scoped_library
+
 aten = torch.ops.aten
 
 
@@ -29,7 +31,7 @@ def attention_as_on_cuda() -> Iterator[None]:
     What is captured cannot run on the CPU, nor can attention on real tensors while the context lasts.
     """
     overload = aten.scaled_dot_product_attention.default
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         # The kernel that an earlier capture found is remembered in Python, out of the library's sight.
         overload._dispatch_cache.clear()

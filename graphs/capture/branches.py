@@ -15,14 +15,6 @@ from unittest.mock import patch
 import sympy
 import torch
 from torch import fx, nn
-from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import TensorVariable
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphs.capture.conditions import DataGuards, GuardWriter, number
 from graphs.capture.known import KnownValues
@@ -30,6 +22,18 @@ from graphs.capture.lines import Line, refused, where_made, where_now
 from graphs.capture.outputs import tensors_in
 from graphs.capture.signature import Batch, leaves
 from graphs.errors import TraceError
+from graphs.torch_private.capture import InstructionTranslatorBase, TensorVariable, dynamo_config, dynamo_utils
+from graphs.torch_private.core import (
+    FakeTensor,
+    OpOverload,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    assert_async,
+    assert_true,
+    kept_in_graphs,
+    pytree,
+    sympy_interp,
+)
 
 aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -114,7 +118,7 @@ class Branches:
             stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", decided))
             stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", undecided))
             # An assertion is a branch like others: what it asserts is checked before the step.
-            stack.enter_context(torch._dynamo.config.patch(rewrite_assert_with_torch_assert=False))
+            stack.enter_context(dynamo_config.patch(rewrite_assert_with_torch_assert=False))
             stack.enter_context(self._known.followed(lambda: self._node is not None and self._node.target == "item"))
             yield
 
@@ -123,13 +127,8 @@ class Branches:
         """AOTAutograd executes the step again: ops inside others that ask for a value get it, and stay in the graph."""
         self._known.restart()
         asking = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
-        kept = asking - fx.node._side_effectful_functions
-        fx.node._side_effectful_functions.update(kept)
-        try:
-            with self._known.followed(lambda: False):
-                yield
-        finally:
-            fx.node._side_effectful_functions.difference_update(kept)
+        with kept_in_graphs(asking), self._known.followed(lambda: False):
+            yield
 
     def settle(self, module: fx.GraphModule) -> None:
         """Replace the symbols in Dynamo's graph by what they stand for, and mark the tensors they come from."""
@@ -143,7 +142,7 @@ class Branches:
         for node in symbolic:
             if node.target == "item" and self._known.number(node.meta["example_value"]) is not None:
                 with graph.inserting_before(node):
-                    marker = graph.call_function(torch._assert_async, (node.args[0], f"{_MARK}{len(self._symbols)}"))
+                    marker = graph.call_function(assert_async, (node.args[0], f"{_MARK}{len(self._symbols)}"))
                 marker.meta = {"stack_trace": node.meta.get("stack_trace"), "example_value": None}
                 (symbol,) = _expression(node.meta["example_value"]).free_symbols
                 self._symbols.append(symbol)
@@ -171,7 +170,7 @@ class Branches:
         writer = GuardWriter(graph)
         values: dict[sympy.Symbol, tuple[int, Line | None]] = {}
         for node in list(graph.nodes):
-            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            if node.op != "call_function" or not isinstance(node.target, OpOverload):
                 continue
             if node.target in _ASSERTED:
                 self._assertion(writer, node, values)
@@ -256,7 +255,7 @@ def asks_for_values(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         sizes = [size for tensor in tensors_in(value) for size in tensor.shape]
-        if node.target in (torch._assert, torch._assert_async) or any(isinstance(v, SYMBOLIC) for v in (value, *sizes)):
+        if node.target in (assert_true, assert_async) or any(isinstance(v, SYMBOLIC) for v in (value, *sizes)):
             return True
     return False
 
@@ -277,7 +276,7 @@ def _ask_for_number(translator: InstructionTranslatorBase) -> tuple[Any, Any] | 
     return translator.stack[-1], tensor
 
 
-def _only_asks(func: torch._ops.OpOverload) -> bool:
+def _only_asks(func: OpOverload) -> bool:
     """Whether `func` does nothing but ask for a value, or state something of it."""
     return func in (*_ASSERTED, *_STATED) or torch.Tag.data_dependent_output in func.tags
 

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput, PlainAOTInput
 from torch.utils.flop_counter import flop_registry
 
 from graphs.capture.known import decide_sizes, decided, is_uniform
@@ -17,6 +16,8 @@ from graphs.capture.program import Program, Source
 from graphs.capture.signature import Batch, leaves
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
+from graphs.torch_private.capture import BufferAOTInput, PlainAOTInput
+from graphs.torch_private.core import OpOverload
 
 aten = torch.ops.aten
 _AS_CAPTURED = object()  # an outcome that is known once the guards are computed for the captured batch
@@ -184,7 +185,7 @@ class GuardWriter:
         line = where_made(node.meta.get("stack_trace"))
         if any(isinstance(size, torch.SymInt) for value in tensors_in(node.meta["val"]) for size in value.shape):
             raise TraceError(refused(line, self._why(node)))
-        assert isinstance(node.target, torch._ops.OpOverload)
+        assert isinstance(node.target, OpOverload)
         deciding, of = decide_sizes(node.target, node.args, lambda arg: fake(arg).dtype)
         if of and deciding:
             self.expect(line, [self.value(each, line) for each in deciding], of, _AS_CAPTURED)

@@ -11,11 +11,10 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import misc, user_defined
 
 from graphs.capture.lines import advice, ways_on, where_now
 from graphs.errors import TraceError
+from graphs.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _MODULES = ("secrets", "uuid")
@@ -37,7 +36,7 @@ def no_python_draws() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", called))
-        for module in (misc, user_defined):
+        for module in (dynamo_misc, dynamo_user_defined):
             stack.enter_context(patch.object(module, "call_random_fn", drawn))
         yield
 

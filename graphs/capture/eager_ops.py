@@ -12,16 +12,26 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._C import DispatchKey
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable, VariableTracker
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
 
 from graphs.capture.layouts import writes_noted
 from graphs.capture.products import products_as_eager
 from graphs.errors import TraceError
+from graphs.torch_private.capture import (
+    InstructionTranslatorBase,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    VariableTracker,
+    dynamo_config,
+)
+from graphs.torch_private.core import (
+    BypassDispatchCache,
+    DispatchKey,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    below_autograd,
+    python_kernels,
+)
 
 aten = torch.ops.aten
 
@@ -171,19 +181,28 @@ def _recurrent_layers_made_anew() -> Iterator[None]:
     The same network would be another graph the second time.
     """
     validate = FakeTensorMode._validate_cache_key
+    backward = aten.mkldnn_rnn_layer_backward.default
+    like = backward.py_kernels[DispatchKey.Meta]
 
     def refuse(self: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> None:
         if func in _CALLED:
-            raise _BypassDispatchCache(f"{func} returns one tensor twice")
+            raise BypassDispatchCache(f"{func} returns one tensor twice")
         validate(self, func, args, kwargs)
 
-    with patch.object(FakeTensorMode, "_validate_cache_key", refuse):
+    def in_float(*args: Any) -> tuple[torch.Tensor, ...]:
+        """What the kernel returns, and what is said of it from torch 2.13 on: before, gradients had the type of the weights."""
+        return tuple(gradient.float() for gradient in like(*args))
+
+    with (
+        patch.object(FakeTensorMode, "_validate_cache_key", refuse),
+        python_kernels(backward, {DispatchKey.Meta: in_float}),
+    ):
         yield
 
 
 def mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
     """``aten.mkldnn_rnn_layer``, which keeps what its backward pass needs only where gradients are recorded."""
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+    with below_autograd(), torch.enable_grad():
         results: tuple[torch.Tensor, ...] = aten.mkldnn_rnn_layer.default(*args)
         return results
 

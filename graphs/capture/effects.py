@@ -14,10 +14,10 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from torch._dynamo.side_effects import SideEffects
 
 from graphs.capture.guards import Scope, readable
 from graphs.errors import TraceError
+from graphs.torch_private.capture import SideEffects
 
 _Change = Literal["never", "once", "always"]
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from graphs.capture.signature import Batch, arguments
+from graphs.torch_private.core import FakeTensor, FakeTensorMode, pytree
 
 
 @contextmanager

@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import CaptureOutput
-from torch._dynamo.guards import CheckFunctionManager
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._guards import Guard, GuardsSet
-from torch.nn.modules import module as module_internals
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from graphs.errors import MismatchError
+from graphs.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
+from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module
 
 WAYS_OUT = (
     "plan again (planner.compile), or plan with replan=True, which does so by itself; a number that changes often may be a "
@@ -94,7 +90,7 @@ class Guards:
         """
         local = {"self": step, "args": args, "kwargs": kwargs}
         # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched: not what the step is.
-        with _disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
+        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
             if not self.manager.guard_manager.check(local):
                 raise MismatchError(self._why(local))
         for outside in self.outside:
@@ -133,7 +129,7 @@ def build_guards(
     captured = output.graph_capture_output
     graph = captured.output_graph
     graph._guards = GuardsSet(type(graph.guards.inner)(guard for guard in graph.guards if _matters(guard)))
-    with get_metrics_context(), dynamo_timed("build_guards"):
+    with dynamo_phase("build_guards"):
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
@@ -147,15 +143,15 @@ def guarded_names(output: CaptureOutput) -> frozenset[str]:
 
 def state() -> dict[str, object]:
     """What a capture depends on in PyTorch as a whole; autocast is looked at by the step itself."""
-    hooks = [getattr(module_internals, name) for name in _HOOKS]
+    hooks = [getattr(nn_module, name) for name in _HOOKS]
     return {
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
         "the kernels that scaled_dot_product_attention may choose from": (
-            torch._C._get_flash_sdp_enabled(),
-            torch._C._get_mem_efficient_sdp_enabled(),
-            torch._C._get_math_sdp_enabled(),
-            torch._C._get_cudnn_sdp_enabled(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
         ),
         "the number of hooks on all modules": tuple(map(len, hooks)),
     }

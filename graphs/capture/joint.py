@@ -6,15 +6,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.functional_export import create_fx_graph_from_captured_output
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._export.utils import _compiling_state_context
-from torch._functorch._aot_autograd.schemas import JointWithDescriptors
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.capture.attention import attention_as_on_cuda
 from graphs.capture.branches import Branches, asks_for_values
@@ -23,11 +14,29 @@ from graphs.capture.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as
 from graphs.capture.effects import Effect, UnsettledError, check_effects, recording_effects, settle
 from graphs.capture.fakes import on_fakes
 from graphs.capture.guards import Guards, build_guards, guarded_names, readable
+from graphs.capture.outputs import CHECKS
 from graphs.capture.signature import Batch, arguments, call, leaves
 from graphs.capture.step import TrainingStep
 from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags
 from graphs.capture.unchanged import restored
 from graphs.errors import PlannerError, TraceError
+from graphs.torch_private.capture import (
+    GUARD_SETTINGS,
+    CaptureOutput,
+    JointWithDescriptors,
+    TorchDynamoException,
+    TracingContext,
+    aot_export_joint_with_descriptors,
+    compiling_state,
+    create_fx_graph_from_captured_output,
+    dynamo_config,
+    dynamo_phase,
+    fullgraph_capture,
+    functorch_config,
+    get_traced_fn,
+    tracing,
+)
+from graphs.torch_private.core import FakeTensor, kept_in_graphs
 
 Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
 
@@ -133,7 +142,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> Trac
             if branches:
                 dynamo.enter_context(branches.taken())
             effects = dynamo.enter_context(recording_effects())
-            with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+            with compiling_state(), dynamo_phase("fullgraph_capture"):
                 output = fullgraph_capture(step, args, kwargs)
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
         if branches:
@@ -142,7 +151,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> Trac
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
         # Without the shape environment every size is a plain number.
-        with branches.followed() if branches else nullcontext():
+        with kept_in_graphs(CHECKS), branches.followed() if branches else nullcontext():
             joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
         return joint, _guards(output, effects, step, batch), branches
 
@@ -151,7 +160,7 @@ def _settings(stack: ExitStack) -> None:
     """How steps are traced."""
     stack.enter_context(torch.enable_grad())
     stack.enter_context(
-        torch._dynamo.config.patch(
+        dynamo_config.patch(
             assume_static_by_default=True,
             automatic_dynamic_shapes=False,
             allow_rnn=True,
@@ -159,10 +168,11 @@ def _settings(stack: ExitStack) -> None:
             # What a planned step does not do is looked at by graphs.capture.effects.
             replay_side_effects=False,
             skip_nnmodule_hook_guards=False,
+            **GUARD_SETTINGS,
         )
     )
     # A training loop calls backward() outside autocast.
-    stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+    stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
 
 
 def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, batch: Batch) -> Guards | None:

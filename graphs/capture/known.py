@@ -12,11 +12,20 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
+
+from graphs.torch_private.core import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    disable_python_dispatcher,
+    excluded_dispatch_keys,
+    force_dispatch_keys,
+    included_dispatch_keys,
+    no_dispatch,
+    pytree,
+)
 
 aten = torch.ops.aten
 
@@ -46,7 +55,7 @@ def is_uniform(func: object, args: Sequence[object]) -> bool:
 
 
 def decide_sizes(
-    func: torch._ops.OpOverload, args: Sequence[Any], dtype: Callable[[Any], torch.dtype]
+    func: OpOverload, args: Sequence[Any], dtype: Callable[[Any], torch.dtype]
 ) -> tuple[tuple[Any, ...], Callable[..., object] | None]:
     """What the sizes of the outputs of an op depend on, where that is less than all of its inputs.
 
@@ -91,7 +100,7 @@ class KnownValues:
         self._uniform: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Sets of dispatch keys: included, excluded.
-        self._outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        self._outside = included_dispatch_keys(), excluded_dispatch_keys()
         self._stale: set[int] = set()  # storages that something unknown was written to
 
     def get(self, fake: torch.Tensor) -> torch.Tensor | None:
@@ -151,14 +160,14 @@ class KnownValues:
     def _execute(
         self,
         mode: FakeTensorMode,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         default: Callable[[], Any],
         *,
         lazily: bool,
     ) -> Any:
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+        if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
             return default()
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags or any(t in self._drawn for t in given)
@@ -190,7 +199,7 @@ class KnownValues:
 
     def _value(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         given: Sequence[torch.Tensor],
@@ -213,7 +222,7 @@ class KnownValues:
     @contextmanager
     def _really(self) -> Iterator[None]:
         """What is called runs on real tensors, as it would outside the capture."""
-        with torch._C._ForceDispatchKeyGuard(*self._outside), no_dispatch(), torch._C._DisablePythonDispatcher():
+        with force_dispatch_keys(*self._outside), no_dispatch(), disable_python_dispatcher():
             yield
 
     def _know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
@@ -224,7 +233,7 @@ class KnownValues:
     def _known(self, leaf: object) -> object:
         return self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _sized(self, mode: FakeTensorMode, func: torch._ops.OpOverload, args: Sequence[Any], value: Any) -> Any:
+    def _sized(self, mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], value: Any) -> Any:
         """A fake result of the size that is known, for an op whose size depends on the data."""
         if torch.Tag.dynamic_output_shape not in func.tags or func.name().startswith("aten::index"):
             return None  # an index counts the masks among its indices by other ops

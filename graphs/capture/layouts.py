@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.utils import _pytree as pytree
+
+from graphs.torch_private.core import (
+    PROXY_MODE,
+    FakeTensorMode,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    OpOverload,
+    detect_fake_mode,
+    from_functional_tensor,
+    get_dispatch_mode,
+    pytree,
+)
 
 aten = torch.ops.aten
 
@@ -85,8 +92,8 @@ def _writes_first(op: OpOverload) -> bool:
 
 
 def _note(op: OpOverload, written: FunctionalTensor) -> None:
-    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    value = torch._from_functional_tensor(written.elem)
+    proxies = get_dispatch_mode(PROXY_MODE)
+    value = from_functional_tensor(written.elem)
     if proxies is None or value not in proxies.tracer.tensor_tracker or value.stride() == written.stride():
         return
     node = proxies.tracer.tensor_tracker[value].proxy.node

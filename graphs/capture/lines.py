@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from traceback import FrameSummary
 
-from torch._guards import TracingContext
+from graphs.torch_private.capture import TracingContext
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 

@@ -6,10 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    TangentAOTInput,
-)
 
 from graphs.capture.conditions import DataGuards
 from graphs.capture.guards import Guards
@@ -21,6 +17,8 @@ from graphs.capture.signature import Signature
 from graphs.capture.statics import StaticTensors, allocated_bytes, dtype_name
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from graphs.torch_private.capture import GradAOTOutput, TangentAOTInput
+from graphs.torch_private.core import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ class _Lowering:
             if node not in self.expressions:  # an item of a view that returns several
                 self.expressions[node] = f"{self.expressions[_node(node.args[0])]}[{node.args[1]!r}]"
             return
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             raise TraceError(
                 f"the step calls {node.target}, which a static graph cannot hold: shapes and control flow must not depend on data"
             )
@@ -220,7 +218,7 @@ class _Lowering:
             self.owner[storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)
-        assert isinstance(node.target, torch._ops.OpOverload)
+        assert isinstance(node.target, OpOverload)
         self.ops.append(
             Op(
                 id=len(self.ops),

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+
+from graphs.errors import TraceError
+from graphs.torch_private.capture import (
     AOTInput,
     AOTOutput,
     BackwardTokenAOTOutput,
@@ -22,10 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._guards import detect_fake_mode
-from torch.utils import _pytree as pytree
-
-from graphs.errors import TraceError
+from graphs.torch_private.core import OpOverload, detect_fake_mode, pytree
 
 aten = torch.ops.aten
 
@@ -35,6 +34,9 @@ BATCH_NORMS = {
     aten._native_batch_norm_legit_functional.default: (5, (3, 4)),
     aten.native_batch_norm_backward.default: (7, (3, 4)),
 }
+
+# Raise an error by what they read, and return nothing.
+CHECKS = (aten._linalg_check_errors.default,)
 
 
 def fix_outputs(graph: fx.Graph) -> None:
@@ -102,7 +104,7 @@ def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
 
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws from the generator."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     if "scaled_dot_product" not in node.target.name():
         return True
@@ -121,7 +123,8 @@ def _check_loss(graph: fx.Graph) -> None:
         raise TraceError(f"the loss has shape {shape}, not one element: reduce it (for example with .mean()) before returning it")
     supported = PlainAOTOutput | GradAOTOutput | InputMutationAOTOutput
     others = [desc for value, desc in outputs(graph) if value is not None and not isinstance(desc, supported)]
-    if any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
+    checked = any(graph.find_nodes(op="call_function", target=op) for op in CHECKS)  # before torch 2.13 they have no tokens
+    if checked or any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
         raise TraceError(
             "the step has an op that raises an error by what it computes, which no graph can hold: of torch.linalg take those "
             "that do not (inv_ex, cholesky_ex, solve_ex), and check what they say of errors outside of what is planned"
@@ -262,7 +265,7 @@ def _memory_format(variable: torch.Tensor) -> torch.memory_format:
     return wanted if variable.is_contiguous(memory_format=wanted) else torch.contiguous_format
 
 
-def call_before(place: fx.Node, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+def call_before(place: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
     """A new node before `place` that calls `target`, with its fake value."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args, kwargs)

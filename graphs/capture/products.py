@@ -5,13 +5,21 @@ graph can know; what is captured by itself is the general formula of cumulative 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
+
+from graphs.torch_private.core import (
+    DispatchKey,
+    OpOverload,
+    below_autograd,
+    excluded_dispatch_keys,
+    force_dispatch_keys,
+    included_dispatch_keys,
+    python_kernels,
+)
 
 aten = torch.ops.aten
 
@@ -34,10 +42,10 @@ def _(gradient: Tensor, value: Tensor, dim: int | None, keepdim: bool, dtype: to
 @contextmanager
 def _recording() -> Iterator[None]:
     """Inside, operators record gradients, which within a custom operator they do not."""
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    included, excluded = included_dispatch_keys(), excluded_dispatch_keys()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    with force_dispatch_keys(included, excluded), torch.enable_grad():
         yield
 
 
@@ -46,7 +54,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:  # noqa: FBT001
         ctx.save_for_backward(value)
         ctx.arguments = (dim, keepdim, dtype)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             product: Tensor = aten.prod(value, dtype=dtype) if dim is None else aten.prod(value, dim, keepdim, dtype=dtype)
             return product
 
@@ -68,12 +76,7 @@ def _along(value: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype
 def products_as_eager() -> Iterator[None]:
     """Inside, the gradient of a captured ``prod`` is one op, which computes it as eager PyTorch does."""
     kernels: dict[OpOverload, Callable[..., Tensor]] = {aten.prod.default: _whole, aten.prod.dim_int: _along}
-    for op, kernel in kernels.items():
-        op.py_kernels[DispatchKey.Autograd] = kernel
-        op._dispatch_cache.clear()
-    try:
+    with ExitStack() as stack:
+        for op, kernel in kernels.items():
+            stack.enter_context(python_kernels(op, {DispatchKey.Autograd: kernel}))
         yield
-    finally:
-        for op in kernels:
-            del op.py_kernels[DispatchKey.Autograd]
-            op._dispatch_cache.clear()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphs.torch_private.core import OpOverload
+
 aten = torch.ops.aten
 
 LOCK = threading.RLock()
@@ -24,7 +26,7 @@ def drawing_from(node: fx.Node) -> Any:
         probability, train = node.args[1], node.args[2]
         on_cpu = node.meta["val"][0].device.type == "cpu"
         return dropout_from if on_cpu and train is not False and 0.0 < probability < 1.0 else None  # type: ignore[operator]
-    assert isinstance(target, torch._ops.OpOverload)
+    assert isinstance(target, OpOverload)
     names = _names(target)
     if "generator" in names:
         return target
@@ -43,5 +45,5 @@ def dropout_from(x: Tensor, p: float, train: bool | None, *, generator: torch.Ge
     return x.mul(mask).mul_(scale), mask
 
 
-def _names(overload: torch._ops.OpOverload) -> list[str]:
+def _names(overload: OpOverload) -> list[str]:
     return [argument.name for argument in overload._schema.arguments]

@@ -11,6 +11,7 @@ from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be
 from graphs.capture.outputs import ignored_inputs
 from graphs.capture.redraw import drawing_from
 from graphs.errors import TraceError
+from graphs.torch_private.core import OpOverload
 
 
 class Renderer:
@@ -42,7 +43,7 @@ class Renderer:
         strides = read_strides(node)
         args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg, strides) for arg in node.args]
         args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
-        assert isinstance(node.target, torch._ops.OpOverload)
+        assert isinstance(node.target, OpOverload)
         target, name = called(node.target), str(node.target)
         if drawn := drawn_in_place(node):
             target, name, args[0] = drawn[0], str(drawn[0]), self._render_filled(args[0], drawn[1])

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.errors import MismatchError, TraceError
+from graphs.torch_private.core import pytree
 
 # What a step is called with: by position, or by name.
 Batch = Sequence[object] | Mapping[str, object]

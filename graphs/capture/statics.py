@@ -2,18 +2,13 @@
 
 import torch
 from torch import nn
-from torch._functorch._aot_autograd.descriptors import (
-    AOTInput,
-    BufferAOTInput,
-    ParamAOTInput,
-    PlainAOTInput,
-)
 
 from graphs.capture.outputs import storage
 from graphs.capture.program import TANGENT, Source
 from graphs.capture.signature import Batch, leaves
 from graphs.errors import TraceError
 from graphs.ir import Kind, Tensor
+from graphs.torch_private.capture import AOTInput, BufferAOTInput, ParamAOTInput, PlainAOTInput
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.capture.signature import take_apart, target_names
+from graphs.torch_private.core import pytree
 
 LossFn = Callable[..., object]
 

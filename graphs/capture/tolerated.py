@@ -8,18 +8,14 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._dynamo.variables import builtin
+
+from graphs.torch_private.capture import SETATTR
 
 
 @contextmanager
 def gradients_asked_for() -> Iterator[None]:
     """``hidden.requires_grad = True`` on a tensor that is not the batch's makes a gradient that nobody reads: left out."""
-    # Of torch 2.13, and of those before it.
-    owner_of, method = (
-        (builtin.SetAttrBuiltinVariable, "_call_setattr")
-        if hasattr(builtin, "SetAttrBuiltinVariable")
-        else (builtin.BuiltinVariable, "call_setattr")
-    )
+    owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
 
     def set_or_leave(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:

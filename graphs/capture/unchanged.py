@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as modules
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture.python_state import PythonState
 from graphs.capture.signature import Batch, leaves
+from graphs.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter, pytree
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -45,7 +42,7 @@ def unchanged(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] 
 @contextmanager
 def restored(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """As ``unchanged``, where no backward pass is run: gradients are not looked after, and hooks are left in place."""
-    hooks = [getattr(modules, name) for name in vars(modules) if name.startswith("_global_")]
+    hooks = [getattr(nn_module, name) for name in vars(nn_module) if name.startswith("_global_")]
     state = PythonState([step, batch, *hooks])
     held = (value for module in step.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
     tensors = {id(t): t for t in (*step.buffers(), *held, *_inputs(batch), *written)}.values()
@@ -119,7 +116,7 @@ def _storages(values: object) -> dict[int, torch.Tensor]:
 def kept(tensor: torch.Tensor, view: torch.Tensor | None = None) -> Iterator[None]:
     """Afterwards `tensor` has its present values, and it (or `view` of it) the version that autograd knows them by."""
     before, known = tensor.detach().clone(), tensor if view is None else view
-    versioned = nullcontext() if known.is_inference() else torch.autograd._unsafe_preserve_version_counter(known)
+    versioned = nullcontext() if known.is_inference() else preserve_version_counter(known)
     try:
         yield
     finally:

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import no_python_dispatcher
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from graphs.capture.eager_ops import called
 from graphs.capture.layouts import laid_out, read_strides
@@ -26,6 +23,7 @@ from graphs.capture.statics import allocated_bytes
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.devices import Device, op_time_s, workspace_bytes
 from graphs.ir import Graph
+from graphs.torch_private.core import disable_current_modes, no_python_dispatcher, profiler_enabled, pytree
 
 _PASSES = 3
 _LONG_S = 0.1  # an op that takes so long is timed once
@@ -109,7 +107,7 @@ class _Work:
         args, kwargs = fx.map_arg((node.args, node.kwargs), number)
         target, strides = called(node.target), read_strides(node)
         if strides:
-            leaves = tree_leaves((node.args, node.kwargs))
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
             target = _Reading(target, tuple(strides.get(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves))
         return cls(target, args, kwargs, tuple(tensors.values()), paths)
 
@@ -122,7 +120,7 @@ class _Work:
     def real(self, generator: torch.Generator) -> tuple[Any, Any]:
         """Its arguments, on tensors of their own."""
         made = [tensor.make(generator) for tensor in self.tensors]
-        args, kwargs = tree_map(lambda v: made[v.position] if isinstance(v, _Number) else v, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(lambda v: made[v.position] if isinstance(v, _Number) else v, (self.args, self.kwargs))
         return args, kwargs
 
 
@@ -134,9 +132,9 @@ class _Reading:
     strides: tuple[Sequence[int] | None, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         copies = [v if s is None else laid_out(v, s) for v, s in zip(leaves, self.strides, strict=True)]
-        args, kwargs = tree_unflatten(copies, spec)
+        args, kwargs = pytree.tree_unflatten(copies, spec)
         return self.target(*args, **kwargs)
 
 
@@ -220,7 +218,7 @@ def _apart(device: torch.device) -> Iterator[None]:
     """Run inside: nothing is recorded, cast or traced, and the random state is afterwards as before."""
     devices = [device] if device.type == "cuda" else []
     with (
-        _disable_current_modes(),
+        disable_current_modes(),
         no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
@@ -270,7 +268,7 @@ def _rises(works: Sequence[_Work], generator: torch.Generator, device: torch.dev
             mark()
             del value, args, kwargs
 
-    if device.type == "cpu" and torch.autograd._profiler_enabled():
+    if device.type == "cpu" and profiler_enabled():
         warnings.warn("a profiler is running, so the workspaces of ops cannot be measured: leave a margin", stacklevel=2)
         return [0] * len(works)
     return segment_peaks(run, device)[1::2]

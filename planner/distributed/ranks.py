@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from graphs.errors import PlannerError
+from graphs.torch_private.distributed import collective_device
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Ranks(SingleProcess):
         Asked before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
         """
         digest = int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest())
-        extremes = torch.tensor([digest, -digest], device=_get_object_coll_device(self._group))
+        extremes = torch.tensor([digest, -digest], device=collective_device(self._group))
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         return extremes.sum().item() == 0
 

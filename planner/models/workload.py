@@ -88,7 +88,8 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
         TraceError: the same, of a model in the zoo; an option that it does not have is a ModelError there too.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from graphs.torch_private.core import FakeTensorMode
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("there is no CUDA device on this machine: use --device cpu, or plan for one with --roofline")
@@ -223,7 +224,8 @@ def _checked(returned: object, what: str) -> "Workload":
 
 def _moved(workload: "Workload", device: str) -> "Workload":
     import torch
-    from torch.utils import _pytree as pytree
+
+    from graphs.torch_private.core import pytree
 
     def move(leaf: object) -> object:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf

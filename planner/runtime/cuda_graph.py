@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphs.errors import TraceError
+from graphs.torch_private.core import clear_cublas_workspaces
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class CudaGraphs:
         # Other threads may prepare batches meanwhile. A capture that fails leaves its stream the current one.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         # What cuBLAS works in is to lie in the pool too: elsewhere others may clear it, and the graph would go on using it.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         try:
             with torch.cuda.stream(self._stream), capture:
                 returned = function(*args)
@@ -56,7 +57,7 @@ class CudaGraphs:
             why = str(_first(error)).strip().partition("\n")[0]
             raise TraceError(f"the step cannot be captured as a CUDA graph: {why}; leave out cuda_graph=True") from error
         finally:
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
         return returned, graph.replay
 
     def held_bytes(self) -> int:

@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphs.capture.lower import Capture
 from graphs.capture.random_ops import drawn_once
@@ -22,6 +21,7 @@ from graphs.capture.unchanged import unchanged
 from graphs.cost.replay import real_static, written_by
 from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
+from graphs.torch_private.core import foreach_copy_, pytree
 from planner.runtime.executor import Executor
 
 T = TypeVar("T")
@@ -140,12 +140,12 @@ class Recording:
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(copies, list(tensors))  # a few kernels, however many tensors
+    foreach_copy_(copies, list(tensors))  # a few kernels, however many tensors
     return copies
 
 
 def _check_ops(captured: Capture) -> None:
-    from torch._inductor.utils import is_cudagraph_unsafe_fx_node  # importing Inductor takes a second
+    from graphs.torch_private.inductor import is_cudagraph_unsafe_fx_node  # importing Inductor takes a second
 
     device = captured.graph.provenance["device"]
     for op, node in zip(captured.graph.ops, captured.nodes, strict=True):

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.capture.signature import Batch, arguments, as_leaves, call, leaves
 from graphs.capture.unchanged import WritesUndone, same, unchanged
 from graphs.cost.allocator import cpu_allocations
+from graphs.torch_private.core import pytree
 from planner.runtime.machine import machine
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -27,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.errors import ModelError
+from graphs.torch_private.capture import functorch_config, inductor_config
 from planner.runtime.measure import Step
 from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
 from solvers.policies.sac import LISTS, Rule, SaveList, save_lists

@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._dynamo.eval_frame import innermost_backend
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-from torch._functorch import config as functorch_config
-from torch._guards import CompileContext
 
 from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
 from graphs.cost.devices import DEVICES, Device, get_device
 from graphs.errors import PlannerError
+from graphs.torch_private.capture import (
+    CompileContext,
+    InstructionTranslator,
+    InstructionTranslatorBase,
+    aot_autograd,
+    boxed_nop,
+    functorch_config,
+    innermost_backend,
+)
 from planner.solving import solve
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
 from planner.torch_compile.partition import capture_joint, split

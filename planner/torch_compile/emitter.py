@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
-    SavedForBackwardsAOTOutput,
-)
 
 from graphs.capture.eager_ops import called
 from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import ignored_inputs
 from graphs.schedule import Compute, Step
+from graphs.torch_private.capture import SavedForBackwardsAOTOutput
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import fx
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from graphs.torch_private.inductor import CustomPartitionerFn, compile_fx
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

@@ -10,12 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
-    AOTInput,
-    InputMutationAOTOutput,
-    TangentAOTInput,
-)
-from torch.utils import _pytree as pytree
 
 from graphs.capture.eager_ops import separate_biases
 from graphs.capture.layouts import layouts_as_eager
@@ -30,6 +24,8 @@ from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Phase
 from graphs.schedule import Compute, Schedule, Step
+from graphs.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
+from graphs.torch_private.core import pytree
 from planner.runtime.codegen import boundary
 from planner.torch_compile.emitter import Emitter
 

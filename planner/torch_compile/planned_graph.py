@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.debugging import boxed_nop
 
 from graphs.capture.lower import Capture
 from graphs.schedule import Schedule
+from graphs.torch_private.capture import boxed_nop
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
 

@@ -3,15 +3,22 @@
 from types import FunctionType
 
 import torch
-from torch._dynamo.decorators import substitute_in_graph
-from torch.nn.modules import transformer
 
-_written = transformer._detect_is_causal_mask
+from graphs.torch_private.capture import substitute_in_graph
+from graphs.torch_private.core import detect_is_causal_mask
+
+_written = detect_is_causal_mask
 # Another object: what is substituted below would be this one too.
 _as_written = FunctionType(_written.__code__, _written.__globals__, _written.__name__, _written.__defaults__)
 
 
-@substitute_in_graph(transformer._detect_is_causal_mask)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _step_is_captured() -> bool:
+    """Asked in Python: before torch 2.13 Dynamo answers yes wherever it compiles."""
+    return torch.compiler.is_exporting()
+
+
+@substitute_in_graph(detect_is_causal_mask)
 def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:  # noqa: FBT001 (its signature)
     """Whether attention may leave `mask` out, because the caller says that it is causal.
 
@@ -19,6 +26,6 @@ def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, siz
     in code that Dynamo does not begin a graph in, and all of an ``nn.Transformer`` runs as if nothing was compiled. With
     the mask attention computes the same. Where a step is captured, with guards on data, it looks.
     """
-    if torch.compiler.is_exporting():
+    if _step_is_captured():
         return bool(_as_written(mask, is_causal, size))
     return bool(is_causal)

@@ -9,8 +9,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture.lower import Capture
 from graphs.capture.program import variable
@@ -22,6 +20,7 @@ from graphs.eager import Difference, DifferingOp, EagerComparison
 from graphs.errors import EagerWarning
 from graphs.ir import Op
 from graphs.plan import Plan
+from graphs.torch_private.core import TorchDispatchMode, pytree
 from graphs.units import format_bytes, format_seconds
 from planner.api import measured_peak
 from planner.runtime.measure import Isolated, Outcome, Step, outcome, turn_times

@@ -6,12 +6,12 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphs.capture.signature import Batch, leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
 from graphs.optimizers import OPTIMIZERS
+from graphs.torch_private.core import pytree
 from planner.distributed.wrappers import Unwrapped
 from planner.training.compile import compile  # noqa: A004
 from planner.training.lru import LRUCache

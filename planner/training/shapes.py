@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphs.capture.signature import Batch, leaves
 from graphs.errors import MismatchError
+from graphs.torch_private.core import pytree
 
 Shapes = tuple[tuple[int, ...], ...]
 

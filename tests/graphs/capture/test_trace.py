@@ -214,3 +214,8 @@ def test_what_cannot_be_captured_is_one_clear_error(model: nn.Module, loss_fn, m
 def test_unknown_optimizers_are_refused() -> None:
     with pytest.raises(TraceError, match="unknown optimizer 'adam42'"):
         capture(*make("frozen"), optimizer="adam42")
+
+
+def test_a_capture_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    capture(nn.Linear(4, 4), lambda y, x: y.sum(), (X, X))
+    assert capfd.readouterr() == ("", "")

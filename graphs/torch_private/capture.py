@@ -1,0 +1,100 @@
+"""Private names of Dynamo and AOTAutograd: capturing a step, and how they are told to do it otherwise."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo import (
+    config as dynamo_config,  # how steps are captured
+)
+from torch._dynamo import (
+    utils as dynamo_utils,  # run_node executes one node on fake tensors
+)
+from torch._dynamo.backends.common import aot_autograd  # a backend of torch.compile, of two compilers and a partitioner
+from torch._dynamo.backends.debugging import boxed_nop  # calls a graph so that it can free its inputs
+from torch._dynamo.convert_frame import (
+    CaptureOutput,  # what Dynamo captured, with its guards
+    fullgraph_capture,  # Dynamo's part of a capture
+    get_traced_fn,  # the function whose code was captured, which guards belong to
+)
+from torch._dynamo.decorators import substitute_in_graph  # what Dynamo captures instead of a function
+from torch._dynamo.eval_frame import innermost_backend  # which call of torch.compile a graph belongs to
+from torch._dynamo.exc import TorchDynamoException  # what it says needs no class before it
+from torch._dynamo.functional_export import create_fx_graph_from_captured_output  # called as the step is
+from torch._dynamo.guards import CheckFunctionManager  # checks guards before each step
+from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
+from torch._dynamo.symbolic_convert import (
+    InstructionTranslator,  # which frame is being compiled
+    InstructionTranslatorBase,  # executes the code that is captured: calls and jumps are looked at
+)
+from torch._dynamo.utils import (
+    dynamo_timed as _dynamo_timed,
+)
+from torch._dynamo.utils import (
+    get_metrics_context as _metrics_context,
+)
+from torch._dynamo.variables import (
+    TensorVariable,  # a tensor while code is captured
+    TorchInGraphFunctionVariable,  # holds the handlers of functions that are captured in a way of their own
+    VariableTracker,  # makes an answer to what captured code asks
+)
+from torch._dynamo.variables import (
+    builtin as _builtin,
+)
+from torch._dynamo.variables import (
+    misc as dynamo_misc,  # calls random functions
+)
+from torch._dynamo.variables import (
+    user_defined as dynamo_user_defined,  # calls them too
+)
+from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() says that a step is captured
+from torch._functorch import config as functorch_config  # how joint graphs are made
+from torch._functorch._aot_autograd.descriptors import (  # what the inputs and outputs of a joint graph are
+    AOTInput,
+    AOTOutput,
+    BackwardTokenAOTOutput,
+    BufferAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    SavedForBackwardsAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch._aot_autograd.schemas import JointWithDescriptors  # forward and backward pass in one graph
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # makes it
+from torch._guards import (
+    CompileContext,  # which frame a graph is of
+    Guard,  # one condition on Python values
+    GuardsSet,  # those of a capture
+    TracingContext,  # where in the code a capture is
+    tracing,  # as it must be while the joint graph is made
+)
+from torch._inductor import config as inductor_config  # random numbers as eager PyTorch draws them, to compare with
+
+# What captures setattr(): torch 2.13 has a class for it, those before a method.
+SETATTR = (
+    (_builtin.SetAttrBuiltinVariable, "_call_setattr")
+    if hasattr(_builtin, "SetAttrBuiltinVariable")
+    else (_builtin.BuiltinVariable, "call_setattr")
+)
+
+# Torch 2.11 skips guards on the tensors of a dictionary that is as it was, though their requires_grad may have changed. There
+# is no sign of it but the version, which torch compares with a string as versions.
+GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}
+
+
+@contextmanager
+def dynamo_phase(name: str) -> Iterator[None]:
+    """What Dynamo's functions must be called in.
+
+    Its log of compilations, which says nothing of captures, is left out: torch 2.11 fails at it, with a page on stderr, where
+    methods of loggers are ignored.
+    """
+    metrics = _metrics_context()
+    with patch.object(metrics, "_on_exit", lambda *_: None), metrics, _dynamo_timed(name):
+        yield

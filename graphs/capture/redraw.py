@@ -41,8 +41,9 @@ def drawing_from(node: fx.Node) -> Any:
 def dropout_from(x: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: FBT001
     """``native_dropout`` on the CPU, as it is written in PyTorch, drawing from `generator`."""
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    kept = x.mul(mask)  # before there is a scale: the kernel, too, takes most here
     scale = torch.tensor(1 / (1 - p), dtype=x.dtype)  # rounded as the kernel rounds it
-    return x.mul(mask).mul_(scale), mask
+    return kept.mul_(scale), mask
 
 
 def _names(overload: OpOverload) -> list[str]:

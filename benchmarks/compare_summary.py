@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner.report.comparisons import LEGEND, Duel, cell_text, duels_of, simulated_table
+from planner.report.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_memory_pairs, simulated_table
 from planner.report.tables import as_markdown
 from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
 from planner.studies.comparison_rows import Row, read_rows, simulated
@@ -11,7 +11,7 @@ from planner.studies.comparison_rows import Row, read_rows, simulated
 BUDGETS = ("70%", "50%")
 METHODS = ("windows", "checkpoint_blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
 BEST = {f"{kind} (best)": members for kind, members in HEURISTICS.items()}
-RIVALS = ("checkpoint_blocks", "sac", "memory-budget aot_eager", "memory-budget inductor", *HEURISTICS)
+BASELINES = ("checkpoint_blocks", "sac", "memory-budget aot_eager", "memory-budget inductor", *HEURISTICS)
 SIMULATED = {"h200": "modelled for an H200"}
 MEASURED = {"cpu": "on one thread of a CPU", "cuda": "on a GPU"}
 
@@ -49,7 +49,7 @@ def summary_text(folder: Path) -> str:
                 _MEASURED.format(said=said),
                 as_markdown(
                     [
-                        ("model", "budget", *RIVALS),
+                        ("model", "budget", *BASELINES),
                         *(_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS),
                     ]
                 ),
@@ -85,26 +85,26 @@ def _overheads(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
 def _ratios(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
     """For each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
     budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
-    duels = duels_of(rows)
-    return name, budget, *(_ratio(kind, rows, duels, budget_bytes) for kind in RIVALS)
+    pairs = iso_memory_pairs(rows)
+    return name, budget, *(_ratio(kind, rows, pairs, budget_bytes) for kind in BASELINES)
 
 
-def _ratio(kind: str, rows: Sequence[Row], duels: Sequence[Duel], budget_bytes: int) -> str:
-    rivals = of_kind([duel.rival for duel in duels], kind)
-    best = best_measured(rivals, budget_bytes)
-    if best is None and kind in HEURISTICS:  # those that found no schedule have no duel
+def _ratio(kind: str, rows: Sequence[Row], pairs: Sequence[IsoMemoryPair], budget_bytes: int) -> str:
+    baselines = of_kind([pair.baseline for pair in pairs], kind)
+    best = best_measured(baselines, budget_bytes)
+    if best is None and kind in HEURISTICS:  # those that found no schedule have no pair
         return why_none(row for row in simulated(rows) if kind_of(row) == kind and row.budget_bytes == budget_bytes)
     if best is None:
-        return why_not_measured(rivals, budget_bytes) if rivals else NOT_TRIED
-    ratio = next(duel.ratio for duel in duels if duel.rival is best)
+        return why_not_measured(baselines, budget_bytes) if baselines else NOT_TRIED
+    ratio = next(pair.ratio for pair in pairs if pair.baseline is best)
     return "" if ratio is None else f"{ratio:.2f} ({best.method})"
 
 
 def _tally(models: Mapping[str, Sequence[Row]]) -> str:
     """How often the optimal schedule was not slower than one whose gradients are right, by kind of method."""
     lost: dict[str, list[bool]] = {}
-    for duel in (duel for rows in models.values() for duel in duels_of(rows)):
-        if duel.ratio is not None and duel.rival.exactness != "wrong":
-            lost.setdefault(kind_of(duel.rival), []).append(duel.lost)
+    for pair in (pair for rows in models.values() for pair in iso_memory_pairs(rows)):
+        if pair.ratio is not None and pair.baseline.exactness != "wrong":
+            lost.setdefault(kind_of(pair.baseline), []).append(pair.lost)
     said = (f"{kind} {len(losses) - sum(losses)} of {len(losses)}" for kind, losses in sorted(lost.items()))
     return f"Of all that no other of its kind beats, the schedule was as fast or faster beside: {', '.join(said)}."

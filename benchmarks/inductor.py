@@ -18,7 +18,7 @@ from graphs.zoo import build
 from planner.report.tables import as_markdown
 from planner.runtime.measure import Step
 from planner.studies.baselines import Method, eager, memory_budget, own_code
-from planner.studies.measured import Contest, Measured
+from planner.studies.measured import Benchmark, Measured
 
 # With dropout the gradients of PyTorch's memory budget are wrong.
 MODELS = {
@@ -50,14 +50,14 @@ def planned(budget_bytes: int) -> Method:
 def compare(name: str, repeats: int) -> list[dict[str, object]]:
     """The rows of one model."""
     torch.manual_seed(0)
-    contest = Contest(MODELS[name]())
-    found: list[tuple[Measured, int | None]] = [(contest.enter(eager()), None)]
+    benchmark = Benchmark(MODELS[name]())
+    found: list[tuple[Measured, int | None]] = [(benchmark.enter(eager()), None)]
     for fraction in FRACTIONS:
-        rival = contest.enter(memory_budget(fraction, "inductor"))
-        found.append((rival, None))
-        if rival.peak_bytes is not None:
-            found.append((contest.enter(planned(rival.peak_bytes)), rival.peak_bytes))
-    times = contest.times([measured.method for measured, _ in found if measured.error is None], repeats=repeats)
+        baseline = benchmark.enter(memory_budget(fraction, "inductor"))
+        found.append((baseline, None))
+        if baseline.peak_bytes is not None:
+            found.append((benchmark.enter(planned(baseline.peak_bytes)), baseline.peak_bytes))
+    times = benchmark.times([measured.method for measured, _ in found if measured.error is None], repeats=repeats)
     about = provenance()
     return [
         {

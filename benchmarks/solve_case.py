@@ -10,6 +10,7 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.runtime.machine import commit, machine
 from solvers.clock import WallClock
+from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Progress
@@ -107,7 +108,7 @@ def writing_seconds(graph: Graph, budget_bytes: int) -> float:
     from solvers.checkmate.model import Model  # imports PuLP, which the memory of other solves shall not hold
 
     began = time.perf_counter()
-    Model(graph, budget_bytes).build()
+    Model(problem_of(graph, budget_bytes)).build()
     return time.perf_counter() - began
 
 

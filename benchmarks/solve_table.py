@@ -101,7 +101,7 @@ def summary(solves: pd.DataFrame) -> str:
 
 def reference_part(solves: pd.DataFrame) -> str:
     """The windows solver against the reference: how many times as long the reference takes."""
-    pairs = duels(solves)
+    pairs = against_reference(solves)
     ended = pairs[pairs["reference_solved"]]
     ratios = ended["seconds_reference"] / ended["seconds"]
     lines = f"The reference solved {len(ended)} of {len(pairs)} within its limit of {pairs['time_limit_s'].max():.0f} s"
@@ -134,7 +134,7 @@ def reference_part(solves: pd.DataFrame) -> str:
     return f"{lines}.{median_note(solves)}\n\n{table(columns)}"
 
 
-def duels(solves: pd.DataFrame) -> pd.DataFrame:
+def against_reference(solves: pd.DataFrame) -> pd.DataFrame:
     """A row for each graph and budget that both solvers were asked for; what the reference says ends in ``_reference``."""
     by_reference = solves["solver"] == REFERENCE
     pairs = solves[~by_reference].merge(solves[by_reference], on=["graph", "budget"], suffixes=("", "_reference"))

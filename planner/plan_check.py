@@ -12,7 +12,7 @@ from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
 from planner.solving import check_same_graph, summarize
 from solvers.policies.store_all import store_all
-from solvers.result import Status
+from solvers.result import Status, is_within
 
 _ROUNDING = 1e-9  # relative, on sums of seconds
 _BOUND_ROUNDING = 1e-4  # likewise, on what solvers of linear programs prove
@@ -121,9 +121,9 @@ def _bound_differences(plan: Plan, time_s: float) -> list[str]:
         )
     tolerance = plan.settings.get("tolerance")
     if plan.status == Status.OPTIMAL and isinstance(tolerance, int | float):
-        if plan.gap is None:
+        if plan.bound_s is None:
             found.append("that it is optimal, but nothing of how fast a schedule could be")
-        elif plan.gap > tolerance * (1 + _ROUNDING) + _ROUNDING:
+        elif not is_within(plan.time_s, plan.bound_s, tolerance):
             found.append(f"that it is optimal, but its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}")
     return found
 

@@ -8,7 +8,7 @@ it can, and is judged by its simulation.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pulp
 
@@ -21,6 +21,7 @@ from solvers.checkmate import CLASS
 from solvers.checkmate.model import ALWAYS, NEVER, Model, value_of
 from solvers.checkmate.run import HIGHS, Answer, check_clock, check_solver, run
 from solvers.highs.program import Outcome
+from solvers.problem import Problem, problem_of
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 
@@ -63,12 +64,12 @@ def solve(request: Request) -> Result:
     params = request.params_of(RoundingParams())
     check_solver(params.milp_solver)
     check_clock(request.clock)
-    rounding = _Rounding(request, params, random.Random(params.seed))
+    rounding = _Rounding(request, problem_of(graph, budget_bytes), params, random.Random(params.seed))
     least = least_budget_bound(graph)
     reason: Reason | None = None
     if budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
-    elif (too_large := Model(graph, budget_bytes).too_large()) is not None:
+    elif (too_large := Model(rounding.problem).too_large()) is not None:
         status, reason, message = Status.LIMIT, Reason.SIZE, too_large
     else:
         rounding.run()
@@ -101,6 +102,7 @@ class _Rounding:
     """One solve: relaxations for smaller and smaller parts of the budget, until a rounded schedule fits."""
 
     request: Request
+    problem: Problem
     params: RoundingParams
     draw: random.Random
     best: tuple[float, Schedule] | None = None
@@ -125,9 +127,8 @@ class _Rounding:
 
     def relax(self, fraction: float) -> tuple[Model, Answer]:
         """The linear relaxation for `fraction` of the budget that static bytes leave."""
-        static_bytes = self.request.graph.static_bytes
-        room_bytes = int(fraction * (self.request.budget_bytes - static_bytes))
-        model = Model(self.request.graph, static_bytes + room_bytes, whole=False)
+        part = replace(self.problem, capacity_bytes=int(fraction * self.problem.capacity_bytes))
+        model = Model(part, whole=False)
         if not model.build(self.request.stopped):
             return model, Answer.unfinished()
         return model, run(model, self.params.milp_solver, 0.0, self.request)
@@ -181,7 +182,7 @@ def cheapest_executions(model: Model, handed: set[tuple[int, int]]) -> list[int]
     graph = model.graph
 
     def present(t: int, x: int) -> bool:
-        made = model.maker[x]
+        made = model.problem.producers[x]
         return made < t and (model.s(t, x) is ALWAYS or (t, x) in handed or model.r(t, made) is NEVER)
 
     order: list[int] = []
@@ -191,6 +192,6 @@ def cheapest_executions(model: Model, handed: set[tuple[int, int]]) -> list[int]
         for i in range(t, -1, -1):
             if i == t or any(x in wanted for x in graph.ops[i].outputs):
                 stage.append(i)
-                wanted.update(x for x in model.produced(graph.ops[i].inputs) if not present(t, x))
+                wanted.update(x for x in model.problem.inputs[i] if not present(t, x))
         order += reversed(stage)
     return order

@@ -139,7 +139,7 @@ def _measure(
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
     from planner.models import workload
-    from planner.studies.baselines import of_policies, stock_methods
+    from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import Settings, compare_measured, profiled
 
     folder = Path(arguments.output)
@@ -162,7 +162,7 @@ def _measure(
         seed=arguments.seed,
     )
     targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
-    stock = stock_methods(built.model, targets=targets)
+    stock = baseline_methods(built.model, targets=targets)
     if arguments.methods != "all":
         stock = of_policies(stock, methods)
     return compare_measured(

@@ -32,7 +32,7 @@ _TUNED = (
     "measured to fit with right gradients, as a multiple of eager PyTorch's time. OOM: all that run need more; wrong: those that "
     "fit have wrong gradients."
 )
-_DUELS = (
+_ISO_MEMORY = (
     "PyTorch's own methods as PyTorch runs them, and of DTR's and MegEngine's heuristics the best by simulation. Each that no "
     "other of its kind beats in time and peak is beside the optimal schedule for as much memory as it was measured to take, in "
     "turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the last bit, rounded (to at least "
@@ -68,9 +68,9 @@ def table_text(rows: Sequence[Row]) -> str:
         parts += [f"## Measured\n\n{_MEASURED}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]
     if any(row.run_by == RunBy.TORCH for row in rows):
         parts += [f"## PyTorch's own, tuned for each budget\n\n{_TUNED}", as_markdown(tuned_table(rows))]
-    duels = duels_of(rows)
-    if any(duel.ours for duel in duels):
-        parts += [f"## At equal peak\n\n{_DUELS}", as_markdown(duel_table(duels)), duel_note(duels)]
+    pairs = iso_memory_pairs(rows)
+    if any(pair.ours for pair in pairs):
+        parts += [f"## At equal peak\n\n{_ISO_MEMORY}", as_markdown(iso_memory_table(pairs)), iso_memory_note(pairs)]
     commits, machines = (" and ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
     limits = ", ".join(f"{limit:g} s" for limit in sorted({row.time_limit_s for row in rows}))
     parts += [f"Commit {commits}; {machines}; limit {limits} a row, tolerance {first.tolerance:g}."]
@@ -86,68 +86,68 @@ def simulated_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Duel:
+class IsoMemoryPair:
     """A method that takes what memory it takes, and the optimal schedule for as much; None if it did not run."""
 
     name: str
-    rival: Row
+    baseline: Row
     ours: Row | None
 
     @property
     def ratio(self) -> float | None:
         """The optimal schedule's measured time over the other's."""
-        if self.ours is None or self.ours.measured_ratio is None or self.rival.measured_ratio is None:
+        if self.ours is None or self.ours.measured_ratio is None or self.baseline.measured_ratio is None:
             return None
-        return self.ours.measured_ratio / self.rival.measured_ratio
+        return self.ours.measured_ratio / self.baseline.measured_ratio
 
     @property
     def lost(self) -> bool:
         """Whether the other is faster, and right."""
-        return self.ratio is not None and self.ratio > 1 and self.rival.exactness != "wrong"
+        return self.ratio is not None and self.ratio > 1 and self.baseline.exactness != "wrong"
 
 
-def duels_of(rows: Sequence[Row]) -> list[Duel]:
+def iso_memory_pairs(rows: Sequence[Row]) -> list[IsoMemoryPair]:
     """All that PyTorch runs, and schedules that met the optimum at their own peak."""
     ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
     names = {row.method if row.run_by == RunBy.TORCH else f"{row.method} at {row.budget}": row for row in rows}
-    return [Duel(name, row, ours.get(name)) for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours]
+    return [IsoMemoryPair(name, row, ours.get(name)) for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours]
 
 
-def duel_table(duels: Sequence[Duel]) -> list[tuple[str, ...]]:
+def iso_memory_table(pairs: Sequence[IsoMemoryPair]) -> list[tuple[str, ...]]:
     """What each takes beside what the optimal schedule takes at its peak."""
     header = ("method", "gradients", "peak", "time", "optimal schedule: peak", "time", "over the other's")
-    return [header, *map(_duel_line, duels)]
+    return [header, *map(_iso_memory_line, pairs)]
 
 
-def _duel_line(duel: Duel) -> tuple[str, ...]:
-    rival, ours = duel.rival, duel.ours
-    if rival.measured_ratio is None or rival.measured_peak_bytes is None:
-        why = "does not apply" if rival.reason == Reason.INAPPLICABLE else "does not run"
-        return duel.name, f"{why}: {shorten(rival.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
-    theirs = (duel.name, rival.exactness, format_bytes(rival.measured_peak_bytes), f"{rival.measured_ratio:.2f}x")
-    if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or duel.ratio is None:
+def _iso_memory_line(pair: IsoMemoryPair) -> tuple[str, ...]:
+    baseline, ours = pair.baseline, pair.ours
+    if baseline.measured_ratio is None or baseline.measured_peak_bytes is None:
+        why = "does not apply" if baseline.reason == Reason.INAPPLICABLE else "does not run"
+        return pair.name, f"{why}: {shorten(baseline.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
+    theirs = (pair.name, baseline.exactness, format_bytes(baseline.measured_peak_bytes), f"{baseline.measured_ratio:.2f}x")
+    if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or pair.ratio is None:
         return (*theirs, "another of its kind is better" if ours is None else cell_text(ours), "", "")
-    time = _bold(f"{ours.measured_ratio:.2f}x", best=not duel.lost)
-    return *theirs, format_bytes(ours.measured_peak_bytes), time, f"{duel.ratio:.2f}"
+    time = _bold(f"{ours.measured_ratio:.2f}x", best=not pair.lost)
+    return *theirs, format_bytes(ours.measured_peak_bytes), time, f"{pair.ratio:.2f}"
 
 
-def duel_note(duels: Sequence[Duel]) -> str:
+def iso_memory_note(pairs: Sequence[IsoMemoryPair]) -> str:
     """Where the optimal schedule was slower, and what is known of why."""
-    lost = [duel for duel in duels if duel.lost]
+    lost = [pair for pair in pairs if pair.lost]
     if not lost:
         return "Nowhere was the optimal schedule slower."
-    text = f"Slower than the other: {'; '.join(f'{duel.name} ({_why(duel)})' for duel in lost)}."
-    same = [duel.ours.measured_ratio for duel in duels if duel.ours and duel.ours.measured_ratio and not duel.ours.overhead]
+    text = f"Slower than the other: {'; '.join(f'{pair.name} ({_why(pair)})' for pair in lost)}."
+    same = [pair.ours.measured_ratio for pair in pairs if pair.ours and pair.ours.measured_ratio and not pair.ours.overhead]
     if len(same) < 2:
         return text
     return f"{text} Schedules that keep everything, which are all the same, took {min(same):.2f}x to {max(same):.2f}x here."
 
 
-def _why(duel: Duel) -> str:
-    if duel.name.endswith("inductor"):
+def _why(pair: IsoMemoryPair) -> str:
+    if pair.name.endswith("inductor"):
         return "it fuses ops into kernels of its own; schedules run ATen's ops one by one"
-    gap = None if duel.ours is None else relative_gap(duel.ours.time_s, duel.ours.bound_s)
-    if gap is not None and duel.ours is not None and gap > duel.ours.tolerance:
+    gap = None if pair.ours is None else relative_gap(pair.ours.time_s, pair.ours.bound_s)
+    if gap is not None and pair.ours is not None and gap > pair.ours.tolerance:
         return f"the schedule is not proved optimal: gap {gap:.1%}"
     return "by simulation the schedule is optimal: the rest is the executor, and noise"
 

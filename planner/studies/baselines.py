@@ -57,7 +57,7 @@ def of_policies(methods: Iterable[Method], policies: Collection[str]) -> list[Me
     return [method for method in methods if method.name.split()[0] in kinds]
 
 
-def stock_methods(
+def baseline_methods(
     model: nn.Module,
     *,
     budgets: Mapping[str, Sequence[float]] = BUDGETS,

@@ -23,7 +23,7 @@ from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Judge, Solved, Task, judge_of, solve_tasks, tasks_for
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
-from planner.studies.measured import Contest, Measured
+from planner.studies.measured import Benchmark, Measured
 from solvers.result import Reason
 
 _TOGETHER = 8  # of PyTorch's methods are run before they are timed, and meet the optimum
@@ -108,17 +108,17 @@ def compare_measured(
     tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
     kept = KeptRows(folder, captured.graph)
     kept.missing([*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)])
-    ring = _Ring(workload, captured, judge, kept, settings, on_activity, should_stop)
+    comparison = _Comparison(workload, captured, judge, kept, settings, on_activity, should_stop)
     for budget in dict.fromkeys(task.budget for task in tasks):
-        ring.budget([task for task in tasks if task.budget == budget and task.key not in kept])
+        comparison.budget([task for task in tasks if task.budget == budget and task.key not in kept])
     missing = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
     for start in range(0, len(missing), _TOGETHER):
-        ring.stock(missing[start : start + _TOGETHER])
+        comparison.stock(missing[start : start + _TOGETHER])
     met = {m.name for m in stock if m not in missing and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
     # Timed again beside the optimum, another one may turn out to be the best.
-    while rivals := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(kept.rows)][:_TOGETHER]:
-        ring.duels(rivals)
-        met.update(m.name for m in rivals)
+    while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(kept.rows)][:_TOGETHER]:
+        comparison.at_equal_memory(baselines)
+        met.update(m.name for m in baselines)
     return kept.rows
 
 
@@ -138,7 +138,7 @@ class _Entry:
         return self.row.measured_peak_bytes is not None
 
 
-class _Ring:
+class _Comparison:
     """Where steps are run, one at a time."""
 
     def __init__(
@@ -159,16 +159,16 @@ class _Ring:
         self._should_stop = should_stop
         reserved = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
         extra_bytes = sum(tensor.size_bytes for tensor in captured.graph.tensors if tensor.kind in reserved)
-        self._contest = Contest(workload, extra_bytes=extra_bytes)
-        self._contest.enter(eager())
+        self._benchmark = Benchmark(workload, extra_bytes=extra_bytes)
+        self._benchmark.enter(eager())
         self._entered: dict[str, _Entry] = {}  # PyTorch's methods, by name
 
     def budget(self, tasks: Sequence[Task]) -> None:
-        """Solve and measure what is to be done at one budget, all in one round; rivals in rounds of their own."""
+        """Solve and measure what is to be done at one budget, all in one round; baselines in rounds of their own."""
         entries = [self._enter_schedule(solved) for solved in self._solve(tasks)]
-        rivals = self._best_heuristics(entries)
-        self._round([entry for entry in entries if entry.name not in rivals])
-        self._duels([entry for entry in entries if entry.name in rivals])
+        baselines = self._best_heuristics(entries)
+        self._round([entry for entry in entries if entry.name not in baselines])
+        self._at_equal_memory([entry for entry in entries if entry.name in baselines])
 
     def _best_heuristics(self, entries: Sequence[_Entry]) -> set[str]:
         """Of the schedules of each system that evicts the fastest, by name."""
@@ -180,21 +180,21 @@ class _Ring:
         """Measure methods that PyTorch has."""
         self._round([self._enter_stock(method) for method in methods if not self._should_stop()])
 
-    def duels(self, methods: Sequence[Method]) -> None:
+    def at_equal_memory(self, methods: Sequence[Method]) -> None:
         """Measure methods that PyTorch has beside the optimal schedule for as much memory as each of them takes."""
-        self._duels([self._enter_stock(method) for method in methods if not self._should_stop()])
+        self._at_equal_memory([self._enter_stock(method) for method in methods if not self._should_stop()])
 
-    def _duels(self, rivals: Sequence[_Entry]) -> None:
-        """Each of `rivals` against the optimal schedule for as much memory as it takes."""
-        peaks = {f"{PEAK_OF}{rival.name}": rival.row.measured_peak_bytes or 0 for rival in rivals if rival.runs}
+    def _at_equal_memory(self, baselines: Sequence[_Entry]) -> None:
+        """Each of `baselines` against the optimal schedule for as much memory as it takes."""
+        peaks = {f"{PEAK_OF}{baseline.name}": baseline.row.measured_peak_bytes or 0 for baseline in baselines if baseline.runs}
         solved = self._solve([Task(RunBy.EXECUTOR, OPTIMUM, budget, peak) for budget, peak in peaks.items()])
         opponents = {entry.row.budget: entry for entry in map(self._enter_schedule, solved)}
-        for rival in rivals:
-            opponent = opponents.get(f"{PEAK_OF}{rival.name}")
+        for baseline in baselines:
+            opponent = opponents.get(f"{PEAK_OF}{baseline.name}")
             if opponent is not None:
-                self._round([rival, opponent])
-            elif not rival.runs:
-                self._round([rival])
+                self._round([baseline, opponent])
+            elif not baseline.runs:
+                self._round([baseline])
 
     def _solve(self, tasks: Sequence[Task]) -> list[Solved]:
         solved: list[Solved] = []
@@ -210,13 +210,13 @@ class _Ring:
             return _Entry(name, row)
         self._say(f"running {name}")
         method = Method(name, lambda model, loss_fn: Executor(self._captured, schedule, model, loss_fn))
-        return _Entry(name, _with(row, self._contest.enter(method)))
+        return _Entry(name, _with(row, self._benchmark.enter(method)))
 
     def _enter_stock(self, method: Method) -> _Entry:
         if method.name in self._entered:
             return self._entered[method.name]
         self._say(f"running {method.name}")
-        measured = self._contest.enter(method)
+        measured = self._benchmark.enter(method)
         row = self._judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
         if not measured.applies:
             row = replace(row, reason=str(Reason.INAPPLICABLE))
@@ -229,7 +229,7 @@ class _Ring:
             return
         names = [entry.name for entry in entries if entry.runs]
         self._say(f"timing {', '.join(names) or 'nothing'}")
-        times = self._contest.times([_EAGER, *names], repeats=self._settings.repeats) if names else {}
+        times = self._benchmark.times([_EAGER, *names], repeats=self._settings.repeats) if names else {}
         timed = (_timed(entry.row, times[entry.name], times[_EAGER]) if entry.runs else entry.row for entry in entries)
         self._kept.add(*timed)
 

@@ -56,7 +56,7 @@ class Measured:
     applies: bool = True
 
 
-class Contest:
+class Benchmark:
     """Ways to run one training step, measured side by side; model, batch, random state and settings are left as they were.
 
     Gradients are compared after the first step from the same random state. Some models make much of a rounding

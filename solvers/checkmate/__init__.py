@@ -26,6 +26,7 @@ from solvers.bounds import least_budget_bound, too_small_message
 from solvers.checkmate.model import PUBLISHED, Model, Variant
 from solvers.checkmate.run import HIGHS, Answer, check_clock, check_solver, run
 from solvers.highs.program import Outcome
+from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 
@@ -62,7 +63,7 @@ def solve(request: Request) -> Result:
     least = least_budget_bound(graph)
     verdict = Verdict(Status.INFEASIBLE, None, None, too_small_message(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
-        model = Model(graph, budget_bytes, params.variant)
+        model = Model(problem_of(graph, budget_bytes), params.variant)
         if (message := model.too_large()) is not None:
             verdict = Verdict(Status.LIMIT, None, graph.time_s, message, Reason.SIZE)
         else:
@@ -109,7 +110,7 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
     least = least_budget_bound(graph)
     if budget_bytes < least.budget_bytes:
         raise BudgetError(too_small_message(graph, budget_bytes, least))
-    model = Model(graph, budget_bytes, variant)
+    model = Model(problem_of(graph, budget_bytes), variant)
     if (message := model.too_large()) is not None:
         raise PlannerError(message)
     model.build()

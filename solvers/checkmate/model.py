@@ -20,6 +20,7 @@ from typing import Any
 import pulp
 
 from graphs.ir import Graph
+from solvers.problem import Problem
 
 MOST_BINARIES = 500_000  # of R and S: PuLP takes several GB for more
 _WHOLE = 1e-4  # by how much a binary may be off
@@ -58,20 +59,19 @@ Weighted = tuple[Term, float]
 
 
 class Model:
-    """The program for one graph and budget; memory and time in units that suit solvers."""
+    """The program for a problem; memory and time in units that suit solvers."""
 
-    def __init__(self, graph: Graph, budget_bytes: int, variant: Variant = PUBLISHED, *, whole: bool = True) -> None:
-        self.graph = graph
+    def __init__(self, problem: Problem, variant: Variant = PUBLISHED, *, whole: bool = True) -> None:
+        self.problem = problem
+        self.graph = problem.graph
         self.variant = variant
         self.whole = whole
-        self.ops = len(graph.ops)
-        capacity_bytes = budget_bytes - graph.static_bytes
-        self.memory_unit = max(capacity_bytes, 1) / _MEMORY_RANGE
-        self.capacity = capacity_bytes / self.memory_unit
-        self.time_unit = (graph.time_s or 1.0) / _TIME_RANGE
-        self.size = [0.0 if t.static else t.size_bytes / self.memory_unit for t in graph.tensors]
-        self.maker = [t.producers[0] if t.producers else -1 for t in graph.tensors]
-        self.last_stage = _last_stages(graph)
+        self.ops = problem.ops
+        self.memory_unit = max(problem.capacity_bytes, 1) / _MEMORY_RANGE
+        self.capacity = problem.capacity_bytes / self.memory_unit
+        self.time_unit = (problem.base_s or 1.0) / _TIME_RANGE
+        self.size = [size / self.memory_unit for size in problem.sizes]
+        self.last_stage = _last_stages(problem.graph)
         self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self.variable: Callable[..., Any] = getattr(self.program, "add_variable", pulp.LpVariable)
         self.R: dict[tuple[int, int], Any] = {}
@@ -99,7 +99,7 @@ class Model:
 
     def too_large(self) -> str | None:
         """Why the program is not even written, if it has too many variables; found without making them."""
-        passing = sum(self.ops - 1 - self.maker[x] for x in self.passing_before(self.ops))
+        passing = sum(self.ops - 1 - self.problem.producers[x] for x in self.passing_before(self.ops))
         count = passing + sum(last - i for i, last in enumerate(self.last_stage))
         if count <= MOST_BINARIES:
             return None
@@ -115,20 +115,20 @@ class Model:
 
     def add_objective(self) -> None:
         """Minimise sum over t, i of c_i R[t,i], without the first executions, whose R is 1."""
-        self.program.setObjective(_sum([(R, self.graph.ops[i].time_s / self.time_unit) for (_, i), R in self.R.items()]))
+        self.program.setObjective(_sum([(R, self.problem.time_s[i] / self.time_unit) for (_, i), R in self.R.items()]))
 
     def add_inputs(self, t: int) -> None:
         """R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x in in(j)."""
         for j in range(t + 1):
             if self.r(t, j) is NEVER:
                 continue
-            for x in self.produced(self.graph.ops[j].inputs):
-                self.at_most([(self.r(t, j), 1), (self.r(t, self.maker[x]), -1), (self.s(t, x), -1)], 0)
+            for x in self.problem.inputs[j]:
+                self.at_most([(self.r(t, j), 1), (self.r(t, self.problem.producers[x]), -1), (self.s(t, x), -1)], 0)
 
     def add_handover(self, t: int) -> None:
         """S[t+1,x] <= S[t,x] + R[t,p(x)] for each x made before stage t; one made in it may always be handed over."""
         for x in self.passing_before(t) if t + 1 < self.ops else ():
-            self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.maker[x]), -1)], 0)
+            self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.problem.producers[x]), -1)], 0)
 
     def add_memory(self, t: int) -> None:
         """U[t,1] = sum of b_x S[t,x] + R[t,1] b(out(1)), and along the ops of stage t
@@ -156,9 +156,9 @@ class Model:
         """F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over readers j of x, k < j <= t, of (1 - R[t,j]) for x in io(k)."""
         op = self.graph.ops[k]
         own = op.outputs if self.variant.unused_outputs is UnusedOutputs.AT_ONCE else ()
-        for x in (*self.produced(op.inputs), *own):
+        for x in (*self.problem.inputs[k], *own):
             hazards = [self.s(t + 1, x), *(self.r(t, j) for j in self.graph.consumers[x] if k < j <= t)]
-            if x in self.graph.kept or ALWAYS in [hazard for hazard in hazards if isinstance(hazard, int)]:
+            if self.problem.kept[x] or ALWAYS in [hazard for hazard in hazards if isinstance(hazard, int)]:
                 continue
             open_hazards = [hazard for hazard in hazards if not isinstance(hazard, int)]
             yield x, self.free(f"F_{t}_{x}_{k}", self.r(t, k), open_hazards)
@@ -187,7 +187,7 @@ class Model:
         """D[t,x] = R[t,k] S[t,x] for x in out(k), which may be in memory when k runs again."""
         outputs = self.graph.ops[k].outputs
         for x in outputs if k < t else ():
-            if x in self.graph.kept:
+            if self.problem.kept[x]:
                 yield x, self.r(t, k)
             elif len(outputs) > 1 and self.s(t, x) is not NEVER:
                 double = self.variable(f"D_{t}_{x}", 0, 1)
@@ -198,7 +198,7 @@ class Model:
 
     def solution_s(self) -> float:
         """Seconds of a solution, first executions included: sum over t, i of c_i R[t,i]."""
-        return self.graph.time_s + sum(self.graph.ops[i].time_s * value_of(R) for (_, i), R in self.R.items())
+        return self.problem.base_s + sum(self.problem.time_s[i] * value_of(R) for (_, i), R in self.R.items())
 
     def executed(self) -> list[int] | None:
         """The ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
@@ -219,18 +219,14 @@ class Model:
 
     def s(self, t: int, x: int) -> Term:
         """S[t,x]: 1 for what is kept, 0 before it is made, where nobody reads it, and after the last stage."""
-        if x in self.graph.kept:
-            return ALWAYS if self.maker[x] < t else NEVER
+        if self.problem.kept[x]:
+            return ALWAYS if self.problem.producers[x] < t else NEVER
         return self.S.get((t, x), NEVER)
 
     def passing_before(self, t: int) -> Iterator[int]:
         """The tensors made before stage t that somebody reads and that are not kept."""
         for k in range(t):
-            yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and x not in self.graph.kept)
-
-    def produced(self, tensors: Sequence[int]) -> list[int]:
-        """Those of `tensors` that an op makes."""
-        return [x for x in tensors if self.maker[x] >= 0]
+            yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and not self.problem.kept[x])
 
     def binary(self, name: str) -> Any:
         """A new 0-1 variable; continuous in the relaxation."""

@@ -10,7 +10,7 @@ from benchmarks import solve_suites
 from benchmarks.solve import Book, all_solved, main, solve_instance
 from benchmarks.solve_case import Case, Outcome
 from benchmarks.solve_suites import Instance, between, of_peak
-from benchmarks.solve_table import duels, growth_plot, medians, read_rows, solved, solves_plot, table_text
+from benchmarks.solve_table import against_reference, growth_plot, medians, read_rows, solved, solves_plot, table_text
 from graphs.errors import OutputError
 from graphs.synthetic import random_training_step
 
@@ -88,8 +88,8 @@ def test_medians(book: Book) -> None:
     assert solved(solves).tolist() == [True, True, True, False, True, True, True, False, True]
 
 
-def test_duels(book: Book) -> None:
-    pairs = duels(medians(read_rows(book.path))).set_index("graph")
+def test_pairs_against_the_reference(book: Book) -> None:
+    pairs = against_reference(medians(read_rows(book.path))).set_index("graph")
     assert pairs["reference_solved"].to_dict() == {"small": True, "large": False}
     assert pairs["agree"].to_dict() == {"small": True, "large": False}
 

@@ -33,6 +33,7 @@ from solvers.checkmate.model import PUBLISHED, Frees, Model, UnusedOutputs, Vari
 from solvers.checkmate.run import Answer
 from solvers.highs.program import Outcome
 from solvers.policies.store_all import store_all
+from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import Progress, Status
 from tests.support.brute_force import fastest, may_repeat
@@ -242,7 +243,7 @@ def second_copy() -> Graph:
 
 
 def test_an_output_made_twice_is_there_once_afterwards() -> None:
-    model = Model(second_copy(), 7)
+    model = Model(problem_of(second_copy(), 7))
     model.build()
     # By hand: y stays, a runs again before c.
     fixed = {"S_1_1": 1, "S_2_1": 1, "S_3_1": 1, "S_1_0": 0, "S_2_0": 0, "R_2_0": 1, "R_2_1": 0, "R_3_0": 0}
@@ -307,7 +308,7 @@ def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
 
 def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(10):
-        model = Model(random_graph(seed, 12), 1000)
+        model = Model(problem_of(random_graph(seed, 12), 1000))
         model.build()
         monkeypatch.setattr("solvers.checkmate.model.MOST_BINARIES", len(model.R) + len(model.S) - 1)
         assert f"has {len(model.R) + len(model.S)} variables" in str(model.too_large())

@@ -23,6 +23,7 @@ from solvers.checkmate.model import Model
 from solvers.checkmate.run import Answer
 from solvers.highs.program import Outcome
 from solvers.policies.store_all import store_all
+from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import Progress, Status
 from solvers.rounding import RoundingParams, cheapest_executions, solve
@@ -38,7 +39,7 @@ def budget_at(graph: Graph, share: float) -> int:
 
 
 def executions(graph: Graph, handed: set[tuple[int, int]]) -> list[int]:
-    model = Model(graph, 10**9, whole=False)
+    model = Model(problem_of(graph, 10**9), whole=False)
     model.build()
     return cheapest_executions(model, handed)
 

@@ -1,4 +1,4 @@
-"""Comparisons with real tensors: every row that is promised, each rival beside the optimum at its own peak."""
+"""Comparisons with real tensors: every row that is promised, each baseline beside the optimum at its own peak."""
 
 from dataclasses import replace
 from functools import cache
@@ -13,8 +13,24 @@ from graphs.zoo import Workload
 from planner.api import trace
 from planner.cli.main import main
 from planner.models import workload
-from planner.report.comparisons import duel_note, duel_table, duels_of, measured_text, table_text, write_report
-from planner.studies.baselines import Method, auto_sac, checkpoint_blocks, eager, memory_budget, of_policies, sac, stock_methods
+from planner.report.comparisons import (
+    iso_memory_note,
+    iso_memory_pairs,
+    iso_memory_table,
+    measured_text,
+    table_text,
+    write_report,
+)
+from planner.studies.baselines import (
+    Method,
+    auto_sac,
+    baseline_methods,
+    checkpoint_blocks,
+    eager,
+    memory_budget,
+    of_policies,
+    sac,
+)
 from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import Settings, compare_measured, profiled
 from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
@@ -85,17 +101,17 @@ def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], Row]) ->
     assert "Auto-SAC is not available" in failed.message
 
 
-def test_each_rival_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, str, str], Row]) -> None:
-    rivals = [row for row in rows.values() if row.run_by == RunBy.TORCH and row.status == "ran"]
-    rivals.append(rows[RunBy.EXECUTOR, "dtr", str(tight())])
-    for rival in rivals:
-        name = rival.method if rival.run_by == RunBy.TORCH else f"dtr at {tight()}"
+def test_each_baseline_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, str, str], Row]) -> None:
+    baselines = [row for row in rows.values() if row.run_by == RunBy.TORCH and row.status == "ran"]
+    baselines.append(rows[RunBy.EXECUTOR, "dtr", str(tight())])
+    for baseline in baselines:
+        name = baseline.method if baseline.run_by == RunBy.TORCH else f"dtr at {tight()}"
         ours = rows[RunBy.EXECUTOR, OPTIMUM, f"peak of {name}"]
-        assert ours.budget_bytes == rival.measured_peak_bytes
-        assert ours.eager_s == rival.eager_s  # of one round
-        assert ours.measured_peak_bytes is not None and rival.measured_peak_bytes is not None
-        assert ours.measured_peak_bytes <= rival.measured_peak_bytes
-    assert len([key for key in rows if key[2].startswith("peak of")]) == len(rivals)
+        assert ours.budget_bytes == baseline.measured_peak_bytes
+        assert ours.eager_s == baseline.eager_s  # of one round
+        assert ours.measured_peak_bytes is not None and baseline.measured_peak_bytes is not None
+        assert ours.measured_peak_bytes <= baseline.measured_peak_bytes
+    assert len([key for key in rows if key[2].startswith("peak of")]) == len(baselines)
 
 
 def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> None:
@@ -115,7 +131,7 @@ def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> 
     of_dtr = [name for name in met if name.endswith(f"at {tight()}")]
     assert len(of_dtr) == 1
     assert times[of_dtr[0].split()[0]] == min(times.values())
-    # Both take the same memory: of equal ones, or of the slower one, there is no duel, unless beside the optimum it is faster.
+    # Both take the same memory: of equal ones, or of the slower one, there is no pair, unless beside the optimum it is faster.
     assert met & {"checkpoint_blocks", "checkpoint_blocks level 9"}
     failed = rows[RunBy.TORCH, "sac-attention", ""]
     assert (failed.status, failed.reason) == ("error", Reason.INAPPLICABLE)
@@ -130,7 +146,7 @@ def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str
     fast = replace(wrong, measured_ratio=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget=str(tight()), budget_bytes=10**9)
     text = table_text([*rows.values(), fast])
     assert "**wrong**" not in text
-    cells = {line[0]: line for line in duel_table(duels_of(list(rows.values())))}
+    cells = {line[0]: line for line in iso_memory_table(iso_memory_pairs(list(rows.values())))}
     assert cells[wrong.method][1] == "wrong"
     assert "**" in cells[wrong.method][5]
 
@@ -138,11 +154,11 @@ def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str
 def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Row]) -> None:
     found = list(rows.values())
     slow = [replace(row, measured_ratio=9.0 if row.method == OPTIMUM else 1.0) for row in found]
-    said = duel_note(duels_of(slow))
+    said = iso_memory_note(iso_memory_pairs(slow))
     assert "checkpoint_blocks (" in said and "eager (" in said
     assert "memory-budget" not in said  # faster, but wrong
     fast = [replace(row, measured_ratio=0.1 if row.method == OPTIMUM else 1.0) for row in found]
-    assert duel_note(duels_of(fast)) == "Nowhere was the optimal schedule slower."
+    assert iso_memory_note(iso_memory_pairs(fast)) == "Nowhere was the optimal schedule slower."
 
 
 def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], Row], folder: Path) -> None:
@@ -194,7 +210,7 @@ def test_only_models_that_run_are_measured(
 
 
 def test_with_methods_named_only_pytorchs_own_of_these_names_run() -> None:
-    methods = stock_methods(nn.Sequential(nn.Linear(2, 2)))
+    methods = baseline_methods(nn.Sequential(nn.Linear(2, 2)))
     names = [method.name for method in of_policies(methods, ("windows", "sac", "memory-budget"))]
     assert names[:2] == ["eager", "sac"]
     assert names[-1] == "auto-sac"

@@ -13,15 +13,15 @@ from planner.runtime.measure import Outcome
 from planner.studies.baselines import (
     Method,
     auto_sac,
+    baseline_methods,
     checkpoint_blocks,
     eager,
     memory_budget,
     sac,
-    stock_methods,
     unnamed_lists,
 )
 from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
-from planner.studies.measured import Contest, Exactness, Measured, relative_error
+from planner.studies.measured import Benchmark, Exactness, Measured, relative_error
 from solvers.policies.sac import Rule
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
@@ -32,8 +32,8 @@ def gpt2(options: str = "") -> Workload:
 
 
 def measure(built: Workload, *methods: Method) -> list[Measured]:
-    contest = Contest(built)
-    return [contest.enter(method) for method in methods]
+    benchmark = Benchmark(built)
+    return [benchmark.enter(method) for method in methods]
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,10 @@ def test_model_and_random_state_are_as_before() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    contest = Contest(built)
+    benchmark = Benchmark(built)
     for method in (eager(), checkpoint_blocks()):
-        contest.enter(method)
-    times = contest.times(["eager", "checkpoint_blocks"], repeats=1)
+        benchmark.enter(method)
+    times = benchmark.times(["eager", "checkpoint_blocks"], repeats=1)
     assert {name: len(values) for name, values in times.items()} == {"eager": 1, "checkpoint_blocks": 1}
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -180,7 +180,7 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
     """PyTorch's own method on blocks of stem, down and up, whose activations are in place, and with lists of SAC."""
     built = workload.load(workload.parse_spec("zoo:unet,batch=4,size=64,channels=8"))
     targets = ["aten.convolution.default"] * 3
-    methods = stock_methods(built.model, budgets={}, targets=targets)
+    methods = baseline_methods(built.model, budgets={}, targets=targets)
     found = {row.method: row for row in measure(built, *methods)}
     assert [name for name, row in found.items() if row.error is not None] == ["sac-attention", "auto-sac"]
     assert (found["sac-attention"].applies, found["auto-sac"].applies) == (False, True)
@@ -210,7 +210,7 @@ def test_a_model_without_blocks_is_one_the_method_does_not_apply_to() -> None:
 
 
 def test_all_methods_have_names_of_their_own() -> None:
-    names = [method.name for method in stock_methods(gpt2()[0], save=["mm"])]
+    names = [method.name for method in baseline_methods(gpt2()[0], save=["mm"])]
     assert len(set(names)) == len(names)
     assert {"eager", "checkpoint_blocks", "sac", "memory-budget 0.50 inductor", "auto-sac"} <= set(names)
 

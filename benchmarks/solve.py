@@ -5,21 +5,22 @@ the CSV are not solved again; the table and the plots are made from the CSV alon
 """
 
 import argparse
-import multiprocessing
+import pickle
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.solve_case import Case, Outcome, make_graph, solve_case
 from benchmarks.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
-from graphs.errors import OutputError
+from graphs.errors import OutputError, PlannerError
 from graphs.io.files import write_text
 from graphs.io.formats import read_graph
+from planner.studies.jobs import run
 from planner.studies.rows import read_csv, write_csv
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class Book:
         return [row for row in self.rows if all(row[name] == str(value) for name, value in zip(KEY, key, strict=False))]
 
 
-def solve_instance(instance: Instance, book: Book) -> None:
-    """Add the rows of `instance` that are not in `book` yet.
+def solve_instance(instance: Instance, book: Book) -> Iterator[tuple[Case, Outcome]]:
+    """The rows of `instance` that are not in `book` yet.
 
     Times are worth comparing only of solves that end: what a solver did not end within the limit is not run again.
     Later runs are at the budget of the first, though the least budget may be found otherwise the next time.
@@ -79,7 +80,7 @@ def solve_instance(instance: Instance, book: Book) -> None:
                 )
                 outcome = in_process(solve_case, case, made)
                 book.add(case, outcome)
-                print(f"{', '.join(map(str, (*at, solver, run)))}: {outcome.status}, {outcome.seconds:.2f} s", flush=True)
+                yield case, outcome
 
 
 def all_solved(book: Book, at: tuple[str, str, str], solvers: tuple[str, ...]) -> bool:
@@ -88,16 +89,45 @@ def all_solved(book: Book, at: tuple[str, str, str], solvers: tuple[str, ...]) -
 
 
 def in_process(function: Callable[..., T], *arguments: object) -> T:
-    """Call `function` in a new process, which ends with the call.
+    """Call `function` in a new process, which ends with the call. Workers of a cluster may start one, unlike a pool.
 
     Raises:
-        SystemExit: the process was killed, say for want of memory.
+        SystemExit: the process failed, or was killed, say for want of memory.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(function, *arguments).result()
-        except BrokenProcessPool:
-            raise SystemExit(f"the process of {function.__name__}{arguments} was killed: is there memory enough?") from None
+    # What is printed there goes to the standard error, so that the answer is alone.
+    child = "import os, pickle, sys; out = os.fdopen(os.dup(1), 'wb'); os.dup2(2, 1); call, given = pickle.load(sys.stdin.buffer)"
+    child += "; pickle.dump(call(*given), out)"
+    done = subprocess.run([sys.executable, "-c", child], input=pickle.dumps((function, arguments)), stdout=subprocess.PIPE)
+    if done.returncode:
+        raise SystemExit(f"the process of {function.__name__}{arguments} ended with {done.returncode}: is there memory enough?")
+    returned: T = pickle.loads(done.stdout)
+    return returned
+
+
+def solve_apart(instance: Instance, should_stop: Callable[[], bool], *, rows: list[dict[str, str]]) -> list[tuple[Case, Outcome]]:
+    """The rows of `instance` that are not in `rows` yet, on a worker of a cluster."""
+    with tempfile.TemporaryDirectory() as folder:
+        book = Book(Path(folder, "rows.csv"))
+        book.rows = list(rows)
+        return list(solve_instance(instance, book))
+
+
+def solve_instances(instances: Iterable[Instance], book: Book, cluster: str | None) -> Iterator[tuple[Case, Outcome]]:
+    """Add the rows that are not in `book` yet, one after the other here, or on a `cluster` if one is named.
+
+    Raises:
+        PlannerError: the cluster cannot be reached, or was lost.
+    """
+    if cluster is None:
+        for instance in instances:
+            yield from solve_instance(instance, book)
+        return
+    waiting = iter(instances)
+    job = partial(solve_apart, rows=book.rows)
+    for done in run(job, lambda: next(waiting, None), lambda: False, cluster=cluster):
+        for case, outcome in done:
+            book.add(case, outcome)
+            yield case, outcome
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -109,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--suites", default=",".join(SUITES), help="which to solve, with commas (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("results/solve"), help="where CSV, table and plots are written")
     parser.add_argument("--fresh", action="store_true", help="solve all of these suites anew")
+    parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve: one thread each")
     arguments = parser.parse_args(words)
     suites = arguments.suites.split(",")
     if unknown := set(suites) - set(SUITES):
@@ -127,9 +158,12 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.fresh:
         book.drop(suites)
     try:
-        for suite in suites:
-            for instance in SUITES[suite](arguments.instances):
-                solve_instance(instance, book)
+        instances = (instance for suite in suites for instance in SUITES[suite](arguments.instances))
+        for case, outcome in solve_instances(instances, book, arguments.cluster):
+            key = ", ".join(str(getattr(case, name)) for name in KEY)
+            print(f"{key}: {outcome.status}, {outcome.seconds:.2f} s", flush=True)
+    except PlannerError as error:
+        parser.error(str(error))
     finally:
         write_report(book, arguments.out)
 

@@ -131,14 +131,25 @@ def moccasin(published: Path) -> Iterator[Instance]:
         yield Instance("moccasin", file.stem, partial(import_graph, file), budgets)
 
 
+# Functions with names: an instance goes to other processes, and other machines.
+
+
+def _of_peak(at: "Landmarks", share: float) -> int:
+    return int(share * at.peak_bytes)
+
+
+def _between(at: "Landmarks", share: float) -> int:
+    return int(at.least_bytes + share * (at.peak_bytes - at.least_bytes))
+
+
 def of_peak(share: float) -> Budget:
     """`share` of the peak without recomputation."""
-    return Budget(f"{share:.0%} of peak", lambda at: int(share * at.peak_bytes))
+    return Budget(f"{share:.0%} of peak", partial(_of_peak, share=share))
 
 
 def between(share: float) -> Budget:
     """`share` of the way from the least budget to the peak."""
-    return Budget(f"least + {share}", lambda at: int(at.least_bytes + share * (at.peak_bytes - at.least_bytes)))
+    return Budget(f"least + {share}", partial(_between, share=share))
 
 
 def trace(spec: str) -> Graph:

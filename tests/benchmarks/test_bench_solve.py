@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import solve_suites
-from benchmarks.solve import Book, all_solved, main, solve_instance
+from benchmarks.solve import Book, all_solved, in_process, main, solve_instance
 from benchmarks.solve_case import Case, Outcome
 from benchmarks.solve_suites import Instance, between, of_peak
 from benchmarks.solve_table import against_reference, growth_plot, medians, read_rows, solved, solves_plot, table_text
@@ -152,5 +152,36 @@ def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert rows["status"].tolist() == ["optimal", "optimal"]
     assert rows["resident_mb"].between(20, 1_000).all()
     assert rows["writing_s"].notna().tolist() == [False, True]
-    solve_instance(tiny, Book(tmp_path / "solve" / "rows.csv"))
-    assert capsys.readouterr().out == ""
+    assert list(solve_instance(tiny, Book(tmp_path / "solve" / "rows.csv"))) == []
+
+
+def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    distributed = pytest.importorskip("distributed")
+    tiny = [
+        Instance(
+            "reference",
+            f"random-{seed}",
+            partial(random_training_step, seed, 5),
+            (between(0.5),),
+            ("windows",),
+            time_limit_s=20.0,
+        )
+        for seed in range(2)
+    ]
+    monkeypatch.setitem(solve_suites.SUITES, "reference", lambda published: iter(tiny))
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=":0", worker_dashboard_address=":0"
+    ) as local:
+        asked = ["--suites", "reference", "--instances", str(tmp_path), "--out", str(tmp_path / "solve")]
+        main([*asked, "--cluster", local.scheduler_address])
+    assert capsys.readouterr().out.count("optimal") == 2
+    rows = Book(tmp_path / "solve" / "rows.csv").rows
+    assert sorted(row["graph"] for row in rows) == ["random-0", "random-1"]
+    with pytest.raises(SystemExit):
+        main([*asked, "--fresh", "--cluster", "nowhere"])
+    assert "missing port number" in capsys.readouterr().err
+
+
+def test_a_process_that_fails_is_named() -> None:
+    with pytest.raises(SystemExit, match=r"the process of divmod\(1, 0\) ended with 1"):
+        in_process(divmod, 1, 0)

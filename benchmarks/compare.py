@@ -21,7 +21,9 @@ from benchmarks.compare_summary import summary_text
 from graphs.io.files import write_text
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.synthetic import TransformerSize, random_training_step, training_chain, transformer
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.registry import SOLVERS
 
 # Their programs grow with the square of the ops: of hundreds of ops they are not even written in the time given.

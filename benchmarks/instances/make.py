@@ -11,7 +11,9 @@ from pathlib import Path
 from benchmarks.solve_suites import ZOO
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule
-from graphs.synthetic import TransformerSize, random_training_step, training_chain, transformer
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.models.tracing import Tracing
 from planner.models.workload import parse_spec
 from planner.solving import order_for, summarize

@@ -16,8 +16,10 @@ Feasibility is not monotone in the budget. A failure proves nothing.
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from solvers.policies.deallocation import Deallocation
+from solvers.policies.heuristic import Heuristic
 from solvers.policies.heuristics import Cost, CostByClasses, CostByRegions, Largest, LeastRecentlyUsed, Random
-from solvers.policies.online import Deallocation, Heuristic, online_result
+from solvers.policies.online_result import online_result
 from solvers.request import Request
 from solvers.result import Result
 

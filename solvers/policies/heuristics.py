@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.policies.online import Floats, Heuristic, Ints, Online
+from solvers.policies.heuristic import Floats, Heuristic, Ints
+from solvers.policies.online import Online
 
 
 class LeastRecentlyUsed(Heuristic):

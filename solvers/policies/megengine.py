@@ -26,8 +26,11 @@ from enum import StrEnum
 import numpy as np
 
 from graphs.ir import Graph, Op
+from solvers.policies.deallocation import Deallocation
+from solvers.policies.heuristic import Floats, Heuristic, Ints
 from solvers.policies.heuristics import CostByClasses, ratio
-from solvers.policies.online import Deallocation, Floats, Heuristic, Ints, Online, online_result
+from solvers.policies.online import Online
+from solvers.policies.online_result import online_result
 from solvers.request import Request
 from solvers.result import Result
 

@@ -12,34 +12,18 @@ be made again.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from graphs.ir import Graph, Op
+from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
+from solvers.policies.deallocation import Deallocation
 from solvers.policies.held import held_storages
-from solvers.policies.replay import Trial, answer, failure, last_needed, repeatable
-from solvers.request import Request
-from solvers.result import Reason, Result
-
-_HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
-_WORK_PER_OP = 5e-5  # of making room for an op and executing it
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-
-class Deallocation(StrEnum):
-    """What happens when the program has no further use for a tensor."""
-
-    EAGER = "eager"  # it is evicted; recomputing another may bring it back, to be evicted when memory runs out
-    IGNORE = "ignore"  # nothing
-    BANISH = "banish"  # once all that was made from it is in memory, it goes for good, and that is pinned
+from solvers.policies.heuristic import Floats, Heuristic, Ints
+from solvers.policies.replay import last_needed, repeatable
+from solvers.result import Reason
 
 
 class FailedError(Exception):
@@ -48,46 +32,6 @@ class FailedError(Exception):
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-class Heuristic(ABC):
-    """Which tensor to evict: that of least score; told what is evicted and made as it happens.
-
-    Attributes:
-        keeps_siblings: whether an op that runs again for one output leaves the others in memory as well.
-    """
-
-    keeps_siblings = True
-
-    def spares(self, graph: Graph, t: int) -> bool:
-        """Whether `t` is never evicted."""
-        return False
-
-    def estimate_s(self, graph: Graph, op: Op) -> float:
-        """What the heuristic takes `op` to need."""
-        return op.time_s
-
-    def begin(self, run: "Online") -> None:
-        """A run begins: nothing has been computed."""
-        self.run = run
-
-    def evicted(self, t: int) -> None:  # noqa: B027 (not all listen)
-        """`t` has left memory."""
-
-    def restored(self, t: int) -> None:  # noqa: B027
-        """`t`, which was evicted, is in memory again, or has been banished."""
-
-    @abstractmethod
-    def scores(self, candidates: Ints) -> Floats:
-        """The score of each of `candidates`, tensor ids."""
-
-    def choose(self, candidates: Ints) -> int:
-        """One of `candidates`: of equal scores the one that became evictable last, but of scores of 0 first."""
-        scores = self.scores(candidates)
-        least = scores.min()
-        tied = candidates[scores == least]
-        since = self.run.since[tied]
-        return int(tied[since.argmin() if least == 0 else since.argmax()])
 
 
 class Online:
@@ -351,37 +295,3 @@ class Online:
         for child in self.children[t]:
             if not self.banished[child]:
                 self.evictable[child] = self.pool[child] = False
-
-
-def online_result(
-    request: Request,
-    solver: str,
-    rules: Iterable[tuple[Heuristic, Mapping[str, object]]],
-    *,
-    deallocation: Deallocation,
-    thrash_factor: float,
-    settings: Mapping[str, object],
-) -> Result:
-    """The fastest of the runs that end, one with each of `rules`: heuristics with settings of their own. See ``Online``."""
-    graph, budget_bytes = request.graph, request.budget_bytes
-    trials: list[Trial] = []
-    failures: list[FailedError] = []
-
-    def stop() -> str:
-        request.clock.spend(_WORK_PER_OP)
-        return request.ended()
-
-    for rule, own in rules:
-        run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
-        try:
-            trials.append(Trial(run.run(), own))
-        except FailedError as error:
-            failures.append(error)
-        if request.ended():
-            break
-    if trials:
-        return answer(request, solver, trials, what=solver, settings=settings)
-    # With more time, or a larger step allowed, it might have ended; out of memory it cannot.
-    nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
-    why = f"{solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise --budget, or use the solver windows"
-    return failure(request, solver, why, nearest.reason, settings=settings)

@@ -12,7 +12,7 @@ from benchmarks.solve_case import Case, Outcome
 from benchmarks.solve_suites import Instance, between, of_peak
 from benchmarks.solve_table import against_reference, growth_plot, medians, read_rows, solved, solves_plot, table_text
 from graphs.errors import OutputError
-from graphs.synthetic import random_training_step
+from graphs.synthetic.random_graphs import random_training_step
 
 LIMIT_S = 60.0
 

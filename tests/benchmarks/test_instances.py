@@ -12,7 +12,7 @@ from benchmarks.instances.check import NotValidError, check
 from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, as_instance, as_steps, graphs, main
 from benchmarks.instances.read import names, read
 from graphs.simulate import simulate
-from graphs.synthetic import random_training_step
+from graphs.synthetic.random_graphs import random_training_step
 from solvers.policies.store_all import store_all
 from tests.support.steps import random_schedule
 

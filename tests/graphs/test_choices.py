@@ -12,7 +12,7 @@ from graphs.lives import Life, lives
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import Simulation, simulate
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 
 COPIES = "copies"
 A, B, C, D, A_HOST = range(5)

@@ -8,7 +8,8 @@ import pytest
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Phase, Tensor, check_plain
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
-from graphs.synthetic import chain, diamond, random_graph, random_training_step
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import chain, diamond
 from planner.report.graph_facts import graph_facts
 from planner.solving import solve
 from solvers.policies.store_all import store_all

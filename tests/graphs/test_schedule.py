@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from graphs.errors import ScheduleError
 from graphs.schedule import Compute, Free, Schedule, schedule_of
 from graphs.simulate import simulate
-from graphs.synthetic import Draft, random_graph, training_chain
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import training_chain
 
 
 def test_tensors_go_after_their_last_use() -> None:

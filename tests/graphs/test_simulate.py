@@ -6,7 +6,8 @@ from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op, Tensor
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
-from graphs.synthetic import Draft, kept_output, training_chain
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.small import kept_output, training_chain
 
 
 def run(graph: Graph, *steps: Step) -> None:

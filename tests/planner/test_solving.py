@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import planner
-from graphs import synthetic
 from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError
 from graphs.io.plan_document import plan_from_dict, plan_to_dict
 from graphs.ir import Graph
 from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import training_chain
 from planner.plan_check import check_plan
 from planner.report.describe import plan_text
 from planner.solving import summarize
@@ -27,7 +28,7 @@ from solvers.tolerance import WIDENING, Tolerance
 
 @pytest.fixture
 def graph() -> Graph:
-    return synthetic.training_chain(6)
+    return training_chain(6)
 
 
 def test_a_plan_says_what_it_is_for_and_what_it_promises(graph: Graph) -> None:
@@ -111,7 +112,7 @@ def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, mo
 
 
 def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, budget_bytes = synthetic.random_graph(350, 12), 27  # which fits in program order only
+    graph, budget_bytes = random_graph(350, 12), 27  # which fits in program order only
     given: list[tuple[str, float]] = []
 
     def order(graph: Graph, clock: Clock) -> Reordering:

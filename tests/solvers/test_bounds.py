@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.synthetic import Draft, diamond, kept_output, random_graph, training_chain, two_outputs
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import diamond, kept_output, training_chain, two_outputs
 from solvers.bounds import any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.order.reorder import constraints, permuted
 from solvers.policies.store_all import store_all

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.synthetic import random_graph
+from graphs.synthetic.random_graphs import random_graph
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.highs import solve_program

@@ -8,7 +8,7 @@ import pytest
 
 from graphs.io.formats import plan_to_dict
 from graphs.simulate import simulate
-from graphs.synthetic import random_training_step
+from graphs.synthetic.random_graphs import random_training_step
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left

@@ -6,17 +6,10 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
-from graphs.synthetic import (
-    Draft,
-    TransformerSize,
-    diamond,
-    kept_output,
-    random_graph,
-    random_training_step,
-    skips,
-    training_chain,
-    transformer,
-)
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import diamond, kept_output, skips, training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import checkmate, rounding
 from solvers.bounds import least_budget_bound
 from solvers.checkmate.model import Model

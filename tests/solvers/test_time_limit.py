@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphs.ir import Graph
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 from solvers.clock import WallClock
 from solvers.eviction.engine import evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule

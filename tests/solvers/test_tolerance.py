@@ -7,7 +7,8 @@ import pytest
 
 from graphs.errors import PlannerError
 from graphs.simulate import simulate
-from graphs.synthetic import random_training_step, training_chain
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
 from planner.plan_check import check_plan
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound

@@ -1,4 +1,4 @@
-"""Budgets between the least that a schedule is known for and the peak: tight on any machine, whatever its kernels take."""
+"""The peak, and budgets between it and the least that is known to do: tight on any machine, whatever its kernels take."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +10,23 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from planner.solving import solve
+from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.policies.store_all import store_all
 
 HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
+
+
+def peak_bytes(graph: Graph) -> int:
+    """The peak of keeping everything."""
+    return simulate(graph, store_all(graph)).peak_bytes
+
+
+def budget_at(graph: Graph, share: float) -> int:
+    """`share` of the way from the least that single ops need to the peak without recomputation."""
+    least_bytes = least_budget_bound(graph).budget_bytes
+    return least_bytes + int(share * (peak_bytes(graph) - least_bytes))
 
 
 def between(graph: Graph) -> int:
@@ -26,7 +38,7 @@ def between(graph: Graph) -> int:
 def on_the_way(graph: Graph, *shares: float) -> tuple[int, ...]:
     """The budgets at these shares of the way from the least that rules of eviction come to, to the peak."""
     kept = store_all(graph)
-    peak = simulate(graph, kept).peak_bytes
+    peak = peak_bytes(graph)
     least = simulate(graph, least_evicting_schedule(graph, WallClock(60.0)) or kept).peak_bytes
     return tuple(int(least + share * (peak - least)) for share in shares)
 

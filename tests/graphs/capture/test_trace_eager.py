@@ -1,7 +1,6 @@
 """What is captured is what eager PyTorch runs: the same ops, and loss and gradients equal to the last bit."""
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,97 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture.layouts import laid_out
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import TraceError
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of, measure_memory, outcome
+from planner.runtime.measure import measure_memory, outcome
 from solvers.policies.store_all import store_all
-from tests.support.steps import random_schedule
-
-# Views, and moves that functional graphs have or have not: neither says how something is computed.
-NEITHER = {
-    *(
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "expand",
-        "permute",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "detach",
-        "alias",
-    ),
-    *("unbind", "split", "unsafe_split", "split_with_sizes", "clone", "copy", "_to_copy", "empty", "empty_like", "empty_strided"),
-    *("new_empty_strided", "zeros", "zeros_like", "fill", "full", "stack"),
-}
-
-
-class Run(TorchDispatchMode):
-    """Counts the ops that run inside; one in place counts as the one that returns its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2].removesuffix("_")
-        if name not in NEITHER:
-            self.ops[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Function(nn.Module):
-    """A function of one parameter."""
-
-    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.randn(shape))
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(self.value, *inputs)
-
-
-class Last(nn.Module):
-    """The outputs of a recurrent network, or of one that is given its first hidden state."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs: Any) -> Tensor:
-        out, hidden = self.inner(*inputs)
-        return out.square().mean() + sum(h.sin().sum() for h in (hidden if isinstance(hidden, tuple) else (hidden,)))
-
-
-def weighted(out: Tensor) -> Tensor:
-    """A loss whose gradient is another for each element."""
-    return (out.float() * torch.linspace(0.5, 1.5, out.numel()).reshape(out.shape)).sum()
-
-
-def captured_as_eager(model: nn.Module, loss_fn: Any, batch: Batch) -> tuple[Capture, Counter[str], Counter[str]]:
-    """What is captured, and the ops of eager PyTorch and of the capture; loss and gradients are compared."""
-    captured = capture(model, loss_fn, batch)
-    eager, step = TrainingStep(model, loss_fn), Executor(captured, store_all(captured.graph), model, loss_fn)
-    wanted = outcome(eager, model, batch, seed=3)
-    assert wanted.differences(outcome(step, model, batch, seed=3)) == ()
-    recomputing = Executor(captured, random_schedule(captured.graph, 1), model, loss_fn)
-    assert wanted.differences(outcome(recomputing, model, batch, seed=3)) == ()
-    with Run() as first:
-        outcome(eager, model, batch, seed=3)
-    with Run() as second:
-        outcome(step, model, batch, seed=3)
-    return captured, first.ops, second.ops
-
+from tests.support.eager_ops import Function, captured_as_eager, weighted
 
 RESIZES = [
     ("linear", (2, 3, 7), {"size": 5, "align_corners": True}, torch.float32),
@@ -170,76 +87,6 @@ def test_the_gradient_of_a_product_is_eagers(zeros: int, kwargs: dict[str, Any])
     assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
 
 
-# 33 is no multiple of the widths of vectors: the last elements of a row are computed by other instructions.
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
-    "GRU": (lambda: nn.GRU(17, 33), ((3, 5, 17),)),
-    "GRU, layers": (lambda: nn.GRU(17, 33, 2, dropout=0.4, batch_first=True), ((4, 2, 17),)),
-    "GRU, both ways": (lambda: nn.GRU(17, 33, bidirectional=True, bias=False), ((2, 5, 17), (2, 5, 33))),
-    "RNN, layers": (lambda: nn.RNN(17, 33, 2, dropout=0.4), ((3, 5, 17),)),
-    "LSTM": (lambda: nn.LSTM(17, 33), ((6, 5, 17),)),
-    "LSTM, layers": (lambda: nn.LSTM(17, 33, 2, dropout=0.4, batch_first=True, bidirectional=True), ((5, 6, 17),)),
-    "LSTM, projected": (lambda: nn.LSTM(17, 33, proj_size=9), ((3, 5, 17),)),
-    "LSTM, one sequence": (lambda: nn.LSTM(17, 33, bias=False), ((6, 17),)),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_recurrent_networks_are_computed_as_eager_does(name: str) -> None:
-    torch.manual_seed(0)
-    make, shapes = NETWORKS[name]
-    captured, eager, ops = captured_as_eager(Last(make()), None, tuple(torch.randn(shape) for shape in shapes))
-    # The fused dropout is captured, which draws and rounds as the three ops do that run on the CPU.
-    dropouts = ops.pop("native_dropout", 0)
-    assert dropouts == eager.pop("bernoulli", 0) == ops.pop("native_dropout_backward", 0)
-    assert dropouts == ("layers" in name)
-    assert ops == eager - Counter({"div": dropouts, "mul": 2 * dropouts})
-    if name in ("LSTM", "LSTM, one sequence"):
-        targets = {op.target for op in captured.graph.ops}
-        assert {"aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"} <= targets
-
-
-def test_an_lstm_is_the_same_graph_every_time() -> None:
-    """PyTorch remembers what kernels return, but not that two results were one tensor."""
-    model, batch = Last(nn.LSTM(17, 33)), (torch.randn(6, 5, 17),)
-    first, second = capture(model, None, batch), capture(model, None, batch)
-    assert first.graph.fingerprint == second.graph.fingerprint
-    for captured in (first, second):
-        model.zero_grad()
-        loss_of(Executor(captured, store_all(captured.graph), model, None)(*batch)).backward()
-        assert model.inner.bias_ih_l0.grad.data_ptr() != model.inner.bias_hh_l0.grad.data_ptr()
-
-
-def test_an_lstm_takes_its_first_states_and_casts() -> None:
-    torch.manual_seed(0)
-    lstm = Last(nn.LSTM(17, 33))
-    states = (torch.randn(1, 5, 33), torch.randn(1, 5, 33))
-    captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        try:
-            lstm(torch.randn(6, 5, 17), states)
-        except RuntimeError as error:
-            pytest.skip(f"eager PyTorch has no such LSTM on this processor: {error}")
-        captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
-
-
-def test_cells_are_computed_as_eager_does() -> None:
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.second = nn.GRUCell(17, 33), nn.LSTMCell(33, 9)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden, state = None, None
-            for item in x:
-                hidden = self.cell(item, hidden)
-                state = self.second(hidden, state)
-            return state[0].square().sum() + hidden.sum()
-
-    torch.manual_seed(0)
-    _, eager, ops = captured_as_eager(Loop(), None, (torch.randn(3, 5, 17),))
-    assert ops == eager
-
-
 class Segmentation(nn.Module):
     """A small encoder and decoder that resizes between them."""
 
@@ -265,11 +112,6 @@ def test_a_segmentation_net_takes_eagers_memory() -> None:
         model.zero_grad()
         peaks.append(measure_memory(step, batch, static_bytes=0, device=torch.device("cpu")).peak_bytes)
     assert peaks[1] <= 1.01 * peaks[0]
-
-
-def test_an_lstm_cannot_be_captured_as_on_cuda() -> None:
-    with pytest.raises(TraceError, match="cuDNN"):
-        capture(Last(nn.LSTM(17, 33)), None, (torch.randn(6, 5, 17),), as_on_cuda=True)
 
 
 def test_capture_leaves_pytorch_as_it_was() -> None:

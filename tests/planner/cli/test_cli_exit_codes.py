@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from graphs.io.formats import read_plan, write_graph, write_plan
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.solving import solve
 from planner.studies.comparison_rows import read_rows

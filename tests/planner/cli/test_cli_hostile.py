@@ -20,7 +20,7 @@ from graphs.io.graph_document import graph_to_dict
 from graphs.io.plan_document import plan_to_dict
 from graphs.ir import Graph
 from graphs.plan import Plan
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 from planner.cli.arguments import complain
 from planner.cli.progress import ProgressLine
 from planner.report.timeline import Timeline

@@ -18,7 +18,7 @@ from graphs.errors import OutputError, PlannerError
 from graphs.io.formats import write_graph, write_plan
 from graphs.ir import Graph, Phase
 from graphs.plan import Plan
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 from graphs.zoo import build
 from planner.cli.main import main
 from planner.report.chart import COLUMNS, again_columns, memory_columns

@@ -9,7 +9,8 @@ import pytest
 from graphs.errors import BudgetError, OutputError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.synthetic import TransformerSize, training_chain, transformer
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
 from planner.report.comparisons import cell_text, table_text, write_report
 from planner.studies.compare import compare, methods_named

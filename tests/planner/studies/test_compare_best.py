@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.compare_summary import summary_text
 from graphs.ir import Graph
-from graphs.synthetic import TransformerSize, training_chain, transformer
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.report.comparisons import cell_text, simulated_table, table_text
 from planner.studies.best import (
     HEURISTICS,

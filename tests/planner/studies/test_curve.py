@@ -1,43 +1,26 @@
-"""Curves: monotone, judged, the same however they are computed, and interrupted without a trace."""
+"""Curves: monotone, judged, and the same however they are computed."""
 
-import json
-import os
-import signal
-import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import synthetic
 from graphs.errors import BudgetError, PlannerError
-from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import training_chain
 from planner import options
-from planner.cli.main import main
 from planner.studies.curve import Curve, curve, evenly, outside_in
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status
-
-ROOT = Path(__file__).parents[3]
-PATIENCE_S = 120.0
-
-
-def chain_of_six() -> Graph:
-    """``training_chain(6)`` with tensors of a kilobyte: a peak of 7000 bytes, a least budget of 3000."""
-    graph = synthetic.training_chain(6)
-    return replace(graph, tensors=tuple(replace(tensor, size_bytes=1000) for tensor in graph.tensors))
+from tests.support.training_chains import chain_of_six
 
 
 def judged(graph: Graph, found: Curve) -> None:
@@ -81,7 +64,7 @@ def test_processes_find_what_one_process_finds() -> None:
 
 @given(seed=st.integers(0, 10**6), ops=st.integers(3, 14))
 def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> None:
-    graph = synthetic.random_graph(seed, ops)
+    graph = random_graph(seed, ops)
     peak_bytes = simulate(graph, store_all(graph)).peak_bytes
     judged(graph, curve(graph, sorted({max(1, peak_bytes * share // 100) for share in (50, 70, 80, 90, 100)}), time_limit_s=5.0))
 
@@ -108,7 +91,7 @@ def test_what_one_budget_teaches_holds_at_the_others(monkeypatch: pytest.MonkeyP
         return Result(graph, budget_bytes, Status.LIMIT, None, 12.5, "scripted", 1.0, message="no time")
 
     asked = scripted(monkeypatch, answers)
-    found = curve(synthetic.training_chain(6), ["2B", 3, 4, 6, "100%"], solver="scripted")
+    found = curve(training_chain(6), ["2B", 3, 4, 6, "100%"], solver="scripted")
     # Keeping everything settles the peak of 7 before anything is solved; that 4 is too small settles 3.
     assert asked == [2, 4, 6]
     assert found.complete
@@ -119,7 +102,7 @@ def test_what_one_budget_teaches_holds_at_the_others(monkeypatch: pytest.MonkeyP
 
 
 def test_a_schedule_for_less_serves_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = synthetic.training_chain(6)
+    graph = training_chain(6)
     five = curve(graph, [5]).points[0]
 
     def answers(graph: Graph, budget_bytes: int) -> Result:
@@ -135,14 +118,14 @@ def test_a_schedule_for_less_serves_more(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_solver_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = synthetic.training_chain(6)
+    graph = training_chain(6)
     scripted(monkeypatch, lambda g, b: Result(g, b, Status.ERROR, None, None, "scripted", 1.0, message="out of luck"))
     with pytest.raises(PlannerError, match="the solver scripted failed: out of luck"):
         curve(graph, [5], solver="scripted")
 
 
 def test_a_stopped_curve_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = synthetic.training_chain(6)
+    graph = training_chain(6)
     asked = scripted(monkeypatch, lambda g, b: Result(g, b, Status.LIMIT, None, 12.0, "scripted", 1.0, message="no time"))
     found = curve(graph, [4, 5, 6, 7], solver="scripted", should_stop=lambda: bool(asked))
     assert len(asked) == 1
@@ -164,159 +147,9 @@ def test_budgets_are_spread_evenly_and_solved_from_the_ends() -> None:
 @pytest.mark.parametrize(("budgets", "error"), [([], BudgetError), (0, BudgetError), (["8"], BudgetError), ([0], BudgetError)])
 def test_what_is_no_budget_is_refused(budgets: Any, error: type[PlannerError]) -> None:
     with pytest.raises(error, match="budget"):
-        curve(synthetic.training_chain(4), budgets)
+        curve(training_chain(4), budgets)
 
 
 def test_the_option_is_a_number_or_a_list() -> None:
     assert options.budgets("10") == 10
     assert options.budgets("90%, 8GB") == ("90%", "8GB")
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def graph_file(tmp_path: Path) -> Path:
-    path = tmp_path / "model.json"
-    write_graph(chain_of_six(), path)
-    return path
-
-
-def test_the_command_prints_writes_and_draws(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, figure = tmp_path / "c.csv", tmp_path / "c.png"
-    arguments = ["curve", str(graph_file), "--budgets", "4", "--jobs", "1", "-o", str(table), "--plot", str(figure)]
-    assert main(arguments) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.splitlines()[0].split() == ["budget", "%", "of", "peak", "overhead", "bound", "gap", "seconds", "status"]
-    assert out.count("optimal") == 4
-    assert "least feasible budget" in out
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    rows = pd.read_csv(table, dtype={"budget_bytes": int, "overhead": float, "status": str})
-    assert list(rows["status"]) == ["optimal"] * 4
-    assert main([*arguments, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["complete"]
-    assert [point["budget_bytes"] for point in data["points"]] == list(rows["budget_bytes"])
-    assert rows["overhead"].iloc[0] == pytest.approx(data["points"][0]["overhead"], abs=2e-3)
-    assert rows["overhead"].iloc[-1] == 0
-
-
-def test_no_budget_that_anything_fits_is_exit_code_3(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["curve", str(graph_file), "--budgets", "1B,2B"]) == 3
-    assert capsys.readouterr().out.count("infeasible") == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "word"),
-    [
-        (["--budgets", "8"], 0, "least feasible"),
-        (["--budgets", "0"], 2, "'0' is not a whole number"),
-        (["--budgets", "8GB,9"], 2, "has no unit"),
-        (["--jobs", "0"], 2, "--jobs"),
-        (["--plot", "{folder}/c.sing"], 1, "does not end in a format of figures"),
-        (["--plot", "{folder}/none/c.png"], 1, "there is no folder"),
-        (["-o", "{folder}/none/c.csv"], 1, "there is no folder"),
-    ],
-)
-def test_options_are_refused_in_one_line(
-    arguments: list[str], code: int, word: str, graph_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["curve", str(graph_file), "--jobs", "1", *(a.format(folder=graph_file.parent) for a in arguments)]) == code
-    out, err = capsys.readouterr()
-    assert word in (err if code else out)
-    assert err.count("\n") == (1 if code else 0)
-    assert sorted(graph_file.parent.iterdir()) == [graph_file]
-
-
-def test_the_command_imports_no_torch(graph_file: Path) -> None:
-    code = (
-        "import sys; from planner.cli.main import main; c = main(sys.argv[1:]); print(*sys.modules, file=sys.stderr); sys.exit(c)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "curve", graph_file, "--budgets", "3", "--jobs", "1"],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE_S,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert not {"torch", "pandas", "matplotlib"} & set(ended.stderr.split())
-
-
-ENDLESS = """
-import os, time
-from pathlib import Path
-from solvers.policies import store_all
-
-FOLDER = Path(__file__).parent
-
-def solve(request):
-    (FOLDER / f"{os.getpid()}.started").touch()
-    while not request.interrupted():
-        time.sleep(0.01)
-    return store_all.solve(request)
-"""
-
-WITH_ENDLESS_SOLVER = """
-import sys
-folder, *arguments = sys.argv[1:]
-sys.path.insert(0, folder)
-from solvers.registry import SOLVERS, Entry
-SOLVERS["endless"] = Entry("endless", "never ends by itself")
-if __name__ == "__main__":
-    from planner.cli.main import main
-    sys.exit(main(arguments))
-"""
-
-
-def waiting(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-
-
-@pytest.mark.parametrize("signals", ["one", "many"])
-def test_an_interrupted_curve_answers_and_leaves_no_process(signals: str, graph_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "solver"
-    folder.mkdir()
-    (folder / "endless.py").write_text(ENDLESS)
-    (folder / "run.py").write_text(WITH_ENDLESS_SOLVER)
-    process = subprocess.Popen(
-        [sys.executable, folder / "run.py", folder, "curve", graph_file, "--solver", "endless", "--budgets", "70%,80%,90%,100%"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    waiting(lambda: len(list(folder.glob("*.started"))) == 2 or process.poll() is not None)
-    assert process.poll() is None, process.communicate()
-    pids = [int(path.stem) for path in folder.glob("*.started")]
-    # As a terminal does: to the whole group.
-    while process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-        if signals == "one":
-            break
-        time.sleep(0.02)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    if signals == "one":
-        assert process.returncode == 0, err
-        assert "stopped before every budget had its turn" in out
-        assert out.count("optimal") == 1
-        assert err.startswith("planner: interrupted: ending with")
-        assert err.count("\n") == 1
-    else:
-        # At the second the process ends at once, unless it had ended already.
-        assert process.returncode in (0, 130)
-        assert "Traceback" not in err
-    waiting(lambda: not any(map(alive, pids)))

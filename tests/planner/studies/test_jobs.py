@@ -13,7 +13,7 @@ import pytest
 from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 from planner.runtime.machine import machine
 from planner.studies import cluster
 from planner.studies.compare import compare

@@ -15,12 +15,13 @@ from graphs.cost.scaling import Fit, same_ops
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
-from graphs.synthetic import Draft
+from graphs.synthetic.draft import Draft
 from planner.cli.main import main
 from planner.models.batches import Batches
 from planner.models.tracing import Tracing
 from planner.models.workload import parse_spec
-from planner.studies.max_batch import METHODS, Answer, Enough, Wanted, largest, max_batch
+from planner.studies.fitting import Enough, largest
+from planner.studies.max_batch import METHODS, Answer, Wanted, max_batch
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request

@@ -16,7 +16,7 @@ import torch
 import planner
 from graphs.errors import OutputError
 from graphs.io.formats import write_plan
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 from planner.training import compile as train
 from planner.training.cache import PlanCache
 from tests.support.cached_plans import compiled, workload

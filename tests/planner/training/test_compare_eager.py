@@ -1,7 +1,5 @@
 """What planner.compile finds beside plain eager PyTorch: bits, time and peak, in the plan, in words, and as a warning."""
 
-import json
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,36 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import planner
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
-from graphs.eager import Difference, DifferingOp, EagerComparison
-from graphs.errors import EagerWarning, FormatError
-from graphs.io.formats import read_plan, write_plan
-from graphs.io.plan_document import plan_from_dict, plan_to_dict
-from graphs.plan import Plan
-from graphs.zoo import Workload, build
-from planner.report.describe import plan_data, plan_text
+from graphs.eager import DifferingOp, EagerComparison
+from graphs.errors import EagerWarning
+from graphs.io.formats import write_plan
+from graphs.zoo import Workload
 from planner.runtime.executor import Executor
 from planner.training import compare_eager
-from planner.training.compare_eager import compare_with_eager, warn_of_differences
+from planner.training.compare_eager import compare_with_eager
 from solvers.policies.store_all import store_all
+from tests.support.eager_comparison import DIFFERS, compiled, gpt2, plain
 from tests.support.steps import random_schedule
-
-
-def gpt2() -> Workload:
-    torch.manual_seed(0)
-    return build("gpt2", layers=1, width=32, heads=2, vocab=61, seq=24, batch=4, dropout=0.1)
-
-
-def plain() -> Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
-    return Workload(model, F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
-
-
-def compiled(workload: Workload, **options: object) -> planner.PlannedStep:
-    return planner.compile(*workload, budget="100%", passes=1, **options)
 
 
 def test_a_step_is_compared_with_eager() -> None:
@@ -177,92 +157,6 @@ def test_eager_that_fails_does_not_stop_the_plan(error: Exception, said: str, mo
     assert f"not compared with eager: {said}" in str(step.plan)
     assert "over keeping everything, predicted" in str(step.plan)
     step(*workload.batch).backward()
-
-
-@pytest.fixture
-def plan() -> Plan:
-    return compiled(plain(), compare_eager=False).plan
-
-
-DIFFERS = EagerComparison(
-    differences=(
-        Difference("loss", 0.5, 0.25),
-        Difference("buffer mean"),
-        *(Difference(f"gradient of {i}", 1e-7) for i in range(3)),
-    ),
-    first_op=DifferingOp("mm_3", "aten.mm.default", "h.0"),
-    reproducible=False,
-    peak_bytes=1000,
-    time_s=0.01,
-    planned_time_s=0.02,
-)
-
-
-def test_a_difference_is_a_warning(plan: Plan) -> None:
-    said = (
-        r"the planned step differs from eager in loss by up to 5.0e-01, 2.5e-01 of its largest element; buffer mean; gradient of "
-        r"0 by up to 1.0e-07 and 2 more, from op 'mm_3' \(aten.mm.default\) in h.0 on; but eager itself"
-    )
-    with pytest.warns(EagerWarning, match=said):
-        warn_of_differences(replace(plan, eager=replace(DIFFERS, peak_bytes=10**6)))
-
-
-def test_what_is_much_dearer_is_a_warning(plan: Plan) -> None:
-    same = EagerComparison(peak_bytes=10**9, time_s=1.0, planned_time_s=1.4)
-    large = replace(plan, graph=replace(plan.graph, store_all_peak_bytes=2 * 10**9))
-    with pytest.warns(EagerWarning, match=r"takes 2.00 GB with everything kept, and eager 1.00 GB"):
-        warn_of_differences(replace(large, eager=same))
-    with pytest.warns(EagerWarning, match=r"takes 1.6 s with everything kept, and eager 1 s: some op was captured as several"):
-        warn_of_differences(replace(plan, eager=replace(same, planned_time_s=1.6)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_differences(replace(plan, eager=same))
-        warn_of_differences(replace(plan, eager=replace(same, time_s=1e-4, planned_time_s=1e-3)))  # of no weight
-        warn_of_differences(replace(plan, eager=EagerComparison(failure="no memory")))
-        warn_of_differences(plan)
-
-
-@pytest.mark.parametrize("eager", [None, DIFFERS, EagerComparison(failure="no memory"), EagerComparison(time_s=1e-3)])
-def test_the_comparison_is_kept_in_files(plan: Plan, eager: EagerComparison | None, tmp_path: Path) -> None:
-    compared = replace(plan, eager=eager)
-    write_plan(compared, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json") == compared
-    assert ("eager" in json.loads((tmp_path / "plan.json").read_text())) == (eager is not None)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"time_s": -1.0}, r"eager.time_s is -1.0: must be seconds, 0 or more"),
-        ({"more": 1}, r"eager has the unknown field"),
-        (
-            {"differences": [{"name": "loss", "max_abs": -1, "relative": None}]},
-            r"eager.differences\[0\].max_abs is -1: must be 0",
-        ),
-        ({"differences": [{"name": "loss", "max_abs": None}]}, r"eager.differences\[0\] has no field 'relative'"),
-        ({"first_op": {"name": "a"}}, r"eager.first_op has no field 'target'"),
-        ({"reproducible": 1}, r"eager.reproducible is 1: must be true or false"),
-    ],
-)
-def test_a_comparison_that_is_none_is_refused(plan: Plan, change: dict[str, object], said: str) -> None:
-    data = plan_to_dict(replace(plan, eager=DIFFERS))
-    with pytest.raises(FormatError, match=said):
-        plan_from_dict({**data, "eager": {**data["eager"], **change}})
-
-
-def test_a_plan_says_what_was_measured(plan: Plan, tmp_path: Path) -> None:
-    compared = replace(plan, eager=DIFFERS)
-    assert "+100.00%, measured" in plan_text(compared)
-    assert "differs from eager in loss" in plan_text(compared)
-    assert "eager" not in plan_text(plan)
-    assert plan_data(compared)["eager"]["overhead"] == 1.0
-    assert plan_data(compared)["eager"]["identical"] is False
-    assert plan_data(plan)["eager"] is None
-    step = compiled(plain())
-    step.report(tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    assert "Over eager, measured" in text
-    assert "identical to eager" in text
 
 
 def test_a_kept_plan_is_compared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import planner
 from graphs.capture.step import TrainingStep
 from graphs.cost.scaling import Fit, sample_sizes
 from graphs.errors import GraphError, InfeasibleError, MismatchError, PlannerError
-from graphs.synthetic import training_chain
+from graphs.synthetic.small import training_chain
 from graphs.zoo import Workload, build
 from planner.runtime.measure import measure_memory, outcome
 from planner.training.dynamic import DynamicStep, rounded_up

@@ -16,30 +16,9 @@ import planner
 from graphs.capture.step import TrainingStep
 from graphs.capture.unchanged import WritesUndone, unchanged
 from graphs.errors import PlannerError, TraceError
-from planner.runtime.measure import outcome
+from tests.support.no_trace import BATCH, CALLS, Remembers, assert_no_trace, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change
-
-CALLS: list[int] = []
-BATCH = (torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3)
-
-
-class Remembers(nn.Module):
-    """Changes all kinds of state where it is run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 3)
-        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.count, self.cache, self.history, self.by_name = 0, None, [1], {"calls": 0}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count = 1
-        self.cache = x
-        hidden = F.dropout(torch.relu(self.norm(self.first(x))), 0.2)
-        with torch.no_grad():
-            self.scale.mul_(0.9)
-        return self.last(hidden) * self.scale
 
 
 class Fails(Remembers):
@@ -52,47 +31,6 @@ class Fails(Remembers):
         self.by_name["calls"] += 1
         CALLS.append(1)
         return hidden if hidden.sum().item() > 0 else -hidden
-
-
-def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """All that could change, as it is now."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "x": BATCH[0]}
-    found: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    found |= {f"{name} itself": (id(tensor), tensor._version) for name, tensor in tensors.items()}
-    found |= {f"{name}.grad": (id(p.grad), None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()}
-    found |= {f"{name} hooks": dict(p._backward_hooks or {}) for name, p in model.named_parameters()}
-    found |= {f"{name} later hooks": dict(p._post_accumulate_grad_hooks or {}) for name, p in model.named_parameters()}
-    for name, module in model.named_modules():
-        plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        found[f"attributes of {name}"] = {k: list(v) if isinstance(v, list) else v for k, v in plain.items()}
-    if isinstance(model, Remembers):
-        found["by name"] = dict(model.by_name)
-    found["calls"] = list(CALLS)
-    found["random"] = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
-    if optimizer is not None:
-        found["optimizer"] = {i: dict(values) for i, values in enumerate(optimizer.state.values())}
-    return found
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def assert_no_trace(model: nn.Module, act: Callable[[], object], optimizer: Optimizer | None = None) -> None:
-    before = state_of(model, optimizer)
-    act()
-    after = state_of(model, optimizer)
-    assert [name for name in before if not same(before[name], after[name])] == []
-
-
-def plan(model: nn.Module, batch: Any = BATCH, **options: Any) -> planner.PlannedStep:
-    return planner.compile(model, F.cross_entropy, batch, budget="100%", passes=1, **options)
 
 
 def steps_behind_parameters(model: nn.Module, optimizer: Optimizer) -> None:
@@ -264,58 +202,6 @@ def test_a_call_without_gradients_is_refused(mode: Callable[[], Any]) -> None:
     assert_no_trace(model, act)
     with torch.inference_mode(), pytest.raises(TraceError, match=r"under torch\.inference_mode\(\) nothing is trained"):
         planner.trace(model, F.cross_entropy, BATCH)
-
-
-class Embeds(nn.Module):
-    def __init__(self, embedding: nn.Module) -> None:
-        super().__init__()
-        self.embedding, self.last = embedding, nn.Linear(16, 3)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        return self.last(hidden.mean(1) if hidden.dim() == 3 else hidden)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: nn.Embedding(20, 16, sparse=True), "the gradient of 'embedding.weight' is sparse.*leave out sparse=True"),
-        (lambda: nn.EmbeddingBag(20, 16, sparse=True), "the gradient of 'embedding.weight' is sparse.*leave out sparse=True"),
-        (
-            lambda: nn.Embedding(20, 16, max_norm=1.0),
-            r"writes to 'embedding.weight', to keep within max_norm=.*leave out max_norm=",
-        ),
-        (lambda: nn.EmbeddingBag(20, 16, max_norm=1.0), r"writes to 'embedding.weight', to keep within max_norm="),
-        (lambda: nn.Embedding(20, 16, max_norm=1.0, sparse=True), "is sparse"),
-    ],
-)
-def test_embeddings_that_cannot_be_planned_are_one_error(make: Callable[[], nn.Module], said: str) -> None:
-    torch.manual_seed(0)
-    model = Embeds(make())
-
-    def act() -> None:
-        with pytest.raises(TraceError, match=said) as caught:
-            plan(model, (torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(1)), BATCH[1]))
-        assert "\n" not in str(caught.value)
-
-    assert_no_trace(model, act)
-
-
-def test_a_frozen_embedding_with_max_norm_trains_as_eager_does() -> None:
-    torch.manual_seed(0)
-    model = Embeds(nn.Embedding(20, 16, max_norm=1.0).requires_grad_(requires_grad=False))
-    batch = (torch.randint(20, (8, 5)), BATCH[1])
-    assert_no_trace(model, lambda: plan(model, batch))
-    step, before = plan(model, batch), model.embedding.weight.clone()
-    found = outcome(step, model, batch, seed=1, written=[model.embedding.weight])
-    planned = step(*batch).detach()
-    after = model.embedding.weight.clone()
-    with torch.no_grad():
-        model.embedding.weight.copy_(before)
-    assert torch.equal(F.cross_entropy(model(batch[0]), batch[1]), planned)
-    assert torch.equal(model.embedding.weight, after)
-    assert not torch.equal(before, after)
-    assert torch.equal(found.values["loss"], planned)
 
 
 def test_the_graph_behind_an_input_is_left_for_the_loop() -> None:

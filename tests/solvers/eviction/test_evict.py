@@ -6,7 +6,9 @@ import pytest
 from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
-from graphs.synthetic import TransformerSize, random_training_step, training_chain, transformer
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.engine import evicting_order

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from graphs import synthetic
 from graphs.capture.trace import capture
 from graphs.errors import GraphError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.synthetic import Draft
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import chain, training_chain
 from planner.cli.main import main
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
@@ -29,12 +30,9 @@ from solvers.order.reorder import Reordering, permuted, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Status
+from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 from tests.support.steps import make, random_schedule
-
-
-def peak_of(graph: Graph) -> int:
-    return simulate(graph, store_all(graph)).peak_bytes
 
 
 def weight_gradients() -> Graph:
@@ -64,13 +62,13 @@ def test_weight_gradients_go_where_they_need_least() -> None:
     graph = weight_gradients()
     found = reordered(graph)
     assert [op.name for op in found.graph.ops] == ["a", "b", "c", "loss", "dc", "w2", "db", "da", "dx", "w1"]
-    assert peak_of(graph) == 54_000
-    assert peak_of(found.graph) == 36_000
+    assert peak_bytes(graph) == 54_000
+    assert peak_bytes(found.graph) == 36_000
     assert found.changed
 
 
 def test_a_chain_stays_as_it_is() -> None:
-    graph = synthetic.training_chain(6)
+    graph = training_chain(6)
     found = reordered(graph)
     assert not found.changed
     assert found.graph is graph
@@ -88,15 +86,15 @@ def test_where_time_is_short_the_program_order_is_the_answer() -> None:
 
 def test_an_order_that_is_none_is_refused() -> None:
     with pytest.raises(GraphError, match="topological order"):
-        permuted(synthetic.chain(3), [1, 0, 2])
+        permuted(chain(3), [1, 0, 2])
 
 
 def any_graph(seed: int, size: int) -> Graph:
     """A random graph with effects, writes in place, several phases and random ops."""
     if seed % 2:
-        graph = synthetic.random_training_step(seed, size)
+        graph = random_training_step(seed, size)
     else:
-        graph = synthetic.random_graph(seed, 2 * size)
+        graph = random_graph(seed, 2 * size)
         half = seed % (2 * size)
         graph = replace(
             graph, ops=tuple(replace(op, phase=Phase.FORWARD if op.id <= half else Phase.BACKWARD) for op in graph.ops)
@@ -111,7 +109,7 @@ graphs = st.builds(any_graph, st.integers(0, 10**6), st.integers(3, 14))
 @settings(max_examples=150)
 def test_the_order_is_never_worse_and_finding_it_again_changes_nothing(graph: Graph) -> None:
     found = reordered(graph)
-    assert peak_of(found.graph) <= peak_of(graph)
+    assert peak_bytes(found.graph) <= peak_bytes(graph)
     assert least_budget_bound(found.graph).budget_bytes <= least_budget_bound(graph).budget_bytes
     assert found.graph.time_s == graph.time_s
     assert reordered(graph) == found
@@ -179,7 +177,7 @@ def test_a_plan_is_for_the_graph_as_it_was() -> None:
 
 
 def test_what_fits_only_in_program_order_is_found_there() -> None:
-    graph, budget_bytes = synthetic.random_graph(350, 12), 27
+    graph, budget_bytes = random_graph(350, 12), 27
     in_new_order = get_solver("windows")(ask(reordered(graph).graph, budget_bytes))
     assert in_new_order.status is Status.INFEASIBLE
     plan = planner.solve(graph, budget_bytes)

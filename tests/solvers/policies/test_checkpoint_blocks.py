@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphs import synthetic
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free
 from graphs.simulate import simulate
-from graphs.synthetic import Draft, TransformerSize
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.zoo import build
 from planner.api import trace
 from solvers.policies import sac
@@ -22,9 +23,9 @@ from solvers.result import Reason, Status
 from tests.support.requests import ask
 
 
-def transformer(layers: int) -> Graph:
+def named_transformer(layers: int) -> Graph:
     """A transformer whose ops have module paths like those of a traced one."""
-    graph = synthetic.transformer(TransformerSize(layers=layers, batch=2))
+    graph = transformer(TransformerSize(layers=layers, batch=2))
     return replace(graph, ops=tuple(replace(op, module=re.sub(r"^block(\d+)", r"model.h.\1", op.name)) for op in graph.ops))
 
 
@@ -69,7 +70,7 @@ def test_a_block_runs_again_just_before_its_backward() -> None:
 
 @pytest.mark.parametrize("layers", [2, 5])
 def test_of_a_transformer_only_boundaries_stay(layers: int) -> None:
-    graph = transformer(layers)
+    graph = named_transformer(layers)
     assert levels(graph) == 1
     schedule = checkpoint_blocks(graph, 1)
     simulation, kept = simulate(graph, schedule), simulate(graph, store_all(graph))
@@ -88,8 +89,8 @@ def test_of_a_transformer_only_boundaries_stay(layers: int) -> None:
 
 
 def test_memory_of_more_layers_grows_by_boundaries_only() -> None:
-    peaks = [simulate(g := transformer(n), checkpoint_blocks(g, 1)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
-    keeping = [simulate(g := transformer(n), store_all(g)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
+    peaks = [simulate(g := named_transformer(n), checkpoint_blocks(g, 1)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
+    keeping = [simulate(g := named_transformer(n), store_all(g)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] < (keeping[1] - keeping[0]) / 10
 
 
@@ -118,7 +119,7 @@ def test_the_level_is_chosen_by_the_budget() -> None:
 
 
 def test_a_graph_without_blocks_says_so() -> None:
-    result = solve(ask(synthetic.training_chain(5), 10**9))
+    result = solve(ask(training_chain(5), 10**9))
     assert result.status is Status.LIMIT
     assert result.reason is Reason.INAPPLICABLE
     assert "no blocks" in result.message

@@ -8,23 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import synthetic
 from graphs.ir import Graph, Phase
-from graphs.simulate import simulate
-from graphs.synthetic import Draft, TransformerSize
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import diamond, training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.policies import chen, griewank, rotor
 from solvers.policies.griewank import plan, runs
 from solvers.policies.stages import Cuts, Forward, Stages, crossings, cut_places, evenly
-from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Progress, Status
+from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 
 CHAIN_SOLVERS = ("chen-sqrt", "chen-greedy", "griewank", "rotor")
-
-
-def peak_bytes(graph: Graph) -> int:
-    return simulate(graph, store_all(graph)).peak_bytes
 
 
 def training_chain_with_internals(layers: int) -> Graph:
@@ -46,14 +43,14 @@ def training_chain_with_internals(layers: int) -> Graph:
 
 def test_where_a_graph_may_be_cut() -> None:
     # a -> b -> d, a -> c -> d: what is after b or c is not all made by the op before the cut.
-    graph = synthetic.diamond()
+    graph = diamond()
     assert crossings(graph) == [{0}, {0, 1}, {0, 1, 2}, {0, 3}, frozenset()]
     assert cut_places(graph, Cuts.ARTICULATION) == [0, 4]
     assert cut_places(graph, Cuts.LINEARISED) == [0, 1, 2, 3, 4]
 
 
 def test_blocks_of_a_transformer_end_at_articulation_points() -> None:
-    graph = synthetic.transformer(TransformerSize(layers=3, batch=1))
+    graph = transformer(TransformerSize(layers=3, batch=1))
     names = [graph.ops[i].name for i in cut_places(graph, Cuts.ARTICULATION)]
     assert {f"block{i}.{end}" for i in range(3) for end in ("add1", "add2")} <= set(names)
     assert not {f"block{i}.gelu" for i in range(3)} & set(names)
@@ -78,7 +75,7 @@ def test_a_plan_becomes_a_schedule() -> None:
 
 @pytest.mark.parametrize("length", [16, 64, 256, 1024])
 def test_memory_of_square_root_segments(length: int) -> None:
-    graph = synthetic.training_chain(length)
+    graph = training_chain(length)
     result = chen.solve(ask(graph, 10 * length))
     assert result.peak_bytes is not None
     assert result.peak_bytes <= 2 * math.sqrt(length) + 3
@@ -106,7 +103,7 @@ def test_greedy_segments_are_of_even_bytes() -> None:
 
 
 def test_segments_that_do_not_fit() -> None:
-    result = chen.solve(ask(synthetic.training_chain(64), 10))
+    result = chen.solve(ask(training_chain(64), 10))
     assert (result.status, result.bound_s, result.solver) == (Status.LIMIT, None, "chen-sqrt")
     assert "recomputing segments needs 16 B" in result.message
 
@@ -155,7 +152,7 @@ def test_as_many_snapshots_as_said(snapshots: int) -> None:
 
 @pytest.mark.parametrize("layers", [5, 8, 12])
 def test_revolve_with_the_least_memory(layers: int) -> None:
-    graph = synthetic.training_chain(layers)
+    graph = training_chain(layers)
     assert griewank.solve(ask(graph, 3)).time_s == 2 * layers + (layers - 1) * (layers - 2) / 2
     assert griewank.solve(ask(graph, 2)).status is Status.LIMIT
 
@@ -165,14 +162,14 @@ def test_revolve_with_the_least_memory(layers: int) -> None:
 
 @pytest.mark.parametrize("layers", [4, 6, 9])
 def test_the_optimum_of_a_uniform_chain(layers: int) -> None:
-    graph = synthetic.training_chain(layers)
+    graph = training_chain(layers)
     times = [rotor.solve(ask(graph, budget)).time_s for budget in (3, layers, layers + 1)]
     assert times == [2 * layers + (layers - 1) * (layers - 2) / 2, 2 * layers + 1, 2 * layers]
 
 
 @pytest.mark.parametrize("budget", range(2, 10))
 def test_the_optimum_of_a_uniform_chain_at_each_budget(budget: int) -> None:
-    graph = synthetic.training_chain(8)
+    graph = training_chain(8)
     optimum = get_solver("windows")(ask(graph, budget, tolerance=1e-6))
     assert rotor.solve(ask(graph, budget)).time_s == optimum.time_s
 
@@ -189,7 +186,7 @@ def test_about_the_optimum_of_a_chain_with_internals(budget: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_method_beats_the_bound(seed: int) -> None:
-    graph = synthetic.random_training_step(seed, 12)
+    graph = random_training_step(seed, 12)
     budget = int(0.7 * peak_bytes(graph))
     bound = get_solver("windows")(ask(graph, budget, tolerance=0.01, time_limit_s=20.0)).bound_s
     assert bound is not None
@@ -199,14 +196,14 @@ def test_no_method_beats_the_bound(seed: int) -> None:
 
 
 def test_a_transformer_takes_less_time_than_by_segments() -> None:
-    graph = synthetic.transformer(TransformerSize(layers=6, batch=2))
+    graph = transformer(TransformerSize(layers=6, batch=2))
     budget = int(0.5 * peak_bytes(graph))
     times = {name: get_solver(name)(ask(graph, budget)).time_s or math.inf for name in CHAIN_SOLVERS}
     assert times["rotor"] < times["chen-greedy"] < 1.4 * graph.time_s
 
 
 def test_what_was_found_when_time_was_up_is_the_answer() -> None:
-    graph = synthetic.training_chain(40)
+    graph = training_chain(40)
     said: list[Progress] = []
     late = griewank.solve(ask(graph, 1000, time_limit_s=0.0, on_progress=said.append))
     assert (late.status, len(said), said[0].best_s) == (Status.FEASIBLE, 1, late.time_s)
@@ -219,14 +216,14 @@ def test_what_was_found_when_time_was_up_is_the_answer() -> None:
 
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.3, 1.0), name=st.sampled_from(CHAIN_SOLVERS))
 def test_schedules_run_and_fit_on_random_graphs(seed: int, ops: int, share: float, name: str) -> None:
-    graph = synthetic.random_graph(seed, ops)
+    graph = random_graph(seed, ops)
     result = get_solver(name)(ask(graph, int(share * peak_bytes(graph))))
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
 
 
 @given(seed=st.integers(0, 10**6), layers=st.integers(2, 25), name=st.sampled_from(CHAIN_SOLVERS))
 def test_training_steps_are_cut_to_size(seed: int, layers: int, name: str) -> None:
-    graph = synthetic.random_training_step(seed, layers)
+    graph = random_training_step(seed, layers)
     result = get_solver(name)(ask(graph, peak_bytes(graph)))
     assert result.time_s is not None
     assert result.time_s <= 2 * graph.time_s

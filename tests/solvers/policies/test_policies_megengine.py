@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import synthetic
 from graphs.simulate import simulate
-from graphs.synthetic import Draft
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
 from solvers.policies.megengine import FACTORS, LEAST_BYTES, Dynamic, MegEngineParams, Rule, Static, solve
 from solvers.policies.online import Online
 from solvers.policies.store_all import store_all
@@ -23,7 +23,7 @@ MiB = 2**20
 @pytest.mark.parametrize("rule", Rule)
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.2, 1.0))
 def test_schedules_run_and_fit(rule: Rule, seed: int, ops: int, share: float) -> None:
-    graph = synthetic.random_graph(seed, ops)
+    graph = random_graph(seed, ops)
     budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=MegEngineParams(least_bytes=(0,), thrash_factor=20.0)), rule=rule)
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
@@ -32,7 +32,7 @@ def test_schedules_run_and_fit(rule: Rule, seed: int, ops: int, share: float) ->
 
 @pytest.mark.parametrize("rule", Rule)
 def test_a_training_step_fits_less(rule: Rule) -> None:
-    graph = synthetic.random_training_step(2, 40)
+    graph = random_training_step(2, 40)
     result = get_solver(rule)(ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes)))
     assert (result.status, result.solver) == (Status.FEASIBLE, rule.value)
     assert result.time_s is not None
@@ -104,7 +104,7 @@ def test_the_static_score() -> None:
 
 @pytest.mark.parametrize("rule", Rule)
 def test_its_settings_are_tried_for_each_budget(rule: Rule) -> None:
-    graph = synthetic.random_training_step(2, 40)
+    graph = random_training_step(2, 40)
     middle = sorted(t.size_bytes for t in graph.tensors)[len(graph.tensors) // 2]
     graph = replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * MiB // middle) for t in graph.tensors))
     budget = int(0.7 * simulate(graph, store_all(graph)).peak_bytes)
@@ -120,6 +120,6 @@ def test_its_settings_are_tried_for_each_budget(rule: Rule) -> None:
 
 
 def test_why_none_of_its_settings_fits() -> None:
-    result = solve(ask(synthetic.random_training_step(2, 40), 1))
+    result = solve(ask(random_training_step(2, 40), 1))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)
     assert "out of memory" in result.message

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import synthetic
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
-from graphs.synthetic import Draft
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import training_chain
 from solvers.policies import memory_budget, sac
 from solvers.policies.memory_budget import Partition, knapsack, trials
 from solvers.policies.sac import Rule, SacParams, ops_on, save_lists, saved_ops
@@ -96,7 +97,7 @@ def test_a_list_of_your_own_that_names_nothing() -> None:
 
 
 def test_a_list_that_names_nothing_does_not_apply() -> None:
-    result = sac.solve(ask(synthetic.training_chain(5), 10**9))
+    result = sac.solve(ask(training_chain(5), 10**9))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
     assert "does not apply" in result.message
     small = sac.solve(ask(network(4), 20))
@@ -184,7 +185,7 @@ def least_cut(partition: Partition, banned: set[int]) -> float:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_cut_is_the_least(seed: int) -> None:
-    graph = synthetic.random_training_step(seed, 8)
+    graph = random_training_step(seed, 8)
     partition = Partition(graph)
     banned = {op.id for op in graph.ops if op.id % 3 == seed % 3}
     found = sum(graph.tensors[t].size_bytes * 1.1 ** min(partition.distance[t], 100) for t in partition.cut(banned))
@@ -210,7 +211,7 @@ def test_a_smaller_fraction_saves_less_and_takes_longer() -> None:
 
 
 def test_without_names_the_knapsack_is_over_all_ops() -> None:
-    graph = synthetic.training_chain(20)
+    graph = training_chain(20)
     partition = Partition(graph)
     assert [len(partition.saved(fraction)) for fraction in (1.0, 0.5, 0.0)] == [20, 10, 0]
 
@@ -229,7 +230,7 @@ def test_a_budget_in_bytes_finds_its_fraction() -> None:
 
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.3, 1.0))
 def test_schedules_run_and_fit_on_random_graphs(seed: int, ops: int, share: float) -> None:
-    graph = synthetic.random_graph(seed, ops)
+    graph = random_graph(seed, ops)
     graph = replace(graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id > ops else op for op in graph.ops))
     budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
     for result in (

@@ -9,7 +9,7 @@ import pytest
 
 from graphs.errors import PlannerError, SolverWarning
 from graphs.simulate import simulate
-from graphs.synthetic import random_training_step
+from graphs.synthetic.random_graphs import random_training_step
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.highs import solve_program

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from graphs.ir import Graph
-from graphs.synthetic import random_graph
+from graphs.synthetic.random_graphs import random_graph
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome

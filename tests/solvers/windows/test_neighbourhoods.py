@@ -6,14 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.synthetic import Draft, TransformerSize, random_training_step, training_chain, transformer
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.clock import WallClock, WorkClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.least import least_budget
-from solvers.policies.store_all import store_all
 from solvers.problem import Problem, problem_of
 from solvers.windows.formulation.draft import ModelDraft
 from solvers.windows.formulation.granularity import Discretization
@@ -25,11 +26,8 @@ from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial, order_of, try_out
 from solvers.windows.solution.refine import refined, with_stages_in_order
+from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
-
-
-def peak_of(graph: Graph) -> int:
-    return simulate(graph, store_all(graph)).peak_bytes
 
 
 def knows_all(problem: Problem) -> Known:
@@ -69,7 +67,7 @@ def test_looking_ahead_is_as_if_it_did_not_fit_before_earlier_ops_either() -> No
 @pytest.mark.parametrize("seed", range(12))
 def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
     graph = random_training_step(seed, 8)
-    problem = problem_of(graph, int(0.8 * peak_of(graph)))
+    problem = problem_of(graph, int(0.8 * peak_bytes(graph)))
     detail = Discretization(tuple(range(problem.ops)))
     known = knows_all(problem)
 
@@ -129,7 +127,7 @@ def test_windows_lie_all_over_what_is_tight() -> None:
 @pytest.mark.parametrize("share", [0.8, 0.65, 0.5])
 def test_what_is_settled_fits(share: float) -> None:
     graph = transformer(TransformerSize(layers=4))
-    budget = int(share * peak_of(graph))
+    budget = int(share * peak_bytes(graph))
     search = Search(ask(graph, budget, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     peak = int(np.argmax(trial.memory_bytes))

@@ -1,48 +1,21 @@
-"""The exact solver: known optima, what it promises, and how it stops."""
+"""The exact solver: known optima, and what it promises."""
 
-import sys
-from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from graphs.ir import Graph
-from graphs.simulate import simulate
-from graphs.synthetic import (
-    Draft,
-    TransformerSize,
-    chain,
-    diamond,
-    kept_output,
-    random_training_step,
-    skips,
-    training_chain,
-    transformer,
-    two_outputs,
-)
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import chain, diamond, kept_output, skips, training_chain, two_outputs
+from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import least_budget_bound
-from solvers.clock import WallClock
-from solvers.highs import solve_program
-from solvers.highs.program import Outcome
-from solvers.memory import give_back, resident_bytes
-from solvers.policies.store_all import store_all
-from solvers.problem import Problem, problem_of
-from solvers.registry import SOLVERS, get_solver
-from solvers.result import Progress, Status
+from solvers.registry import get_solver
+from solvers.result import Status
 from solvers.windows import solve
-from solvers.windows.driver import imitate
-from solvers.windows.formulation.granularity import Discretization, halves
-from solvers.windows.formulation.models import build_relaxation
-from solvers.windows.incumbent import Search
-from solvers.windows.params import BoundParams, WindowsParams
-from solvers.windows.solution.decode import expand, order_of, try_out
-from solvers.windows.solution.encode import choice_of
+from solvers.windows.params import WindowsParams
+from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
-
-
-def peak_of(graph: Graph) -> int:
-    return simulate(graph, store_all(graph)).peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -112,7 +85,7 @@ def test_infeasible_though_every_op_fits() -> None:
 
 def test_everything_fits() -> None:
     graph = skips(4)
-    result = solve(ask(graph, peak_of(graph)))
+    result = solve(ask(graph, peak_bytes(graph)))
     assert result.status is Status.OPTIMAL
     assert result.time_s == result.bound_s == graph.time_s
     assert result.gap == 0
@@ -121,7 +94,7 @@ def test_everything_fits() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_lower_budgets_take_no_less_time(seed: int) -> None:
     graph = random_training_step(seed, 8)
-    peak = peak_of(graph)
+    peak = peak_bytes(graph)
     times: list[float] = []
     for percent in (100, 90, 80, 70, 60, 50):
         result = solve(ask(graph, peak * percent // 100, tolerance=1e-6, time_limit_s=120))
@@ -137,7 +110,7 @@ def test_lower_budgets_take_no_less_time(seed: int) -> None:
 @pytest.mark.parametrize("percent", [80, 60, 45])
 def test_a_transformer(percent: int) -> None:
     graph = transformer(TransformerSize(layers=4))
-    result = solve(ask(graph, peak_of(graph) * percent // 100, time_limit_s=300))
+    result = solve(ask(graph, peak_bytes(graph) * percent // 100, time_limit_s=300))
     assert result.status is Status.OPTIMAL
     assert result.gap is not None
     assert result.gap <= 1e-3
@@ -147,7 +120,7 @@ def test_a_transformer(percent: int) -> None:
 
 def test_ops_that_must_not_run_again_do_not() -> None:
     graph = transformer(TransformerSize(layers=2))
-    result = solve(ask(graph, peak_of(graph) * 6 // 10, time_limit_s=300))
+    result = solve(ask(graph, peak_bytes(graph) * 6 // 10, time_limit_s=300))
     assert result.schedule is not None
     computed = result.schedule.computed
     assert len(computed) > len(graph.ops)
@@ -201,144 +174,3 @@ def test_what_the_result_says() -> None:
     assert set(result.versions) == {"highs", "scipy", "numpy"}
     assert result.seconds > 0
     assert get_solver("windows")(ask(training_chain(5), 4)).solver == "windows"
-
-
-def test_progress_only_gets_better() -> None:
-    seen: list[Progress] = []
-    graph = random_training_step(3, 30)
-    result = solve(ask(graph, peak_of(graph) * 6 // 10, time_limit_s=60, on_progress=seen.append))
-    assert seen
-    best = [p.best_s for p in seen if p.best_s is not None]
-    bounds = [p.bound_s for p in seen if p.bound_s is not None]
-    assert best == sorted(best, reverse=True)
-    assert bounds == sorted(bounds)
-    assert best[-1] == result.time_s
-    assert all(p.seconds <= result.seconds for p in seen)
-    assert all(p.activity for p in seen)
-
-
-def test_a_stop_gives_the_best_so_far() -> None:
-    graph = random_training_step(5, 60)
-    best: list[float] = []
-
-    def note(progress: Progress) -> None:
-        if progress.best_s is not None:
-            best.append(progress.best_s)
-
-    result = solve(
-        ask(graph, peak_of(graph) * 4 // 10, tolerance=0.0, time_limit_s=3600, on_progress=note, should_stop=lambda: bool(best))
-    )
-    assert result.status is Status.FEASIBLE
-    assert result.time_s is not None
-    assert result.time_s <= best[0]
-
-
-def test_a_stop_before_anything_is_found() -> None:
-    graph = training_chain(30)
-    result = solve(ask(graph, 5, should_stop=lambda: True))
-    assert result.status is Status.LIMIT
-    assert "Raise --time-limit or --budget" in result.message
-
-
-def test_a_time_limit_that_has_passed() -> None:
-    assert solve(ask(training_chain(30), 5, time_limit_s=1e-9)).status is Status.LIMIT
-
-
-def test_without_memory_to_grow_there_is_still_a_schedule() -> None:
-    params = WindowsParams(bound=BoundParams(most_bytes=-1))
-    graph = transformer(TransformerSize(layers=2))
-    budget = int(0.7 * peak_of(graph))
-    result = solve(ask(graph, budget, time_limit_s=3, params=params))
-    assert result.schedule is not None
-    assert simulate(graph, result.schedule).peak_bytes <= budget
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not say")
-def test_resident_memory_is_known() -> None:
-    before = resident_bytes()
-    block = np.ones(10_000_000)
-    assert 60_000_000 < resident_bytes() - before < 200_000_000
-    del block
-    give_back()
-    assert resident_bytes() - before < 40_000_000
-
-
-@pytest.mark.parametrize("share", [9, 7, 6])
-def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
-    graph = transformer(TransformerSize(layers=4))
-    budget = peak_of(graph) * share // 10
-    search = Search(ask(graph, budget, tolerance=0.0, time_limit_s=60.0))
-    imitate(search)
-    policies = [name for name, entry in SOLVERS.items() if entry.module.startswith("solvers.policies.")]
-    times = [get_solver(name)(ask(graph, budget)).time_s for name in policies]
-    assert search.best_trial().peak_bytes <= budget
-    assert search.best_trial().time_s <= min(time_s for time_s in times if time_s is not None)
-
-
-# The parts.
-
-
-def test_order_and_choice_are_inverse() -> None:
-    graph = training_chain(6)
-    problem = problem_of(graph, 4)
-    result = solve(ask(graph, 4))
-    assert result.schedule is not None
-    # An op per window, and further executions in program order: nothing is left open.
-    detail = Discretization(tuple(range(len(graph.ops))))
-    choice = choice_of(problem, detail, result.schedule.computed)
-    order = order_of(detail, expand(problem, detail, choice))
-    assert try_out(problem, order).time_s == result.time_s
-    assert choice_of(problem, detail, order.computed) == choice
-
-
-def test_a_schedule_that_fits_solves_every_relaxation() -> None:
-    graph = random_training_step(2, 15)
-    budget = peak_of(graph) * 6 // 10
-    result = solve(ask(graph, budget))
-    assert result.schedule is not None
-    problem = problem_of(graph, budget)
-    n = len(graph.ops)
-    for ends in ((n - 1,), (n // 2, n - 1), tuple(range(n))):
-        detail = Discretization(ends, frozenset(range(n)))
-        model = build_relaxation(problem, detail)
-        choice = choice_of(problem, detail, result.schedule.computed)
-        # Its R, Q and S are fixed; what is left are the H and U, for which there must be values.
-        program = model.program
-        for (k, i), column in model.again.items():
-            program.lower[column] = program.upper[column] = i in choice.again[k]
-        for (k, t), column in model.handed.items():
-            program.lower[column] = program.upper[column] = t in choice.handed[k]
-        assert solve_program(program, clock=WallClock(60)).outcome is Outcome.OPTIMAL
-
-
-def test_spans_are_halved_down_to_two_windows() -> None:
-    assert halves(1, 1) == []
-    assert halves(1, 2) == [(1, 2)]
-    assert halves(1, 4) == [(1, 4), (1, 2), (3, 4)]
-
-
-def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
-    """Windows that are split stay as spans; without them some of these bounds fall."""
-
-    def linear_bound(problem: Problem, detail: Discretization) -> float:
-        program = build_relaxation(problem, detail).program
-        answer = solve_program(replace(program, integer=np.zeros(len(program.cost), dtype=bool)), clock=WallClock(60))
-        return answer.bound
-
-    for seed in (3, 5):
-        graph = random_training_step(seed, 60)
-        problem = problem_of(graph, peak_of(graph) * 4 // 10)
-        n = len(graph.ops)
-        detail = Discretization((n // 2, n - 1))
-        bound = linear_bound(problem, detail)
-        for ends in (range(0, n, 9), range(0, n, 4), range(n)):
-            detail = detail.split(ends)
-            finer = linear_bound(problem, detail)
-            assert finer >= bound - 1e-6
-            bound = finer
-
-
-def test_what_is_split_and_what_was_halved_is_remembered() -> None:
-    detail = Discretization((1, 5, 9)).split([3]).split([7])
-    assert detail.ends == (1, 3, 5, 7, 9)
-    assert detail.spans == {(2, 5), (6, 9), (2, 9)}

@@ -1,0 +1,56 @@
+"""A graph in the making, op by op: for tests, benchmarks and the graphs beside this."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graphs.ir import Graph, Kind, Op, Phase, Tensor
+
+
+@dataclass(slots=True)
+class Draft:
+    """A graph in the making: ops are added in program order, tensors as their outputs."""
+
+    ops: list[Op] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def static(self, name: str, size_bytes: int, kind: Kind = Kind.PARAMETER) -> int:
+        """Add a tensor that lives throughout; returns its id."""
+        self.tensors.append(Tensor(len(self.tensors), name, size_bytes, (), kind))
+        return len(self.tensors) - 1
+
+    def op(
+        self,
+        name: str,
+        inputs: Sequence[int],
+        sizes_bytes: Sequence[int],
+        *,
+        time_s: float = 1.0,
+        workspace_bytes: int = 0,
+        phase: Phase = Phase.FORWARD,
+        recomputable: bool = True,
+        mutates: tuple[int, ...] = (),
+    ) -> tuple[int, ...]:
+        """Add an op with an output per size; returns their ids."""
+        index = len(self.ops)
+        outputs = tuple(range(len(self.tensors), len(self.tensors) + len(sizes_bytes)))
+        for place, (t, size) in enumerate(zip(outputs, sizes_bytes, strict=True)):
+            self.tensors.append(Tensor(t, f"{name}.{place}" if place else name, size, (index,)))
+        self.ops.append(
+            Op(
+                id=index,
+                name=name,
+                target="synthetic",
+                inputs=tuple(dict.fromkeys(inputs)),
+                outputs=outputs,
+                time_s=time_s,
+                workspace_bytes=workspace_bytes,
+                phase=phase,
+                recomputable=recomputable,
+                mutates=mutates,
+            )
+        )
+        return outputs
+
+    def graph(self, kept: Sequence[int] = (), **provenance: object) -> Graph:
+        """The graph, with what must be in memory at the end."""
+        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(kept), {"made": "synthetic", **provenance})

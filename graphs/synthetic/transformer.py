@@ -1,0 +1,156 @@
+"""A large training step: that of a decoder-only transformer of any size."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphs.ir import Graph, Kind, Phase
+from graphs.synthetic.draft import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerSize:
+    """Numbers of a decoder-only transformer and its batch.
+
+    Attributes:
+        layers, width, heads: of the network; the feed-forward part is 4 times as wide.
+        vocabulary: rows of the embedding.
+        batch, sequence: sequences in a batch, and their length.
+        item_bytes: bytes of a number.
+        flops_per_s, bytes_per_s: of the device; an op takes the larger of its work and its traffic.
+    """
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 50304
+    batch: int = 8
+    sequence: int = 1024
+    item_bytes: int = 4
+    flops_per_s: float = 60e12
+    bytes_per_s: float = 1.5e12
+
+
+def transformer(size: TransformerSize) -> Graph:
+    """A training step of a decoder-only transformer with dropout; about 33 ops per layer.
+
+    Forward ops are written once; their backward follows from what each says it needs.
+    """
+    return _Transformer(size).graph()
+
+
+class _Transformer:
+    """Records forward ops with what their backward reads, then walks back over them."""
+
+    def __init__(self, size: TransformerSize) -> None:
+        self.size = size
+        self.draft = Draft()
+        self.tape: list[tuple[str, list[int], int, list[int], int, float]] = []
+        self.kept: list[int] = []
+        self.tokens = size.batch * size.sequence
+
+    def graph(self) -> Graph:
+        size = self.size
+        tokens = self.draft.static("tokens", 8 * self.tokens, Kind.INPUT)
+        row = self.tokens * size.width
+        x = self.forward("embedding", [], row, needs=[], parameters=size.vocabulary * size.width, reads=[tokens])
+        for layer in range(size.layers):
+            x = self.block(f"block{layer}.", x)
+        x = self.normalise("norm", x)
+        logits = self.linear("head", x, size.width, size.vocabulary)
+        loss, gradient = self.draft.op(
+            "loss",
+            [logits],
+            [4, self.tokens * size.vocabulary * size.item_bytes],
+            time_s=self.traffic_s(2 * self.tokens * size.vocabulary),
+        )
+        self.kept.append(loss)
+        self.backward(logits, gradient)
+        return self.draft.graph(self.kept, layers=size.layers)
+
+    def block(self, at: str, x: int) -> int:
+        size, row = self.size, self.tokens * self.size.width
+        scores = size.batch * size.heads * size.sequence**2
+        y = self.normalise(at + "norm1", x)
+        qkv = self.linear(at + "qkv", y, size.width, 3 * size.width)
+        s = self.forward(at + "scores", [qkv], scores, needs=[qkv], work=2 * scores * size.width // size.heads)
+        p = self.forward(at + "softmax", [s], scores, needs=[-1])
+        d = self.dropout(at + "dropout1", p, scores)
+        a = self.forward(at + "attend", [d, qkv], row, needs=[d, qkv], work=2 * scores * size.width // size.heads)
+        o = self.dropout(at + "dropout2", self.linear(at + "project", a, size.width, size.width), row)
+        x = self.forward(at + "add1", [x, o], row, needs=[])
+        y = self.normalise(at + "norm2", x)
+        h = self.linear(at + "up", y, size.width, 4 * size.width)
+        h = self.forward(at + "gelu", [h], 4 * row, needs=[h])
+        h = self.dropout(at + "dropout3", self.linear(at + "down", h, 4 * size.width, size.width), row)
+        return self.forward(at + "add2", [x, h], row, needs=[])
+
+    def normalise(self, name: str, x: int) -> int:
+        return self.forward(name, [x], self.tokens * self.size.width, needs=[x], parameters=2 * self.size.width)
+
+    def linear(self, name: str, x: int, wide_in: int, wide_out: int) -> int:
+        work = 2 * self.tokens * wide_in * wide_out
+        return self.forward(name, [x], self.tokens * wide_out, needs=[x], parameters=wide_in * wide_out, work=work)
+
+    def dropout(self, name: str, x: int, numbers: int) -> int:
+        (state,) = self.draft.op(name + ".state", [], [5056], time_s=0.0, recomputable=False)
+        y, mask = self.draft.op(name, [x, state], [numbers * self.size.item_bytes, numbers], time_s=self.traffic_s(2 * numbers))
+        self.tape.append((name, [x], y, [mask], 0, self.traffic_s(2 * numbers)))
+        return y
+
+    def forward(
+        self,
+        name: str,
+        inputs: list[int],
+        numbers: int,
+        *,
+        needs: list[int],
+        parameters: int = 0,
+        work: int = 0,
+        reads: Sequence[int] = (),
+    ) -> int:
+        """An op with an output of `numbers`; its backward reads `needs` (-1: its output) and the gradient."""
+        size = self.size
+        weight = [self.draft.static(name + ".weight", parameters * size.item_bytes)] if parameters else []
+        touched = numbers + sum(self.draft.tensors[t].size_bytes for t in inputs) // size.item_bytes
+        time_s = max(work / size.flops_per_s, self.traffic_s(touched))
+        (y,) = self.draft.op(name, [*inputs, *weight, *reads], [numbers * size.item_bytes], time_s=time_s)
+        saved = [y if t == -1 else t for t in needs]
+        self.tape.append((name, inputs, y, [*saved, *weight], parameters, time_s))
+        return y
+
+    def traffic_s(self, numbers: int) -> float:
+        return 3e-6 + numbers * self.size.item_bytes / self.size.bytes_per_s
+
+    def backward(self, output: int, gradient: int) -> None:
+        """For each recorded op, latest first: add up the gradients of its output, then make those of its inputs."""
+        gradients: dict[int, list[int]] = {output: [gradient]}
+        for name, inputs, y, needs, parameters, time_s in reversed(self.tape):
+            parts = gradients.pop(y)
+            size_bytes = self.draft.tensors[y].size_bytes
+            if len(parts) > 1:
+                parts = list(
+                    self.draft.op(
+                        name + ".sum",
+                        parts,
+                        [size_bytes],
+                        time_s=self.traffic_s(3 * size_bytes // self.size.item_bytes),
+                        phase=Phase.BACKWARD,
+                    )
+                )
+            sizes = [self.draft.tensors[t].size_bytes for t in inputs]
+            if not needs and not parameters:
+                # Addition: the gradient passes on unchanged.
+                for t in inputs:
+                    gradients.setdefault(t, []).append(parts[0])
+                continue
+            made = self.draft.op(
+                name + ".backward",
+                [*parts, *needs],
+                [*sizes, *([parameters * self.size.item_bytes] if parameters else [])],
+                time_s=2 * time_s if parameters else time_s,
+                phase=Phase.BACKWARD,
+            )
+            if parameters:
+                self.kept.append(made[-1])
+            for t, part in zip(inputs, made, strict=False):
+                gradients.setdefault(t, []).append(part)

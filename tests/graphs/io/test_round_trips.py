@@ -1,0 +1,65 @@
+"""Graphs and plans are read as they were written, and docs/formats.md describes them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+
+from graphs.io import files
+from graphs.io.formats import read_graph, read_graph_or_plan, read_plan, write_graph, write_plan
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.plan_document import plan_from_dict, plan_to_dict
+from graphs.ir import Graph, Kind, Phase
+from graphs.plan import Plan
+from graphs.simulate import simulate
+from tests.support.documents import graphs, plans, through_text
+
+
+@given(graphs())
+def test_a_graph_is_read_as_it_was_written(graph: Graph) -> None:
+    again = graph_from_dict(through_text(graph_to_dict(graph)))
+    assert again == graph
+    assert again.fingerprint == graph.fingerprint
+    assert [op.time_s.hex() for op in again.ops] == [op.time_s.hex() for op in graph.ops]
+
+
+@given(plans())
+def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
+    assert plan_from_dict(through_text(plan_to_dict(plan))) == plan
+
+
+def test_files_hold_one_op_and_one_execution_a_line(graph: Graph, plan: Plan, tmp_path: Path) -> None:
+    write_graph(graph, tmp_path / "graph.json")
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_graph(tmp_path / "graph.json") == graph == read_graph_or_plan(tmp_path / "graph.json")
+    assert read_plan(tmp_path / "plan.json") == plan == read_graph_or_plan(tmp_path / "plan.json")
+    graph_lines = (tmp_path / "graph.json").read_text().splitlines()
+    assert len([line for line in graph_lines if '"target"' in line]) == len(graph.ops)
+    assert '  ["compute", 1], ["free", 1],' in (tmp_path / "plan.json").read_text().splitlines()
+
+
+def test_the_examples_of_the_document_are_read_and_written() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+    examples = dict(re.findall(r"<!-- example: (\w+) -->\n```json\n(.*?)```", document, re.DOTALL))
+    graph, plan = graph_from_dict(json.loads(examples["graph"])), plan_from_dict(json.loads(examples["plan"]))
+    assert files.layout(graph_to_dict(graph)) == examples["graph"]
+    assert files.layout(plan_to_dict(plan)) == examples["plan"]
+    assert plan.graph.fingerprint == graph.fingerprint
+    assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
+
+
+def test_the_document_names_every_field(graph: Graph, plan: Plan) -> None:
+    document = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+    graph_data: Any = graph_to_dict(graph)
+    plan_data: Any = plan_to_dict(plan)
+    rows = [graph_data, *graph_data["tensors"], *graph_data["ops"], plan_data, plan_data["graph"]]
+    fields = {field for row in rows for field in row} | set(Kind) | set(Phase)
+    assert {field for field in fields if f"`{field}`" not in document} == set()
+
+
+def test_a_plain_graph_has_none_of_the_fields_of_choices(graph: Graph, plan: Plan) -> None:
+    data: Any = graph_to_dict(graph)
+    fields = {field for row in (data, *data["tensors"], *data["ops"], plan_to_dict(plan)) for field in row}
+    assert not fields & {"pools", "pool", "producers", "stream", "optional", "stands_for", "differs", "pool_peaks_bytes"}

@@ -1,0 +1,93 @@
+"""``planner solve``: what it prints and writes, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.errors import PlannerError
+from graphs.io.formats import read_graph, read_plan
+from graphs.simulate import simulate
+from tests.support.command import call, refused
+
+
+def test_solve_writes_a_plan_that_fits(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file = tmp_path / "plan.json"
+    said = call(capsys, "solve", graph_file, "--budget", "70%", "-o", plan_file)
+    assert (said.code, said.err) == (0, "")
+    for words in (
+        "budget",
+        "70.00% of the",
+        "predicted peak",
+        "overhead",
+        "bound",
+        "gap",
+        "%, tolerance 0.1%",
+        "optimal, by windows",
+        f"written to {plan_file}",
+    ):
+        assert words in said.out
+    plan, graph = read_plan(plan_file), read_graph(graph_file)
+    simulation = simulate(graph, plan.schedule)
+    assert plan.graph.fingerprint == graph.fingerprint
+    assert plan.budget_bytes == int(0.7 * plan.graph.store_all_peak_bytes)
+    assert simulation.peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    assert simulation.time_s == plan.time_s
+    assert simulation.recomputed > 0
+    assert plan.settings["tolerance"] == 0.001
+
+
+def test_solve_prints_json_and_writes_only_on_request(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = call(capsys, "solve", graph_file, "--budget", "100%", "--solver", "store_all", "--json", "--quiet")
+    assert (said.code, said.err) == (0, "")
+    data = json.loads(said.out)
+    assert (data["status"], data["output"], data["recomputed"]) == ("optimal", None, 0)
+    assert data["overhead"] == pytest.approx(0, abs=1e-12)
+    assert data["gap"] == pytest.approx(0, abs=1e-12)
+    assert data["predicted_peak_bytes"] == data["budget_bytes"]
+    assert list(graph_file.parent.iterdir()) == [graph_file]
+
+
+def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(call(capsys, "solve", graph_file, "--budget", "2kB"), 3, "budget 2.00 kB is below", "op 'op", "Raise --budget")
+    limit = call(capsys, "solve", graph_file, "--budget", "90%", "--solver", "store_all")
+    refused(limit, 4, "keeping everything needs")
+    assert list(graph_file.parent.iterdir()) == [graph_file]
+
+
+def test_solve_refuses_before_it_starts(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = graph_file.read_text()
+    for output, word in [
+        (graph_file, "is the graph itself"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "none" / "plan.json", "there is no folder"),
+    ]:
+        refused(call(capsys, "solve", graph_file, "--budget", "1B", "-o", output), 1, str(output), word)
+    assert graph_file.read_text() == before
+    assert list(tmp_path.iterdir()) == [graph_file]
+
+
+@pytest.mark.parametrize("name", ["info", "solve"])
+def test_a_broken_file_is_one_line(name: str, graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph_file.write_text(graph_file.read_text()[:300])
+    more = ["--budget", "60%"] if name == "solve" else []
+    refused(call(capsys, name, graph_file, *more), 1, f"{graph_file}: the file is cut short")
+    refused(call(capsys, name, graph_file.parent / "none.json", *more), 1, "there is no such file")
+
+
+def test_solve_wants_a_graph_and_run_a_plan(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file = tmp_path / "plan.json"
+    assert call(capsys, "solve", graph_file, "--budget", "100%", "-o", plan_file).code == 0
+    refused(call(capsys, "solve", plan_file, "--budget", "60%"), 1, "holds a plan, but a graph is expected")
+    refused(call(capsys, "run", graph_file, "--model", "zoo:mlp"), 1, "holds a graph, but a plan is expected")
+
+
+def test_a_message_of_many_lines_is_printed_in_one(
+    graph_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PlannerError("one\ntwo")
+
+    monkeypatch.setattr("planner.solving.solve", fail)
+    refused(call(capsys, "solve", graph_file, "--budget", "60%"), 1, "one two")

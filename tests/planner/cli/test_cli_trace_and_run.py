@@ -1,0 +1,117 @@
+"""``planner trace`` and ``planner run``: from a model to a measured step."""
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.io.formats import read_graph, read_plan
+from graphs.ir import Graph
+from planner.models.workload import parse_spec
+from tests.support.budgets import between
+from tests.support.command import FakeReport, call, refused
+from tests.support.command_process import ROOT, chain
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """In place of the module that traces and runs, one that notes what it is asked for."""
+    import planner
+
+    module = types.ModuleType("planner.api")
+    module.calls = []  # type: ignore[attr-defined]
+
+    def trace(*workload: object, **options: object) -> Graph:
+        module.calls.append((len(workload), options))
+        return chain()
+
+    def run(plan: object, *workload: object, **options: object) -> FakeReport:
+        module.calls.append((len(workload), options))
+        return FakeReport(identical=options["seed"] == 0, differences=() if options["seed"] == 0 else ("gradient of 'w'",))
+
+    module.trace, module.run = trace, run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "planner.api", module)
+    monkeypatch.setattr(planner, "api", module, raising=False)
+    return module
+
+
+TINY = "zoo:mlp,batch=2,layers=1,width=4,classes=3"
+
+
+def test_trace_passes_its_options_on(api: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.json"
+    said = call(capsys, "trace", TINY, "-o", path, "--optimizer", "adamw", "--accumulate", "--roofline", "h200", "--passes", "3")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.startswith(f"{path}: 12 ops, 13 tensors, step time 12 ms")
+    assert read_graph(path) == chain()
+    assert api.calls == [
+        (3, {"optimizer": "adamw", "accumulate": True, "roofline": "h200", "passes": 3, "name": TINY}),
+    ]
+    data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json").out)
+    assert data["ops"] == 12
+    assert data["output"] == str(path)
+    assert api.calls[1][1] == {"optimizer": "none", "accumulate": False, "roofline": None, "passes": 5, "name": TINY}
+
+
+def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "none" / "model.json"), 1, "there is no folder")
+    refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "model.json"), 1, "'none'", "gpt2")
+    refused(call(capsys, "trace", "none.py:build", "-o", tmp_path / "model.json"), 1, "none.py is not there")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_reports_and_has_a_code_for_gradients_that_differ(
+    api: Any, graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_file = tmp_path / "plan.json"
+    assert call(capsys, "solve", graph_file, "--budget", "100%", "-o", plan_file).code == 0
+    same = call(capsys, "run", plan_file, "--model", TINY, "--repeats", "2")
+    assert (same.code, same.err) == (0, "")
+    for words in (
+        "1.99 kB   1.98 kB",
+        "11 ms     12 ms",
+        "1.1000    1.2000",
+        "within the budget of 2.00 kB",
+        "identical to keeping",
+    ):
+        assert words in same.out
+    assert api.calls == [(3, {"repeats": 2, "seed": 0})]
+    other = call(capsys, "run", plan_file, "--model", TINY, "--seed", "1")
+    assert other.code == 6
+    assert "DIFFERENT from keeping everything:\n  gradient of 'w'" in other.out
+    data = json.loads(call(capsys, "run", plan_file, "--model", TINY, "--json").out)
+    assert (data["identical"], data["measured_peak_bytes"], data["differences"]) == (True, 1980, [])
+
+
+@pytest.mark.parametrize(
+    "model", [f"{ROOT}/examples/own_model.py:build,batch=256,width=32,depth=3", "zoo:mlp,batch=256,layers=6,width=32,classes=16"]
+)
+def test_from_a_model_to_a_measured_step(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"
+    assert call(capsys, "trace", model, "-o", graph_file, "--passes", "2").code == 0
+    assert call(capsys, "info", graph_file).code == 0
+    assert read_graph(graph_file).provenance["model"] == str(parse_spec(model))
+    budget = f"{between(read_graph(graph_file))}B"
+    assert call(capsys, "solve", graph_file, "--budget", budget, "-o", plan_file).code == 0
+    ran = call(capsys, "run", plan_file, "--model", model, "--repeats", "2", "--json")
+    assert ran.code == 0, ran.err
+    data = json.loads(ran.out)
+    assert data["identical"]
+    assert data["measured_peak_bytes"] <= data["budget_bytes"]
+    assert read_plan(plan_file).overhead > 0
+    other = model.replace("batch=256", "batch=128")
+    refused(call(capsys, "run", plan_file, "--model", other), 1, "the plan is for another graph", "128")
+
+
+def test_a_model_of_any_size_is_traced_for_a_device_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph_file = tmp_path / "model.json"
+    model = "zoo:mlp,layers=2,width=200000,batch=4096,classes=8"
+    assert call(capsys, "trace", model, "-o", graph_file, "--roofline", "h200", "--optimizer", "adamw").code == 0
+    graph = read_graph(graph_file)
+    assert graph.static_bytes > 900 * 10**9  # two layers of 160 GB, and twice that for AdamW
+    assert graph.static_bytes_by_kind["optimizer_state"] == 2 * graph.static_bytes_by_kind["parameter"]
+    assert graph.time_s > 0
+    assert call(capsys, "solve", graph_file, "--budget", "99%").code == 3

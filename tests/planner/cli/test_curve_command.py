@@ -1,0 +1,165 @@
+"""``planner curve``: what it prints, writes and draws, and what an interruption leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from graphs.io.formats import write_graph
+from planner.cli.main import main
+from tests.support.command_process import PATIENCE_S, ROOT
+from tests.support.training_chains import chain_of_six
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.json"
+    write_graph(chain_of_six(), path)
+    return path
+
+
+def test_the_command_prints_writes_and_draws(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, figure = tmp_path / "c.csv", tmp_path / "c.png"
+    arguments = ["curve", str(graph_file), "--budgets", "4", "--jobs", "1", "-o", str(table), "--plot", str(figure)]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[0].split() == ["budget", "%", "of", "peak", "overhead", "bound", "gap", "seconds", "status"]
+    assert out.count("optimal") == 4
+    assert "least feasible budget" in out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    rows = pd.read_csv(table, dtype={"budget_bytes": int, "overhead": float, "status": str})
+    assert list(rows["status"]) == ["optimal"] * 4
+    assert main([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["complete"]
+    assert [point["budget_bytes"] for point in data["points"]] == list(rows["budget_bytes"])
+    assert rows["overhead"].iloc[0] == pytest.approx(data["points"][0]["overhead"], abs=2e-3)
+    assert rows["overhead"].iloc[-1] == 0
+
+
+def test_no_budget_that_anything_fits_is_exit_code_3(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["curve", str(graph_file), "--budgets", "1B,2B"]) == 3
+    assert capsys.readouterr().out.count("infeasible") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (["--budgets", "8"], 0, "least feasible"),
+        (["--budgets", "0"], 2, "'0' is not a whole number"),
+        (["--budgets", "8GB,9"], 2, "has no unit"),
+        (["--jobs", "0"], 2, "--jobs"),
+        (["--plot", "{folder}/c.sing"], 1, "does not end in a format of figures"),
+        (["--plot", "{folder}/none/c.png"], 1, "there is no folder"),
+        (["-o", "{folder}/none/c.csv"], 1, "there is no folder"),
+    ],
+)
+def test_options_are_refused_in_one_line(
+    arguments: list[str], code: int, word: str, graph_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["curve", str(graph_file), "--jobs", "1", *(a.format(folder=graph_file.parent) for a in arguments)]) == code
+    out, err = capsys.readouterr()
+    assert word in (err if code else out)
+    assert err.count("\n") == (1 if code else 0)
+    assert sorted(graph_file.parent.iterdir()) == [graph_file]
+
+
+def test_the_command_imports_no_torch(graph_file: Path) -> None:
+    code = (
+        "import sys; from planner.cli.main import main; c = main(sys.argv[1:]); print(*sys.modules, file=sys.stderr); sys.exit(c)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "curve", graph_file, "--budgets", "3", "--jobs", "1"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not {"torch", "pandas", "matplotlib"} & set(ended.stderr.split())
+
+
+ENDLESS = """
+import os, time
+from pathlib import Path
+from solvers.policies import store_all
+
+FOLDER = Path(__file__).parent
+
+def solve(request):
+    (FOLDER / f"{os.getpid()}.started").touch()
+    while not request.interrupted():
+        time.sleep(0.01)
+    return store_all.solve(request)
+"""
+
+WITH_ENDLESS_SOLVER = """
+import sys
+folder, *arguments = sys.argv[1:]
+sys.path.insert(0, folder)
+from solvers.registry import SOLVERS, Entry
+SOLVERS["endless"] = Entry("endless", "never ends by itself")
+if __name__ == "__main__":
+    from planner.cli.main import main
+    sys.exit(main(arguments))
+"""
+
+
+def waiting(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+@pytest.mark.parametrize("signals", ["one", "many"])
+def test_an_interrupted_curve_answers_and_leaves_no_process(signals: str, graph_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "solver"
+    folder.mkdir()
+    (folder / "endless.py").write_text(ENDLESS)
+    (folder / "run.py").write_text(WITH_ENDLESS_SOLVER)
+    process = subprocess.Popen(
+        [sys.executable, folder / "run.py", folder, "curve", graph_file, "--solver", "endless", "--budgets", "70%,80%,90%,100%"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    waiting(lambda: len(list(folder.glob("*.started"))) == 2 or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+    pids = [int(path.stem) for path in folder.glob("*.started")]
+    # As a terminal does: to the whole group.
+    while process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        if signals == "one":
+            break
+        time.sleep(0.02)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    if signals == "one":
+        assert process.returncode == 0, err
+        assert "stopped before every budget had its turn" in out
+        assert out.count("optimal") == 1
+        assert err.startswith("planner: interrupted: ending with")
+        assert err.count("\n") == 1
+    else:
+        # At the second the process ends at once, unless it had ended already.
+        assert process.returncode in (0, 130)
+        assert "Traceback" not in err
+    waiting(lambda: not any(map(alive, pids)))

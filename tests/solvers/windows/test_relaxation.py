@@ -1,0 +1,85 @@
+"""Schedules as solutions of the programs, and relaxations that splitting never weakens."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
+from solvers.problem import Problem, problem_of
+from solvers.windows import solve
+from solvers.windows.formulation.granularity import Discretization, halves
+from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.solution.decode import expand, order_of, try_out
+from solvers.windows.solution.encode import choice_of
+from tests.support.budgets import peak_bytes
+from tests.support.requests import ask
+
+
+def test_order_and_choice_are_inverse() -> None:
+    graph = training_chain(6)
+    problem = problem_of(graph, 4)
+    result = solve(ask(graph, 4))
+    assert result.schedule is not None
+    # An op per window, and further executions in program order: nothing is left open.
+    detail = Discretization(tuple(range(len(graph.ops))))
+    choice = choice_of(problem, detail, result.schedule.computed)
+    order = order_of(detail, expand(problem, detail, choice))
+    assert try_out(problem, order).time_s == result.time_s
+    assert choice_of(problem, detail, order.computed) == choice
+
+
+def test_a_schedule_that_fits_solves_every_relaxation() -> None:
+    graph = random_training_step(2, 15)
+    budget = peak_bytes(graph) * 6 // 10
+    result = solve(ask(graph, budget))
+    assert result.schedule is not None
+    problem = problem_of(graph, budget)
+    n = len(graph.ops)
+    for ends in ((n - 1,), (n // 2, n - 1), tuple(range(n))):
+        detail = Discretization(ends, frozenset(range(n)))
+        model = build_relaxation(problem, detail)
+        choice = choice_of(problem, detail, result.schedule.computed)
+        # Its R, Q and S are fixed; what is left are the H and U, for which there must be values.
+        program = model.program
+        for (k, i), column in model.again.items():
+            program.lower[column] = program.upper[column] = i in choice.again[k]
+        for (k, t), column in model.handed.items():
+            program.lower[column] = program.upper[column] = t in choice.handed[k]
+        assert solve_program(program, clock=WallClock(60)).outcome is Outcome.OPTIMAL
+
+
+def test_spans_are_halved_down_to_two_windows() -> None:
+    assert halves(1, 1) == []
+    assert halves(1, 2) == [(1, 2)]
+    assert halves(1, 4) == [(1, 4), (1, 2), (3, 4)]
+
+
+def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
+    """Windows that are split stay as spans; without them some of these bounds fall."""
+
+    def linear_bound(problem: Problem, detail: Discretization) -> float:
+        program = build_relaxation(problem, detail).program
+        answer = solve_program(replace(program, integer=np.zeros(len(program.cost), dtype=bool)), clock=WallClock(60))
+        return answer.bound
+
+    for seed in (3, 5):
+        graph = random_training_step(seed, 60)
+        problem = problem_of(graph, peak_bytes(graph) * 4 // 10)
+        n = len(graph.ops)
+        detail = Discretization((n // 2, n - 1))
+        bound = linear_bound(problem, detail)
+        for ends in (range(0, n, 9), range(0, n, 4), range(n)):
+            detail = detail.split(ends)
+            finer = linear_bound(problem, detail)
+            assert finer >= bound - 1e-6
+            bound = finer
+
+
+def test_what_is_split_and_what_was_halved_is_remembered() -> None:
+    detail = Discretization((1, 5, 9)).split([3]).split([7])
+    assert detail.ends == (1, 3, 5, 7, 9)
+    assert detail.spans == {(2, 5), (6, 9), (2, 9)}

@@ -20,11 +20,9 @@ from graphs.ir import Phase
 from solvers.eviction.rules import Guide, Rule
 from solvers.problem import Problem
 
-_GUIDED = 30.0  # times its rank for what a guide hands on, and one over that for what it does not
 _NEVER = 1 << 60  # the next use of what is not used any more
 _DOOMED_S = 1e9  # cost of what there will be no room to make again
 WORK_PER_EVICTION = 4e-5  # and execution, see ``solvers.clock``
-_ROUNDS = 5  # an op executed so often before the next new one goes round in circles
 
 
 def evicting_order(
@@ -150,7 +148,12 @@ class _Run:
         op = self.graph.ops[i]
         self.rounds[i] += 1
         self.time_left_s -= op.time_s
-        if len(self.order) >= self.max_executions or self.rounds[i] > _ROUNDS or self.time_left_s < 0.0 or self.should_stop():
+        if (
+            len(self.order) >= self.max_executions
+            or self.rounds[i] > self.rule.rounds
+            or self.time_left_s < 0.0
+            or self.should_stop()
+        ):
             raise _FailedError
         for t in op.outputs:
             if self.there[t] and t not in self.graph.kept:
@@ -224,8 +227,8 @@ class _Run:
         """What the guide says on keeping a tensor."""
         window = bisect_left(guide.ends, self.done + 1)
         if guide.handed[window, t]:
-            return _GUIDED
-        return 1.0 if self.next_use[t] <= guide.ends[window] else 1.0 / _GUIDED
+            return self.rule.guided
+        return 1.0 if self.next_use[t] <= guide.ends[window] else 1.0 / self.rule.guided
 
     def _cost(self, t: int) -> float:
         """Seconds to make a tensor again, with what is missing for that."""

@@ -16,12 +16,16 @@ class Rule:
     Attributes:
         gradients_stay: where there would be no room to make a tensor again beside all gradients that are alive when
             it is used next, it is evicted last.
+        guided: times its rank for what a guide hands on, and one over that for what it does not.
+        rounds: an op executed so often before the next new one goes round in circles.
     """
 
     cost: float = 1.0
     size: float = 1.0
     distance: float = 1.0
     gradients_stay: bool = False
+    guided: float = 30.0
+    rounds: int = 5
 
 
 @dataclass(frozen=True, slots=True)

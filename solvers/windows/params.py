@@ -80,6 +80,8 @@ class PortfolioParams:
         even_share: for any other.
         slow: share of what is made smaller, in a unit of time: where no way gains as much, all get about the same time.
         memory: what was gained and spent counts this much less a unit of time later.
+        pscost_minreliable: HiGHS's option: what looks for schedules wants many nodes rather than a bound, and so less strong
+            branching than by default.
     """
 
     first_slice: float = 2.0
@@ -94,6 +96,7 @@ class PortfolioParams:
     even_share: float = 0.25
     slow: float = 1e-4
     memory: float = 0.95
+    pscost_minreliable: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,9 @@ class NeighbourhoodParams:
         wider: times as many where that costs more than
         much: share of the step.
         open_limit, open_gap: for a model with a few choices open; the gap is a share of the step.
+        shrink: of what is open, stays open where that was not solved in time;
+        grow: so much more is opened where it took less than
+        soon: share of the time.
         first_part: of all windows or ops, one in so many is open at first.
         settle_gap: part of the tolerance to which models are solved that only have to fit.
     """
@@ -138,6 +144,9 @@ class NeighbourhoodParams:
     much: float = 0.01
     open_limit: float = 1.0
     open_gap: float = 1e-4
+    shrink: float = 0.8
+    grow: float = 0.1
+    soon: float = 0.25
     first_part: int = 6
     settle_gap: float = 0.5
 
@@ -151,7 +160,13 @@ class RandomKeyParams:
         guided_rules, factors: tried with each solution of a model as guide; factors of the budget.
         pool: ways that are varied.
         worse: times the best: a run that takes longer is given up.
-        fresh: rules drawn before any is varied.
+        fresh: rules drawn before any is varied;
+        fresh_share: of the runs after that, that draw one.
+        whole_share: of the rules that are drawn, that keep to the budget; the others get a factor of it
+        budget_factors: between these.
+        varied: shares of the tensors that get another factor in a variation, one of which is drawn.
+        rule_share, rule_step: how often its rule varies, and the deviation of each exponent.
+        budget_share, budget_step: how often its budget varies, and the deviation of the factor's logarithm.
         most_executions: per op.
     """
 
@@ -161,6 +176,14 @@ class RandomKeyParams:
     pool: int = 4
     worse: float = 1.15
     fresh: int = 40
+    fresh_share: float = 0.05
+    whole_share: float = 0.25
+    budget_factors: tuple[float, float] = (0.9, 1.4)
+    varied: tuple[float, ...] = (0.1, 0.025, 0.006)
+    rule_share: float = 0.3
+    rule_step: float = 0.1
+    budget_share: float = 0.3
+    budget_step: float = 0.02
     most_executions: float = 8.0
 
 

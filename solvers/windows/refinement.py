@@ -7,7 +7,7 @@ import numpy as np
 
 from solvers.clock import Clock
 from solvers.highs import solve_program
-from solvers.highs.program import Answer, Floats, Option, Outcome, Program, Watch
+from solvers.highs.program import Answer, Floats, Outcome, Program, Watch
 from solvers.memory import give_back
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.formulation.draft import POLL_EVERY, StoppedError
@@ -18,8 +18,6 @@ from solvers.windows.solution.decode import Choice, expand, late_writers, order_
 from solvers.windows.solution.encode import choice_of, start_values
 from solvers.windows.solution.refine import refined, with_stages_in_order
 
-# Less strong branching than by default: what looks for schedules wants many nodes rather than a bound.
-_EAGER: dict[str, Option] = {"mip_pscost_minreliable": 1}
 _WORK_PER_ENTRY = 2e-6  # of building a model
 
 
@@ -61,7 +59,7 @@ def solve_part(
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
         watch=Watch(lambda: stop() or bound >= below, on_incumbent, on_bound, search.interrupted),
-        options=_EAGER,
+        options={"mip_pscost_minreliable": search.params.portfolio.pscost_minreliable},
     )
 
 

@@ -142,9 +142,9 @@ class Neighbourhoods:
             if done and size >= 2 * whole and search.best is best.trial and self.detail == best.model.detail:
                 return
             if not done:
-                size = max(2, int(0.8 * size))
-            elif took < 0.25 * params.open_limit:
-                size += 1 + size // 10
+                size = max(2, int(params.shrink * size))
+            elif took < params.soon * params.open_limit:
+                size += 1 + int(params.grow * size)
             yield
 
     def best_in_model(self) -> "_Placed":

@@ -67,7 +67,7 @@ class RandomKeys:
         for _ in range(runs):
             if should_stop():
                 return
-            if self.runs < self.params.fresh or not self.pool or self._draw.random() < 0.05:
+            if self.runs < self.params.fresh or not self.pool or self._draw.random() < self.params.fresh_share:
                 self.take(self.fresh(), None)
             else:
                 # The best is varied most often.
@@ -77,21 +77,22 @@ class RandomKeys:
     def fresh(self) -> Way:
         """A rule without a guide."""
         cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
-        factor = 1.0 if self._draw.random() < 0.25 else float(self._draw.uniform(0.9, 1.4))
+        exact = self._draw.random() < self.params.whole_share
+        factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
         return Way(Rule(cost, size, distance), factor, None, self._even)
 
     def variation(self, way: Way) -> Way:
         """`way` with other factors for some tensors, and now and then another rule or budget."""
-        draw = self._draw
-        share = float(draw.choice((0.1, 0.025, 0.006)))
+        draw, params = self._draw, self.params
+        share = float(draw.choice(params.varied))
         chosen = draw.random(len(way.bias)) < share
         way = replace(way, bias=way.bias * np.where(chosen, np.exp(draw.normal(size=len(chosen))), 1.0))
-        if draw.random() < 0.3:
-            rule = way.rule
-            cost, size, distance = (max(0.0, e + 0.1 * float(draw.normal())) for e in (rule.cost, rule.size, rule.distance))
+        if draw.random() < params.rule_share:
+            exponents = (way.rule.cost, way.rule.size, way.rule.distance)
+            cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
             way = replace(way, rule=Rule(cost, size, distance))
-        if draw.random() < 0.3:
-            way = replace(way, factor=way.factor * math.exp(0.02 * float(draw.normal())))
+        if draw.random() < params.budget_share:
+            way = replace(way, factor=way.factor * math.exp(params.budget_step * float(draw.normal())))
         return way
 
     def take(self, way: Way, parent: int | None) -> None:

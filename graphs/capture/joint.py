@@ -1,5 +1,6 @@
 """The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudn
 from graphs.capture.unchanged import restored
 from graphs.errors import PlannerError, TraceError
 from graphs.torch_private.capture import (
+    FOLLOWS_COPIES,
     GUARD_SETTINGS,
     CaptureOutput,
     JointWithDescriptors,
@@ -230,6 +232,14 @@ def _why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches)
         )
     frames = [line.strip() for line in str(error).splitlines() if line.lstrip().startswith("File ")]
     where = f" ({frames[-1]})" if frames else ""
+    in_deepcopy = copy.__file__ in where and where.endswith("in deepcopy)")
+    if not FOLLOWS_COPIES and (in_deepcopy or _first_line(error) == "copy.deepcopy()"):
+        caller = next(frame for frame in reversed(frames) if copy.__file__ not in frame)
+        return (
+            f"the step cannot be captured as one graph: torch {torch.__version__} does not follow copy.deepcopy() ({caller}): "
+            "use torch 2.13, or leave the copy out (models of Transformers copy their config where they make a cache: make it "
+            "with use_cache=False)"
+        )
     kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
     return f"the step cannot be captured as one graph: {kind}{_first_line(error)}{where}"
 

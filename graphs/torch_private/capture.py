@@ -83,6 +83,9 @@ SETATTR = (
     else (_builtin.BuiltinVariable, "call_setattr")
 )
 
+# Before 2.13 Dynamo does not follow copy.deepcopy of objects that say themselves how they are copied, or of any (2.11).
+FOLLOWS_COPIES = torch.__version__ >= "2.13"
+
 # Torch 2.11 skips guards on the tensors of a dictionary that is as it was, though their requires_grad may have changed. There
 # is no sign of it but the version, which torch compares with a string as versions.
 GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}

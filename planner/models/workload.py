@@ -6,8 +6,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -109,6 +109,11 @@ def _from_zoo(spec: ModelSpec) -> "Workload":
 
 def _from_file(spec: ModelSpec) -> "Workload":
     path = Path(spec.source)
+    with _neighbours_importable(path):
+        return _built(path, spec)
+
+
+def _built(path: Path, spec: ModelSpec) -> "Workload":
     module = _import_file(path)
     function = getattr(module, spec.function, None)
     if not callable(function):
@@ -123,6 +128,21 @@ def _from_file(spec: ModelSpec) -> "Workload":
     return _checked(returned, f"{spec.function} of {path}")
 
 
+@contextmanager
+def _neighbours_importable(path: Path) -> Iterator[None]:
+    """As when `path` is run as a script; later what is installed comes first, since processes started then take sys.path over."""
+    folder = str(path.resolve().parent)
+    if folder in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)  # for what the model imports only when it runs
+
+
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ModelError(
@@ -134,10 +154,6 @@ def _import_file(path: Path) -> ModuleType:
     if file_spec is None or file_spec.loader is None:
         raise ModelError(f"{path} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(file_spec)
-    # As when it is run as a script: its neighbours can be imported, now and when the function is called.
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     sys.modules[name] = module
     try:
         file_spec.loader.exec_module(module)

@@ -12,6 +12,8 @@ transformers = pytest.importorskip("transformers")
 import planner  # noqa: E402
 from graphs.capture.step import TrainingStep  # noqa: E402
 from graphs.capture.trace import capture  # noqa: E402
+from graphs.errors import TraceError  # noqa: E402
+from graphs.torch_private.capture import FOLLOWS_COPIES  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
 from planner.runtime.measure import outcome  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
@@ -56,9 +58,9 @@ def bert() -> Case:
     return transformers.BertForMaskedLM(config), text()
 
 
-def t5() -> Case:
+def t5(*, use_cache: bool = FOLLOWS_COPIES) -> Case:
     config = transformers.T5Config(
-        vocab_size=97, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
+        vocab_size=97, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0, use_cache=use_cache
     )
     return transformers.T5ForConditionalGeneration(config), text(labels=12)
 
@@ -89,6 +91,15 @@ def test_a_random_schedule_is_exact(make: Callable[[], Case]) -> None:
     assert len(schedule.computed) > len(captured.graph.ops)
     planned = outcome(Executor(captured, schedule, model, None), model, batch, seed=1)
     assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(planned) == ()
+
+
+@pytest.mark.skipif(FOLLOWS_COPIES, reason="from torch 2.13 on Dynamo follows copy.deepcopy")
+def test_a_copy_that_dynamo_does_not_follow_is_refused() -> None:
+    model, batch = t5(use_cache=True)
+    with pytest.raises(
+        TraceError, match=r"does not follow copy.deepcopy\(\) \(.*get_text_config\): use torch 2\.13, or .*use_cache"
+    ):
+        capture(model.train(), None, batch)
 
 
 def test_gpt2_is_planned_in_one_call() -> None:

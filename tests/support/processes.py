@@ -13,7 +13,12 @@ from tests.support.budgets import half_way_known
 
 def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
     """Call each of `checks` with its rank, on both processes; what fails there fails here."""
-    torch.multiprocessing.spawn(_worker, (checks, str(folder / "store")), nprocs=2)
+    torch.multiprocessing.spawn(_fork, (checks, str(folder / "store")), nprocs=1)
+
+
+def _fork(_: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
+    """The two, of a process that has imported what `checks` need, which takes seconds, and has started no thread yet."""
+    torch.multiprocessing.start_processes(_worker, (checks, store), nprocs=2, start_method="fork")
 
 
 def _worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:

@@ -1,6 +1,7 @@
 """Models named on the command line: read, imported, called with typed options, and every way that can fail."""
 
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -147,10 +148,21 @@ def test_neighbours_of_the_file_can_be_imported(tmp_path: Path) -> None:
     assert _given(path) == {"width": 5}
 
 
+def test_a_neighbour_can_be_imported_when_the_model_runs(tmp_path: Path) -> None:
+    (tmp_path / "beside_what_runs.py").write_text("WIDTH = 5\n")
+    later = "class Later(nn.Module):\n    def forward(self):\n        import beside_what_runs as b\n        return b.WIDTH\n"
+    path = write(tmp_path, f"{later}def build():\n    return Later(), None, ()\n")
+    assert load(parse_spec(f"{path}:build")).model() == 5
+
+
 def test_a_file_may_be_called_like_a_package(tmp_path: Path) -> None:
     path = tmp_path / "torch.py"
     path.write_text(HEADER + "def build():\n    return ready()\n")
     assert isinstance(load(parse_spec(f"{path}:build")).model, nn.Module)
+    # Processes started later take over sys.path, and have not imported the package yet.
+    found = PathFinder.find_spec("torch")
+    assert found is not None
+    assert found.origin == torch.__file__
 
 
 def test_a_list_is_taken_as_a_batch(tmp_path: Path) -> None:

@@ -44,14 +44,15 @@ def add(commands: Commands) -> None:
         "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
     )
     parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
-    parser.add_argument(
+    limits = parser.add_mutually_exclusive_group()
+    limits.add_argument(
         "--time-limit",
         type=options.duration,
         default=3600.0,
         metavar="TIME",
         help="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)",
     )
-    parser.add_argument(
+    limits.add_argument(
         "--work-limit",
         type=options.work,
         metavar="WORK",

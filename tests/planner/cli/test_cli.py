@@ -45,6 +45,8 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
         (["solve", "model.json", "--budget", "8"], "has no unit: write 8GB"),
         (["solve", "model.json", "--budget", "8GB", "--solver", "magic"], "windows"),
         (["solve", "model.json", "--budget", "8GB", "--time-limit", "soon"], "'soon' is not a time above 0"),
+        (["solve", "model.json", "--budget", "8GB", "--work-limit", "0"], "'0' is not a number above 0"),
+        (["solve", "model.json", "--budget", "8GB", "--work-limit", "9", "--time-limit", "9"], "not allowed with"),
         (["solve", "model.json", "--budget", "8GB", "--tolerance", "-x"], "expected one argument"),
         (["solve", "model.json", "--budget", "8GB", "--tolerance", "-1"], "'-1' is not a fraction"),
         (["trace", "zoo:mlp"], "-o/--output"),

@@ -49,6 +49,19 @@ def test_solve_prints_json_and_writes_only_on_request(graph_file: Path, capsys: 
     assert list(graph_file.parent.iterdir()) == [graph_file]
 
 
+def test_a_work_limit_gives_the_same_plan_each_time(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for name in ("one.json", "two.json"):
+        asked = ["solve", graph_file, "--budget", "70%", "--work-limit", "5", "-o", tmp_path / name]
+        assert call(capsys, *asked).code == 0
+        plans.append(json.loads((tmp_path / name).read_text()) | {"seconds": 0})
+    assert plans[0] == plans[1]
+    assert plans[0]["settings"]["work_limit"] == 5.0
+    assert "first_slice" not in call(capsys, "info", tmp_path / "one.json").out  # parameters are for machines
+    beaten = call(capsys, "solve", graph_file, "--budget", "70%", "--work-limit", "5", "--solver", "checkmate")
+    refused(beaten, 1, "solvers that PuLP calls cannot be ended by work", "use the solver windows")
+
+
 def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(call(capsys, "solve", graph_file, "--budget", "2kB"), 3, "budget 2.00 kB is below", "op 'op", "Raise --budget")
     limit = call(capsys, "solve", graph_file, "--budget", "90%", "--solver", "store_all")

@@ -9,7 +9,7 @@ from benchmarks.training_loop import batches
 from graphs.capture.signature import Batch, call, leaves
 from graphs.capture.step import TrainingStep
 from graphs.zoo import Workload
-from planner.runtime.measure import Outcome, Step, loss_of, measure_memory
+from planner.runtime.measure import Step, StepOutcome, loss_of, measure_memory
 
 SEED = 0
 STEPS = 3
@@ -28,7 +28,7 @@ class Runner:
         """Of the model, and of its loss function."""
         return list(whole_step(self.workload).parameters())
 
-    def train(self, like: Batch) -> Outcome:
+    def train(self, like: Batch) -> StepOutcome:
         """All that some steps on different batches leave behind."""
         whole = whole_step(self.workload)
         optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=_RATE)
@@ -45,7 +45,7 @@ class Runner:
         left |= {f"parameter {name}": p.detach().clone() for name, p in whole.named_parameters()}
         left |= {f"buffer {name}": b.detach().clone() for name, b in whole.named_buffers()}
         left["random state"] = torch.get_rng_state()
-        return Outcome(left)
+        return StepOutcome(left)
 
     def storages_bytes(self, batch: Batch) -> int:
         """The most in storages at once in a forward and backward pass."""

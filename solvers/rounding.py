@@ -18,8 +18,8 @@ from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.bounds import least_budget_bound, too_small_message
 from solvers.checkmate import CLASS
-from solvers.checkmate.model import ALWAYS, NEVER, Model, value_of
-from solvers.checkmate.run import HIGHS, Answer, check_clock, check_solver, run
+from solvers.checkmate.model import ALWAYS, NEVER, CheckmateModel, value_of
+from solvers.checkmate.run import HIGHS, PulpAnswer, check_clock, check_solver, run
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.request import Request
@@ -69,7 +69,7 @@ def solve(request: Request) -> Result:
     reason: Reason | None = None
     if budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
-    elif (too_large := Model(rounding.problem).too_large()) is not None:
+    elif (too_large := CheckmateModel(rounding.problem).too_large()) is not None:
         status, reason, message = Status.LIMIT, Reason.SIZE, too_large
     else:
         rounding.run()
@@ -108,7 +108,7 @@ class _Rounding:
     best: tuple[float, Schedule] | None = None
     bound_s: float | None = None
     fraction: float | None = None
-    end: Answer | None = None
+    end: PulpAnswer | None = None
 
     def run(self) -> None:
         """Try the fractions of the budget in turn; the bound is that of the whole budget."""
@@ -125,15 +125,15 @@ class _Rounding:
             if self.best is not None or not self.end.found or self.request.stopped():
                 return
 
-    def relax(self, fraction: float) -> tuple[Model, Answer]:
+    def relax(self, fraction: float) -> tuple[CheckmateModel, PulpAnswer]:
         """The linear relaxation for `fraction` of the budget that static bytes leave."""
         part = replace(self.problem, capacity_bytes=int(fraction * self.problem.capacity_bytes))
-        model = Model(part, whole=False)
+        model = CheckmateModel(part, whole=False)
         if not model.build(self.request.stopped):
-            return model, Answer.unfinished()
+            return model, PulpAnswer.unfinished()
         return model, run(model, self.params.milp_solver, 0.0, self.request)
 
-    def round(self, model: Model) -> None:
+    def round(self, model: CheckmateModel) -> None:
         """Keep the fastest schedule that fits of all roundings of a solution."""
         relaxed = {key: value_of(S) for key, S in model.S.items()}
         tried: set[tuple[int, ...]] = set()
@@ -173,7 +173,7 @@ class _Rounding:
         return Status.LIMIT, Reason.MEMORY, f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
 
 
-def cheapest_executions(model: Model, handed: set[tuple[int, int]]) -> list[int]:
+def cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> list[int]:
     """Phase two: op ids in order of execution, the fewest that hand over `handed`, (stage, tensor) pairs.
 
     R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.describe import table
 from planner.studies.curve import Curve, Point
-from planner.studies.max_batch import Answer, Wanted
+from planner.studies.max_batch import LargestBatch, Wanted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,7 +103,7 @@ def _seconds_line(curve: Curve) -> list[str]:
     return lines
 
 
-def max_batch_text(answers: Sequence[Answer], wanted: Wanted) -> str:
+def max_batch_text(answers: Sequence[LargestBatch], wanted: Wanted) -> str:
     """The largest batch of each method for people, and what is not known of it."""
     rows = [
         (
@@ -124,7 +124,7 @@ def max_batch_text(answers: Sequence[Answer], wanted: Wanted) -> str:
     )
 
 
-def max_batch_data(answers: Sequence[Answer], wanted: Wanted) -> dict[str, object]:
+def max_batch_data(answers: Sequence[LargestBatch], wanted: Wanted) -> dict[str, object]:
     """The same as plain data."""
     return {
         "holds": "max-batch",
@@ -149,14 +149,14 @@ def max_batch_data(answers: Sequence[Answer], wanted: Wanted) -> dict[str, objec
     }
 
 
-def _peak_and_time(answer: Answer) -> tuple[str, str]:
+def _peak_and_time(answer: LargestBatch) -> tuple[str, str]:
     result = answer.result
     if answer.batch is None or result is None or result.peak_bytes is None or result.time_s is None:
         return _UNKNOWN, _UNKNOWN
     return format_bytes(result.peak_bytes), format_seconds(result.time_s)
 
 
-def _remarks(answer: Answer) -> list[str]:
+def _remarks(answer: LargestBatch) -> list[str]:
     remarks = []
     if not answer.complete:
         remarks.append("stopped: larger batches may fit")

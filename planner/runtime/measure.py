@@ -93,12 +93,12 @@ def turn_times(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """All that a training step leaves behind, by name: loss, gradients, buffers, random state."""
 
     values: Mapping[str, torch.Tensor | None]
 
-    def differences(self, other: "Outcome") -> tuple[str, ...]:
+    def differences(self, other: "StepOutcome") -> tuple[str, ...]:
         """Names of what is not equal to the last bit."""
         return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
 
@@ -111,7 +111,7 @@ def outcome(
     seed: int | None = None,
     written: Iterable[torch.Tensor] = (),
     undone: WritesUndone | None = None,
-) -> Outcome:
+) -> StepOutcome:
     """Run `step` forward and backward; `model` and `batch` are afterwards as they were.
 
     Args:
@@ -132,7 +132,7 @@ def outcome(
         values["random state"] = torch.get_rng_state()
         if loss.device.type == "cuda":
             values["CUDA random state"] = torch.cuda.get_rng_state(loss.device)
-        return Outcome(values)
+        return StepOutcome(values)
 
 
 class Isolated:

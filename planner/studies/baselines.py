@@ -28,7 +28,7 @@ from graphs.errors import ModelError
 from graphs.torch_private.capture import functorch_config, inductor_config
 from planner.runtime.measure import Step
 from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
-from solvers.policies.sac import LISTS, Rule, SaveList, save_lists
+from solvers.policies.sac import LISTS, SacRule, SaveList, save_lists
 from solvers.policies.torch_ops import base_name
 
 # Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more, each time.
@@ -53,7 +53,7 @@ class Method:
 
 def of_policies(methods: Iterable[Method], policies: Collection[str]) -> list[Method]:
     """Those that PyTorch has of the `policies`, by their names in the registry; plain PyTorch always, Auto-SAC with ``sac``."""
-    kinds = {eager().name, *policies, *({auto_sac().name} if Rule.LISTED in policies else ())}
+    kinds = {eager().name, *policies, *({auto_sac().name} if SacRule.LISTED in policies else ())}
     return [method for method in methods if method.name.split()[0] in kinds]
 
 
@@ -72,10 +72,10 @@ def baseline_methods(
         targets: of the ops of the forward pass: SAC with all lists of kinds that are among them, not only those with names.
     """
     choices = block_choices(model)
-    sacs = [partial(sac, rule) for rule in Rule if not targets or any(map(LISTS[rule].has, targets))]
+    sacs = [partial(sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
     sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
     sacs += [partial(sac, save=save)] if save else []
-    useless = [sac(rule) for rule in Rule if targets and not any(map(LISTS[rule].has, targets))]  # they say so
+    useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # they say so
     return [
         eager(),
         *(checkpoint_blocks(**choice) for choice in choices),
@@ -107,7 +107,7 @@ def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
 
 
 def sac(
-    rule: Rule = Rule.LISTED, *, level: int = 1, depth: int = 0, save: Sequence[str] = (), save_list: SaveList | None = None
+    rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save: Sequence[str] = (), save_list: SaveList | None = None
 ) -> Method:
     """Selective activation checkpointing around every block of `level`, or of `depth`.
 

@@ -44,7 +44,7 @@ def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Don
             future: Future[Done] = executor.submit(_run, there, task, stop.name)
             return future
 
-        yield Workers(submit, sum(client.nthreads().values()), stop.set, _Watch(client.nthreads))
+        yield Workers(submit, sum(client.nthreads().values()), stop.set, _WorkerWatch(client.nthreads))
     except (OSError, CancelledError, distributed.CancelledError, distributed.KilledWorker) as error:
         raise PlannerError(
             f"the cluster at {address} has no workers, or lost what they had to do ({type(error).__name__}), perhaps because "
@@ -69,7 +69,7 @@ def _end(client: Any, stop: Any) -> None:
         client.close()
 
 
-class _Watch:
+class _WorkerWatch:
     """Raises once there has been no worker for so long that none is coming back.
 
     Args:

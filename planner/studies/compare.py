@@ -44,7 +44,7 @@ class Solved:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class SolveRow:
     """Solves tasks, as a job for ``planner.studies.jobs``.
 
     Attributes:
@@ -133,10 +133,10 @@ class Judge:
 
 def judge_of(
     graph: Graph, model: str, *, tolerance: float, time_limit_s: float, seed: int = 0, machine_name: str | None = None
-) -> Judge:
+) -> SolveRow:
     """The judge of `graph`, by default on whatever machine it is called."""
     peak_bytes = summarize(graph).store_all_peak_bytes
-    return Judge(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name)
+    return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name)
 
 
 def methods_named(text: str) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ def compare(
     return [row for row in kept.rows if row.key in wanted]
 
 
-def tasks_for(judge: Judge, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
+def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
     """Every method at every budget, once.
 
     Raises:
@@ -224,7 +224,7 @@ def tasks_for(judge: Judge, budgets: Sequence[str | int], methods: Sequence[str]
 
 
 def solve_tasks(
-    judge: Judge, tasks: Sequence[Task], *, jobs: int, cluster: str | None = None, should_stop: Callable[[], bool]
+    judge: SolveRow, tasks: Sequence[Task], *, jobs: int, cluster: str | None = None, should_stop: Callable[[], bool]
 ) -> Iterator[Solved]:
     """What comes of each task, as soon as it is known; `jobs` at a time, or as many as `cluster` can.
 

@@ -21,7 +21,7 @@ from planner.runtime.measure import device_name
 from planner.solving import check_same_graph, summarize
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
-from planner.studies.compare import Judge, Solved, Task, judge_of, solve_tasks, tasks_for
+from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_tasks, tasks_for
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
 from planner.studies.measured import Benchmark, Measured
 from solvers.result import Reason
@@ -145,7 +145,7 @@ class _Comparison:
         self,
         workload: Workload,
         captured: Capture,
-        judge: Judge,
+        judge: SolveRow,
         kept: KeptRows,
         settings: Settings,
         on_activity: Callable[[str], None],

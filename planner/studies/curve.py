@@ -129,7 +129,7 @@ def curve(
     get_solver(solver)
     summary = summarize(graph)
     order = order_for(graph, solver, reorder=reorder)
-    known = _Known(order.graph, tolerance)
+    known = _Frontier(order.graph, tolerance)
     least = None
     if isinstance(budgets, int):
         if budgets < 1:
@@ -180,7 +180,7 @@ def outside_in(count: int) -> Iterator[int]:
             gaps += [(middle, high), (low, middle)]
 
 
-class _Known:
+class _Frontier:
     """All that is known of a graph, whatever the budget it was found at."""
 
     def __init__(self, graph: Graph, tolerance: float) -> None:
@@ -219,7 +219,7 @@ class _Known:
 class _Turns:
     """Which budget is solved next, and what has come of those before."""
 
-    def __init__(self, known: _Known, budgets: tuple[int, ...], on_point: Callable[[int, int], None] | None) -> None:
+    def __init__(self, known: _Frontier, budgets: tuple[int, ...], on_point: Callable[[int, int], None] | None) -> None:
         self.known = known
         self.waiting = [budgets[i] for i in outside_in(len(budgets))]
         self.count = len(budgets)

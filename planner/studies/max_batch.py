@@ -30,7 +30,7 @@ _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LargestBatch:
     """The largest batch that one method fits into the budget.
 
     Attributes:
@@ -91,7 +91,7 @@ def max_batch(
     *,
     on_activity: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> tuple[Answer, ...]:
+) -> tuple[LargestBatch, ...]:
     """An answer for each of `METHODS`.
 
     It is taken for granted that what fits at one batch fits at all smaller ones. The graphs of two batches
@@ -107,8 +107,8 @@ def max_batch(
         InfeasibleError: proved: not even a batch of 1 fits.
         LimitError: no batch was found to fit in the time given, or before it was stopped.
     """
-    search = _Search(graph_of, wanted, on_activity, should_stop or (lambda: False))
-    answers: list[Answer] = []
+    search = _BatchSearch(graph_of, wanted, on_activity, should_stop or (lambda: False))
+    answers: list[LargestBatch] = []
     for method, solver in METHODS:
         beyond = max((answer.batch or 0 for answer in answers), default=0) if solver == OPTIMAL else 0
         answers.append(search.answer(method, solver, beyond))
@@ -121,7 +121,7 @@ class _StoppedError(Exception):
     pass
 
 
-class _Search:
+class _BatchSearch:
     def __init__(
         self,
         graph_of: Callable[[int], Graph],
@@ -139,7 +139,7 @@ class _Search:
         self._line: Fit | None = None
         self._line_tried = False
 
-    def answer(self, method: str, solver: str, beyond: int) -> Answer:
+    def answer(self, method: str, solver: str, beyond: int) -> LargestBatch:
         """The largest batch of one method, which is known to be `beyond` at least."""
         decided: dict[int, Decision] = {}
 
@@ -158,8 +158,8 @@ class _Search:
         undecided = min((n for n, decision in decided.items() if decision.fits is None), default=None)
         if not batch:
             refused = decided[min(decided)].result if decided else None
-            return Answer(method, None, False, undecided, complete, False, refused, 0.0)
-        return Answer(
+            return LargestBatch(method, None, False, undecided, complete, False, refused, 0.0)
+        return LargestBatch(
             method=method,
             batch=batch,
             at_limit=batch == self.wanted.limit,
@@ -256,7 +256,7 @@ class _Search:
         return self._graphs[batch]
 
 
-def _refusal(answer: Answer, wanted: Wanted) -> InfeasibleError | LimitError:
+def _refusal(answer: LargestBatch, wanted: Wanted) -> InfeasibleError | LimitError:
     """Why not even a batch of 1 fits."""
     budget, result = format_bytes(wanted.budget_bytes), answer.result
     if result is None or not answer.complete:

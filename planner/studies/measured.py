@@ -13,7 +13,7 @@ from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError
 from graphs.zoo import Workload
 from planner.runtime import measure
-from planner.runtime.measure import Outcome, Step
+from planner.runtime.measure import Step, StepOutcome
 from planner.studies.baselines import Method
 from planner.studies.blocks import InapplicableError
 
@@ -150,7 +150,7 @@ class _Errors:
     same: bool
 
     @classmethod
-    def between(cls, reference: Outcome, found: Outcome) -> "_Errors":
+    def between(cls, reference: StepOutcome, found: StepOutcome) -> "_Errors":
         gradients = [name for name in reference.values if name.startswith("gradient of ")]
         same = not {"loss", *gradients}.intersection(reference.differences(found))
         return cls(relative_error(reference, found, ["loss"]), relative_error(reference, found, gradients), same)
@@ -162,7 +162,7 @@ class _Errors:
         return Exactness.ROUNDED if fits else Exactness.WRONG
 
 
-def relative_error(reference: Outcome, found: Outcome, names: Sequence[str]) -> float:
+def relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[str]) -> float:
     """Euclidean distance of what is named from `reference`, all in one vector, over its length there.
 
     NaN where a number is, or infinity where there is nothing to compare, is in the result.

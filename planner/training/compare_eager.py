@@ -23,7 +23,7 @@ from graphs.plan import Plan
 from graphs.torch_private.core import TorchDispatchMode, pytree
 from graphs.units import format_bytes, format_seconds
 from planner.api import measured_peak
-from planner.runtime.measure import Isolated, Outcome, Step, outcome, turn_times
+from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, turn_times
 
 _MOST_TURNS = 9
 _TURNS_S = 0.5  # for turns of both, in all; one at least
@@ -75,7 +75,7 @@ def _failure(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}"
 
 
-def _reproducible(plain: Outcome, step: TrainingStep, batch: Batch) -> bool:
+def _reproducible(plain: StepOutcome, step: TrainingStep, batch: Batch) -> bool:
     return not plain.differences(outcome(step, step, batch, undone=WritesUndone()))
 
 
@@ -111,7 +111,7 @@ def _times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> d
     return {name: typical(turns) for name, turns in found.items()}
 
 
-def _difference(name: str, plain: Outcome, found: Outcome) -> Difference:
+def _difference(name: str, plain: StepOutcome, found: StepOutcome) -> Difference:
     wanted, given = plain.values[name], found.values.get(name)
     name = name.replace(" model.", " ", 1)  # as the user knows it
     if wanted is None or given is None or wanted.shape != given.shape or name.endswith("random state"):

@@ -23,8 +23,8 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.bounds import least_budget_bound, too_small_message
-from solvers.checkmate.model import PUBLISHED, Model, Variant
-from solvers.checkmate.run import HIGHS, Answer, check_clock, check_solver, run
+from solvers.checkmate.model import PUBLISHED, CheckmateModel, Variant
+from solvers.checkmate.run import HIGHS, PulpAnswer, check_clock, check_solver, run
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.request import Request
@@ -63,13 +63,13 @@ def solve(request: Request) -> Result:
     least = least_budget_bound(graph)
     verdict = Verdict(Status.INFEASIBLE, None, None, too_small_message(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
-        model = Model(problem_of(graph, budget_bytes), params.variant)
+        model = CheckmateModel(problem_of(graph, budget_bytes), params.variant)
         if (message := model.too_large()) is not None:
             verdict = Verdict(Status.LIMIT, None, graph.time_s, message, Reason.SIZE)
         else:
             request.tell("writing Checkmate's program", None, graph.time_s)
             written = model.build(request.stopped)
-            answer = run(model, params.milp_solver, tolerance * graph.time_s, request) if written else Answer.unfinished()
+            answer = run(model, params.milp_solver, tolerance * graph.time_s, request) if written else PulpAnswer.unfinished()
             verdict = _judge(model, answer, request)
     return Result(
         graph,
@@ -110,7 +110,7 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
     least = least_budget_bound(graph)
     if budget_bytes < least.budget_bytes:
         raise BudgetError(too_small_message(graph, budget_bytes, least))
-    model = Model(problem_of(graph, budget_bytes), variant)
+    model = CheckmateModel(problem_of(graph, budget_bytes), variant)
     if (message := model.too_large()) is not None:
         raise PlannerError(message)
     model.build()
@@ -134,7 +134,7 @@ class Verdict:
     reason: Reason | None = None
 
 
-def _judge(model: Model, answer: Answer, request: Request) -> Verdict:
+def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdict:
     clock = request.clock
     budget, spent = format_bytes(request.budget_bytes), clock.amount(clock.now)
     # Every op is executed once at least, whatever the solver knows.
@@ -162,7 +162,7 @@ def _judge(model: Model, answer: Answer, request: Request) -> Verdict:
     return Verdict(Status.ERROR, None, None, f"the solver gave up after {spent}: {answer.detail}")
 
 
-def _judge_schedule(model: Model, bound_s: float, budget_bytes: int, tolerance: float) -> Verdict:
+def _judge_schedule(model: CheckmateModel, bound_s: float, budget_bytes: int, tolerance: float) -> Verdict:
     executed = model.executed()
     if executed is None:
         return Verdict(Status.ERROR, None, None, "the solver returned a binary variable that is neither 0 nor 1")

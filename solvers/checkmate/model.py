@@ -58,7 +58,7 @@ Term = Any  # a variable of PuLP, NEVER or ALWAYS
 Weighted = tuple[Term, float]
 
 
-class Model:
+class CheckmateModel:
     """The program for a problem; memory and time in units that suit solvers."""
 
     def __init__(self, problem: Problem, variant: Variant = PUBLISHED, *, whole: bool = True) -> None:

@@ -9,7 +9,7 @@ import pulp
 
 from graphs.errors import PlannerError
 from solvers import highs
-from solvers.checkmate.model import Model
+from solvers.checkmate.model import CheckmateModel
 from solvers.clock import Clock, left
 from solvers.highs.program import Outcome
 from solvers.request import Request
@@ -26,7 +26,7 @@ _OUTCOMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PulpAnswer:
     """How a solve ended.
 
     Attributes:
@@ -42,7 +42,7 @@ class Answer:
     detail: str
 
     @classmethod
-    def unfinished(cls) -> "Answer":
+    def unfinished(cls) -> "PulpAnswer":
         """Time was up before there was a program to solve."""
         return cls(Outcome.STOPPED, False, None, "the program was not written to its end")
 
@@ -68,17 +68,17 @@ def check_clock(clock: Clock) -> None:
         raise PlannerError("solvers that PuLP calls cannot be ended by work: give a time limit, or use the solver windows")
 
 
-def run(model: Model, name: str, absolute_gap_s: float, request: Request) -> Answer:
+def run(model: CheckmateModel, name: str, absolute_gap_s: float, request: Request) -> PulpAnswer:
     """Solve `model` with the solver called `name` until it is within the gap, time is up, or the caller stops it."""
     if request.stopped():
-        return Answer(Outcome.STOPPED, False, None, "no time left")
+        return PulpAnswer(Outcome.STOPPED, False, None, "no time left")
     absolute_gap = absolute_gap_s / model.time_unit
     if name == HIGHS:
         return _run_highs(model, absolute_gap, request)
     return _run_other(model, name, absolute_gap, request)
 
 
-def _run_highs(model: Model, absolute_gap: float, request: Request) -> Answer:
+def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> PulpAnswer:
     """Built by PuLP and read from HiGHS itself, which tells more than PuLP does."""
     solver = pulp.getSolver(
         HIGHS,
@@ -134,10 +134,10 @@ def _run_highs(model: Model, absolute_gap: float, request: Request) -> Answer:
         bound_s = seconds(info.mip_dual_bound)
     else:
         bound_s = seconds(info.objective_function_value) if outcome is Outcome.OPTIMAL else None
-    return Answer(outcome, found, bound_s if outcome is not Outcome.INFEASIBLE else None, detail)
+    return PulpAnswer(outcome, found, bound_s if outcome is not Outcome.INFEASIBLE else None, detail)
 
 
-def _run_other(model: Model, name: str, absolute_gap: float, request: Request) -> Answer:
+def _run_other(model: CheckmateModel, name: str, absolute_gap: float, request: Request) -> PulpAnswer:
     """Without callbacks; a bound is known only of a solve that ended, within the gap asked for."""
     wanted = {"msg": False, "timeLimit": max(1.0, left(request.clock)), "gapAbs": absolute_gap, "gapRel": 0.0}
     accepted = inspect.signature(type(pulp.getSolver(name, msg=False)).__init__).parameters
@@ -145,10 +145,10 @@ def _run_other(model: Model, name: str, absolute_gap: float, request: Request) -
     try:
         model.program.solve(solver)
     except pulp.PulpSolverError as error:
-        return Answer(Outcome.FAILED, False, None, str(error))
+        return PulpAnswer(Outcome.FAILED, False, None, str(error))
     outcome = _OUTCOMES[model.program.sol_status]
     found = model.program.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     bound_s = None
     if outcome is Outcome.OPTIMAL:
         bound_s = model.solution_s() - absolute_gap * model.time_unit
-    return Answer(outcome, found, bound_s, pulp.LpSolution[model.program.sol_status])
+    return PulpAnswer(outcome, found, bound_s, pulp.LpSolution[model.program.sol_status])

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Phase
-from solvers.eviction.rules import Guide, Rule
+from solvers.eviction.rules import EvictionRule, Guide
 from solvers.problem import Problem
 
 _NEVER = 1 << 60  # the next use of what is not used any more
@@ -27,7 +27,7 @@ WORK_PER_EVICTION = 4e-5  # and execution, see ``solvers.clock``
 
 def evicting_order(
     problem: Problem,
-    rule: Rule,
+    rule: EvictionRule,
     *,
     capacity_bytes: int | None = None,
     bias: NDArray[np.float64] | None = None,
@@ -50,19 +50,19 @@ def evicting_order(
     """
     capacity_bytes = problem.capacity_bytes if capacity_bytes is None else capacity_bytes
     max_executions = int(max_factor * problem.ops) + 1000
-    return _Run(problem, capacity_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
+    return _Eviction(problem, capacity_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
 
 
 class _FailedError(Exception):
     pass
 
 
-class _Run:
+class _Eviction:
     def __init__(
         self,
         problem: Problem,
         capacity_bytes: int,
-        rule: Rule,
+        rule: EvictionRule,
         bias: NDArray[np.float64] | None,
         guide: Guide | None,
         max_executions: int,

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class EvictionRule:
     """How tensors are ranked: evicted first is the one of least cost^a / (bytes^b x distance^c).
 
     The cost is the time to make it again with what is missing for that; the distance is the number of
@@ -42,12 +42,12 @@ class Guide:
 
 
 RULES = (
-    Rule(distance=0.5),
-    Rule(distance=0.0),
-    Rule(),
-    Rule(cost=0.5),
-    Rule(size=0.5),
-    Rule(size=0.0),
+    EvictionRule(distance=0.5),
+    EvictionRule(distance=0.0),
+    EvictionRule(),
+    EvictionRule(cost=0.5),
+    EvictionRule(size=0.5),
+    EvictionRule(size=0.0),
 )
 # Where memory is so scarce that these fail.
 TIGHT_RULES = tuple(replace(rule, gradients_stay=True) for rule in RULES)

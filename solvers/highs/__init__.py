@@ -11,7 +11,7 @@ import highspy
 import numpy as np
 
 from solvers.clock import Clock, left
-from solvers.highs.program import Answer, Floats, HighsError, Option, Outcome, Program, Watch
+from solvers.highs.program import Answer, Floats, HighsError, Milp, Option, Outcome, Watch
 from solvers.highs.run import Run
 
 _FEASIBILITY = 1e-6  # by how much a row may be violated, and an integer be off
@@ -48,7 +48,7 @@ def version() -> str:
 
 
 def solve_program(
-    program: Program,
+    program: Milp,
     *,
     clock: Clock,
     absolute_gap: float = 0.0,
@@ -92,7 +92,7 @@ def solve_program(
     return _read(run, program)
 
 
-def _load(program: Program) -> highspy.Highs:
+def _load(program: Milp) -> highspy.Highs:
     solver: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("log_to_console", False)
@@ -118,14 +118,14 @@ def _check(status: highspy.HighsStatus, what: str) -> None:
         raise HighsError(f"HiGHS {version()} refuses {what}")
 
 
-def _without_variables(program: Program) -> Answer:
+def _without_variables(program: Milp) -> Answer:
     feasible = bool((program.row_lower <= _FEASIBILITY).all() and (program.row_upper >= -_FEASIBILITY).all())
     if not feasible:
         return Answer(Outcome.INFEASIBLE, None, None, np.inf, "no variables")
     return Answer(Outcome.OPTIMAL, np.zeros(0), 0.0, 0.0, "no variables")
 
 
-def _read(run: Run, program: Program) -> Answer:
+def _read(run: Run, program: Milp) -> Answer:
     solver = run.solver
     status = solver.getModelStatus()
     outcome = OUTCOMES[status]

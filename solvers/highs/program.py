@@ -28,7 +28,7 @@ class HighsError(PlannerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Milp:
     """Minimise cost . x over lower <= x <= upper and row_lower <= matrix x <= row_upper.
 
     Attributes:

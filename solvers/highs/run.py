@@ -12,7 +12,7 @@ import highspy
 import numpy as np
 
 from solvers.clock import Clock, left
-from solvers.highs.program import Floats, Program, Watch
+from solvers.highs.program import Floats, Milp, Watch
 
 _POLL_S = 0.05  # how often the caller's thread looks up
 _GRACE_S = 2.0  # how long a stopped solve may take to return before it is left behind
@@ -28,7 +28,7 @@ _LOOK = 0.05  # work between two looks of the caller's thread
 class Run:
     """One solve in its thread: what HiGHS has told so far, and whether it was asked to stop."""
 
-    def __init__(self, solver: highspy.Highs, program: Program) -> None:
+    def __init__(self, solver: highspy.Highs, program: Milp) -> None:
         self.solver = solver
         self.is_mip = bool(program.integer.any())
         self.values: Floats | None = None

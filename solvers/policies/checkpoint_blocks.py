@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.policies.module_tree import ModuleTree
-from solvers.policies.replay import Trial, answer, failure, recompute_groups
+from solvers.policies.replay import Candidate, answer, failure, recompute_groups
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -81,5 +81,5 @@ def solve(request: Request) -> Result:
     if not ways:
         why = "checkpointing by blocks does not apply: the graph has no blocks, for no op belongs to a module inside the model"
         return failure(request, "checkpoint_blocks", why, Reason.INAPPLICABLE)
-    trials = (Trial(recompute_groups(request.graph, way.blocks), way.settings) for way in ways)
+    trials = (Candidate(recompute_groups(request.graph, way.blocks), way.settings) for way in ways)
     return answer(request, "checkpoint_blocks", trials, what="checkpointing every block")

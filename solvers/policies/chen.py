@@ -15,41 +15,41 @@ from enum import StrEnum
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.policies.replay import Trial, answer, recompute_groups
+from solvers.policies.replay import Candidate, answer, recompute_groups
 from solvers.policies.stages import Cuts, Stages, crossings, cut_places, evenly
 from solvers.request import Request
 from solvers.result import Result
 
 
-class Rule(StrEnum):
+class ChenRule(StrEnum):
     """How segments are made, by the name in the registry."""
 
     SQRT = "chen-sqrt"
     GREEDY = "chen-greedy"
 
 
-def solve(request: Request, *, rule: str = Rule.SQRT) -> Result:
+def solve(request: Request, *, rule: str = ChenRule.SQRT) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when no segments fit.
 
     Args:
-        rule: how segments are made; see ``Rule``.
+        rule: how segments are made; see ``ChenRule``.
 
     Raises:
         ValueError: no such rule.
     """
-    trials_of = sqrt_trials if Rule(rule) is Rule.SQRT else greedy_trials
+    trials_of = sqrt_trials if ChenRule(rule) is ChenRule.SQRT else greedy_trials
     trials = (trial for cuts in Cuts for trial in trials_of(request.graph, cuts))
     return answer(request, str(rule), trials, what="recomputing segments")
 
 
-def sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:
+def sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
     """The schedule with about sqrt(n) segments of as many stages each."""
     places = cut_places(graph, cuts)
     count = max(1, round(math.sqrt(len(places))))
-    yield Trial(segments(graph, evenly(places, count)), {"cuts": str(cuts), "segments": count})
+    yield Candidate(segments(graph, evenly(places, count)), {"cuts": str(cuts), "segments": count})
 
 
-def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:
+def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
     """The schedules of all thresholds searched, those that make the same segments once."""
     made = [sum(graph.tensors[t].size_bytes for t in graph.ops[i].outputs) for i in range(len(crossings(graph)))]
     tried: set[tuple[int, ...]] = set()
@@ -57,7 +57,7 @@ def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:
         ends = greedy_ends(cut_places(graph, cuts), made, threshold)
         if tuple(ends) not in tried:
             tried.add(tuple(ends))
-            yield Trial(segments(graph, ends), {"cuts": str(cuts), "segments": len(ends), "threshold_bytes": threshold})
+            yield Candidate(segments(graph, ends), {"cuts": str(cuts), "segments": len(ends), "threshold_bytes": threshold})
 
 
 def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, parts: int = 40) -> list[int]:

@@ -39,7 +39,7 @@ class DtrParams:
     seed: int = 0
 
 
-class Rule(StrEnum):
+class DtrRule(StrEnum):
     """A heuristic, by its name in the registry."""
 
     DTR = "dtr"
@@ -51,12 +51,12 @@ class Rule(StrEnum):
     RANDOM = "dtr-random"
 
 
-def solve(request: Request, *, rule: str = Rule.DTR) -> Result:
+def solve(request: Request, *, rule: str = DtrRule.DTR) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when the run is out of memory or thrashes.
 
     Args:
         request: its parameters are ``DtrParams``.
-        rule: what to evict; see ``Rule``.
+        rule: what to evict; see ``DtrRule``.
 
     Raises:
         ValueError: no such rule.
@@ -65,27 +65,27 @@ def solve(request: Request, *, rule: str = Rule.DTR) -> Result:
     return online_result(
         request,
         str(rule),
-        [(heuristic(Rule(rule), params.seed), {})],
+        [(heuristic(DtrRule(rule), params.seed), {})],
         deallocation=params.deallocation,
         thrash_factor=params.thrash_factor,
         settings={"rule": str(rule), **asdict(params)},
     )
 
 
-def heuristic(rule: Rule, seed: int = 0) -> Heuristic:
+def heuristic(rule: DtrRule, seed: int = 0) -> Heuristic:
     """The heuristic called `rule`; `seed` is for the random one."""
     match rule:
-        case Rule.DTR:
+        case DtrRule.DTR:
             return CostByClasses()
-        case Rule.FULL:
+        case DtrRule.FULL:
             return CostByRegions(ancestors=True, descendants=True)
-        case Rule.MSPS:
+        case DtrRule.MSPS:
             return CostByRegions(ancestors=True, descendants=False, stale=False)
-        case Rule.LOCAL:
+        case DtrRule.LOCAL:
             return Cost()
-        case Rule.LRU:
+        case DtrRule.LRU:
             return LeastRecentlyUsed()
-        case Rule.LARGEST:
+        case DtrRule.LARGEST:
             return Largest()
-        case Rule.RANDOM:
+        case DtrRule.RANDOM:
             return Random(seed)

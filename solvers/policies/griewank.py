@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from graphs.ir import Graph
-from solvers.policies.replay import Trial, answer
+from solvers.policies.replay import Candidate, answer
 from solvers.policies.stages import Cuts, Forward, Stages, cut_places
 from solvers.request import Request
 from solvers.result import Result
@@ -31,13 +31,13 @@ def solve(request: Request) -> Result:
     return answer(request, "griewank", trials, what="binomial checkpointing")
 
 
-def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Trial]:
+def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
     """A schedule for each number of snapshots: all up to 8, then about a fifth more each time."""
     stages = Stages(graph, cut_places(graph, cuts))
     snapshots = 1
     while snapshots <= max(1, len(stages)):
         if runs(len(stages), snapshots) <= _MOST_RUNS * len(stages):
-            yield Trial(stages.schedule(plan(len(stages), snapshots)), {"cuts": str(cuts), "snapshots": snapshots})
+            yield Candidate(stages.schedule(plan(len(stages), snapshots)), {"cuts": str(cuts), "snapshots": snapshots})
         snapshots = max(snapshots + 1, math.ceil(1.2 * snapshots) if snapshots >= 8 else 0)
 
 

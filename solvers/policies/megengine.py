@@ -41,7 +41,7 @@ _BYTES_PER_S = 1e8
 _MOST = 1e90  # of a sum over paths, whose number may be astronomical
 
 
-class Rule(StrEnum):
+class MegEngineRule(StrEnum):
     """Which of the two, by the name in the registry."""
 
     DYNAMIC = "megengine"
@@ -63,12 +63,12 @@ class MegEngineParams:
     thrash_factor: float = 2.0
 
 
-def solve(request: Request, *, rule: str = Rule.DYNAMIC) -> Result:
+def solve(request: Request, *, rule: str = MegEngineRule.DYNAMIC) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when the run is out of memory or thrashes.
 
     Args:
         request: its parameters are ``MegEngineParams``.
-        rule: what to evict; see ``Rule``.
+        rule: what to evict; see ``MegEngineRule``.
 
     Raises:
         ValueError: no such rule.
@@ -77,7 +77,7 @@ def solve(request: Request, *, rule: str = Rule.DYNAMIC) -> Result:
     return online_result(
         request,
         str(rule),
-        _heuristics(request.graph, Rule(rule), params.least_bytes, params.factors),
+        _heuristics(request.graph, MegEngineRule(rule), params.least_bytes, params.factors),
         deallocation=Deallocation.EAGER,
         thrash_factor=params.thrash_factor,
         settings={"rule": str(rule), "thrash_factor": params.thrash_factor},
@@ -85,7 +85,7 @@ def solve(request: Request, *, rule: str = Rule.DYNAMIC) -> Result:
 
 
 def _heuristics(
-    graph: Graph, rule: Rule, sizes: Sequence[int], factors: Sequence[tuple[float, float]]
+    graph: Graph, rule: MegEngineRule, sizes: Sequence[int], factors: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[Heuristic, Mapping[str, object]]]:
     """The rule with each size and, if it is the static one, each pair of exponents; sizes that spare the same once."""
     tried: set[tuple[bool, ...]] = set()
@@ -94,7 +94,7 @@ def _heuristics(
         if spared in tried:
             continue
         tried.add(spared)
-        if rule is Rule.DYNAMIC:
+        if rule is MegEngineRule.DYNAMIC:
             yield Dynamic(size), {"least_bytes": size}
         else:
             for pair in factors:

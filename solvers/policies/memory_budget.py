@@ -23,7 +23,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphs.ir import Graph, Op, Phase
-from solvers.policies.replay import Trial, answer, droppable, read_later, recompute_groups
+from solvers.policies.replay import Candidate, answer, droppable, read_later, recompute_groups
 from solvers.policies.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
 from solvers.request import Request
 from solvers.result import Result
@@ -50,7 +50,7 @@ def solve(request: Request) -> Result:
     return answer(request, "memory-budget", trials(request.graph, fractions), what="a memory budget")
 
 
-def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Trial]:
+def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Candidate]:
     """The schedule of each fraction, those that save the same once."""
     partition = Partition(graph)
     tried: set[frozenset[int]] = set()
@@ -59,7 +59,7 @@ def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Tri
         if saved not in tried:
             tried.add(saved)
             schedule = recompute_groups(graph, [op.phase for op in graph.ops], saved=saved, at_once=False)
-            yield Trial(schedule, {"fraction": fraction})
+            yield Candidate(schedule, {"fraction": fraction})
 
 
 class Partition:

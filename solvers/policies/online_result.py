@@ -6,7 +6,7 @@ from graphs.units import format_bytes
 from solvers.policies.deallocation import Deallocation
 from solvers.policies.heuristic import Heuristic
 from solvers.policies.online import FailedError, Online
-from solvers.policies.replay import Trial, answer, failure
+from solvers.policies.replay import Candidate, answer, failure
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -25,7 +25,7 @@ def online_result(
 ) -> Result:
     """The fastest of the runs that end, one with each of `rules`: heuristics with settings of their own. See ``Online``."""
     graph, budget_bytes = request.graph, request.budget_bytes
-    trials: list[Trial] = []
+    trials: list[Candidate] = []
     failures: list[FailedError] = []
 
     def stop() -> str:
@@ -35,7 +35,7 @@ def online_result(
     for rule, own in rules:
         run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
         try:
-            trials.append(Trial(run.run(), own))
+            trials.append(Candidate(run.run(), own))
         except FailedError as error:
             failures.append(error)
         if request.ended():

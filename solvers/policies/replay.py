@@ -38,7 +38,7 @@ def last_needed(graph: Graph) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Candidate:
     """A schedule that a policy offers, with the settings that made it."""
 
     schedule: Schedule
@@ -46,7 +46,7 @@ class Trial:
 
 
 def answer(
-    request: Request, solver: str, trials: Iterable[Trial], *, what: str, settings: Mapping[str, object] | None = None
+    request: Request, solver: str, trials: Iterable[Candidate], *, what: str, settings: Mapping[str, object] | None = None
 ) -> Result:
     """The fastest of `trials` that fits; LIMIT when none does, or time was up before one did.
 
@@ -59,7 +59,7 @@ def answer(
         what: does what the message says to need too much: "keeping everything".
         settings: besides those of the trial.
     """
-    best: tuple[float, int, Trial] | None = None
+    best: tuple[float, int, Candidate] | None = None
     least: int | None = None
     ended = ""
     for trial in trials:

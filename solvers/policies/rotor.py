@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
-from solvers.policies.replay import Trial, answer, needed_for
+from solvers.policies.replay import Candidate, answer, needed_for
 from solvers.policies.stages import Cuts, Forward, Stages, cut_places, evenly
 from solvers.request import Request
 from solvers.result import Result
@@ -63,19 +63,19 @@ def solve(request: Request) -> Result:
 
 def chain_trials(
     graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int, *, beyond: int = 12
-) -> Iterator[Trial]:
+) -> Iterator[Candidate]:
     """Optimal schedules of the chain for amounts of memory about the largest whose schedule fits, and `beyond` above it."""
     stages = Stages(graph, evenly(cut_places(graph, cuts), most_stages))
     if not len(stages):
         return
     table = Table(chain_of(stages), slots)
     times = table.best[0][len(stages) - 1]
-    tried: dict[int, Trial] = {}
+    tried: dict[int, Candidate] = {}
 
-    def trial(slot: int) -> Trial:
+    def trial(slot: int) -> Candidate:
         if slot not in tried:
             settings = {"cuts": str(cuts), "stages": len(stages), "chain_bytes": slot * table.slot_bytes}
-            tried[slot] = Trial(stages.schedule(table.plan(slot)), settings)
+            tried[slot] = Candidate(stages.schedule(table.plan(slot)), settings)
         return tried[slot]
 
     low, high = int(np.argmax(np.isfinite(times))), table.slots

@@ -17,13 +17,13 @@ from enum import StrEnum
 
 from graphs.ir import Graph, Op, Phase
 from solvers.policies.checkpoint_blocks import blockings
-from solvers.policies.replay import Trial, answer, failure, recompute_groups
+from solvers.policies.replay import Candidate, answer, failure, recompute_groups
 from solvers.policies.torch_ops import ATTENTION, COMPUTE_INTENSIVE, CONVOLUTION, MATMUL, UPSAMPLING, base_name, is_one_of
 from solvers.request import Request
 from solvers.result import Reason, Result
 
 
-class Rule(StrEnum):
+class SacRule(StrEnum):
     """What is saved, by the name in the registry."""
 
     LISTED = "sac"
@@ -51,9 +51,9 @@ class SaveList:
 
 
 LISTS = {
-    Rule.LISTED: SaveList("attention + matmul + convolution", COMPUTE_INTENSIVE),
-    Rule.EVERY_SECOND: SaveList("attention + every second matmul + convolution", COMPUTE_INTENSIVE, (MATMUL,)),
-    Rule.ATTENTION: SaveList("attention", ATTENTION),
+    SacRule.LISTED: SaveList("attention + matmul + convolution", COMPUTE_INTENSIVE),
+    SacRule.EVERY_SECOND: SaveList("attention + every second matmul + convolution", COMPUTE_INTENSIVE, (MATMUL,)),
+    SacRule.ATTENTION: SaveList("attention", ATTENTION),
 }
 # PyTorch lists upsampling, beside convolutions, among what takes long to compute.
 _KINDS = {"attention": ATTENTION, "matmul": MATMUL, "convolution": CONVOLUTION | UPSAMPLING}
@@ -95,30 +95,32 @@ class SacParams:
     save: tuple[str, ...] = ()
 
 
-def solve(request: Request, *, rule: str = Rule.LISTED) -> Result:
+def solve(request: Request, *, rule: str = SacRule.LISTED) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when nothing that is tried fits, or the method does not apply.
 
     Args:
         request: its parameters are ``SacParams``.
-        rule: what is saved; see ``Rule``.
+        rule: what is saved; see ``SacRule``.
 
     Raises:
         ValueError: no such rule.
     """
     save = frozenset(request.params_of(SacParams()).save)
     settings = {"rule": str(rule), **({"save": sorted(save)} if save else {})}
-    if not saved_ops(request.graph, Rule(rule), save):
+    if not saved_ops(request.graph, SacRule(rule), save):
         why = (
             f"{rule} does not apply: no op of the forward pass is one of those that {rule} saves; "
             "planner info shows what ops there are"
         )
         return failure(request, str(rule), why, Reason.INAPPLICABLE, settings=settings)
-    return answer(request, str(rule), _trials(request.graph, Rule(rule), save), what="selective checkpointing", settings=settings)
+    return answer(
+        request, str(rule), _trials(request.graph, SacRule(rule), save), what="selective checkpointing", settings=settings
+    )
 
 
-def _trials(graph: Graph, rule: Rule, save: frozenset[str]) -> Iterator[Trial]:
+def _trials(graph: Graph, rule: SacRule, save: frozenset[str]) -> Iterator[Candidate]:
     """Every list in every region, those that save the same ops once."""
-    tuned = rule is Rule.LISTED and not save
+    tuned = rule is SacRule.LISTED and not save
     forward = [op.target for op in graph.ops if op.phase is Phase.FORWARD]
     ways = list(regions(graph))
     tried: set[frozenset[int]] = set()
@@ -130,14 +132,14 @@ def _trials(graph: Graph, rule: Rule, save: frozenset[str]) -> Iterator[Trial]:
         for settings, groups in ways:
             for at_once in (True, False):
                 schedule = recompute_groups(graph, groups, saved=saved, at_once=at_once)
-                yield Trial(schedule, {"saves": save_list.name, **settings, "at_once": at_once})
+                yield Candidate(schedule, {"saves": save_list.name, **settings, "at_once": at_once})
 
 
-def _list_of(rule: Rule, save: frozenset[str]) -> SaveList:
-    return SaveList(", ".join(sorted(save)), save) if rule is Rule.LISTED and save else LISTS[rule]
+def _list_of(rule: SacRule, save: frozenset[str]) -> SaveList:
+    return SaveList(", ".join(sorted(save)), save) if rule is SacRule.LISTED and save else LISTS[rule]
 
 
-def saved_ops(graph: Graph, rule: Rule, save: frozenset[str] = frozenset()) -> list[Op]:
+def saved_ops(graph: Graph, rule: SacRule, save: frozenset[str] = frozenset()) -> list[Op]:
     """The forward ops whose outputs `rule` saves; at most, where it has several lists."""
     return ops_on(_list_of(rule, save), graph)
 

@@ -2,7 +2,7 @@
 
 from graphs.ir import Graph, check_plain
 from graphs.schedule import Schedule, schedule_of
-from solvers.policies.replay import Trial, answer
+from solvers.policies.replay import Candidate, answer
 from solvers.request import Request
 from solvers.result import Result
 
@@ -19,5 +19,5 @@ def store_all(graph: Graph) -> Schedule:
 
 def solve(request: Request) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when keeping everything does not fit."""
-    trial = Trial(store_all(request.graph))
+    trial = Candidate(store_all(request.graph))
     return answer(request, "store_all", [trial], what="keeping everything")

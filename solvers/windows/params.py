@@ -7,11 +7,16 @@ time without recomputation. The values were found on the graphs of ``make bench-
 import json
 from dataclasses import asdict, dataclass, field
 
-from solvers.eviction.rules import RULES, TIGHT_RULES, Rule
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 
 # What tries most comes last.
 _IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
-_GUIDED_RULES = (Rule(), Rule(size=0.5, distance=0.5), Rule(size=0.25, distance=2.0), Rule(size=0.25, distance=0.5))
+_GUIDED_RULES = (
+    EvictionRule(),
+    EvictionRule(size=0.5, distance=0.5),
+    EvictionRule(size=0.25, distance=2.0),
+    EvictionRule(size=0.25, distance=0.5),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,8 @@ class FirstScheduleParams:
         imitation_limit: for all of them.
     """
 
-    rules: tuple[Rule, ...] = RULES
-    tight_rules: tuple[Rule, ...] = TIGHT_RULES
+    rules: tuple[EvictionRule, ...] = RULES
+    tight_rules: tuple[EvictionRule, ...] = TIGHT_RULES
     rules_limit: float = 1.0
     few_executions: float = 4.0
     eviction_limit: float = 20.0
@@ -171,7 +176,7 @@ class RandomKeyParams:
     """
 
     exponents: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
-    guided_rules: tuple[Rule, ...] = _GUIDED_RULES
+    guided_rules: tuple[EvictionRule, ...] = _GUIDED_RULES
     factors: tuple[float, ...] = (1.0, 1.04)
     pool: int = 4
     worse: float = 1.15

@@ -7,7 +7,7 @@ import numpy as np
 
 from solvers.clock import Clock
 from solvers.highs import solve_program
-from solvers.highs.program import Answer, Floats, Outcome, Program, Watch
+from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
 from solvers.memory import give_back
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.formulation.draft import POLL_EVERY, StoppedError
@@ -23,7 +23,7 @@ _WORK_PER_ENTRY = 2e-6  # of building a model
 
 def solve_part(
     search: Search,
-    program: Program,
+    program: Milp,
     limit: float,
     *,
     gap: float,

@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 
 from solvers.clock import WallClock
 from solvers.highs import OUTCOMES, solve_program
-from solvers.highs.program import HighsError, Outcome, Program, Watch
+from solvers.highs.program import HighsError, Milp, Outcome, Watch
 
 
 def program(
@@ -21,10 +21,10 @@ def program(
     upper: list[float],
     *,
     integer: bool = True,
-) -> Program:
+) -> Milp:
     """Variables from 0 to 1."""
     n = len(cost)
-    return Program(
+    return Milp(
         cost=np.array(cost, dtype=float),
         lower=np.zeros(n),
         upper=np.ones(n),
@@ -35,7 +35,7 @@ def program(
     )
 
 
-def knapsack(seed: int = 0, variables: int = 200, rows: int = 20) -> Program:
+def knapsack(seed: int = 0, variables: int = 200, rows: int = 20) -> Milp:
     """A program that HiGHS finds solutions of at once and does not solve in minutes."""
     draw = np.random.default_rng(seed)
     weights = draw.integers(0, 40, (rows, variables)).astype(float)
@@ -104,7 +104,7 @@ def test_rows_without_variables(lower: float, outcome: Outcome) -> None:
 def test_a_column_twice_in_a_row_is_added_up() -> None:
     once = program([-1, -1], [[1, 1]], [-math.inf], [1])
     twice = csr_array((np.array([0.5, 0.5, 1.0]), np.array([0, 0, 1]), np.array([0, 3])), shape=(1, 2))
-    merged = Program(once.cost, once.lower, once.upper, once.integer, twice, once.row_lower, once.row_upper)
+    merged = Milp(once.cost, once.lower, once.upper, once.integer, twice, once.row_lower, once.row_upper)
     assert merged.matrix.nnz == 2
     assert solve_program(merged, clock=WallClock(10)).objective == pytest.approx(-1)
 
@@ -112,13 +112,13 @@ def test_a_column_twice_in_a_row_is_added_up() -> None:
 def test_unbounded_variables_are_refused() -> None:
     good = program([1], [[1]], [0], [1])
     with pytest.raises(HighsError, match="finite bounds"):
-        Program(good.cost, good.lower, np.array([math.inf]), good.integer, good.matrix, good.row_lower, good.row_upper)
+        Milp(good.cost, good.lower, np.array([math.inf]), good.integer, good.matrix, good.row_lower, good.row_upper)
 
 
 def test_a_matrix_of_another_shape_is_refused() -> None:
     good = program([1], [[1]], [0], [1])
     with pytest.raises(HighsError, match=r"\(1, 1\) for 2 rows and 1 variables"):
-        Program(good.cost, good.lower, good.upper, good.integer, good.matrix, np.zeros(2), np.ones(2))
+        Milp(good.cost, good.lower, good.upper, good.integer, good.matrix, np.zeros(2), np.ones(2))
 
 
 def test_an_option_that_does_not_exist() -> None:

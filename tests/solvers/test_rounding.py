@@ -12,8 +12,8 @@ from graphs.synthetic.small import diamond, kept_output, skips, training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import checkmate, rounding
 from solvers.bounds import least_budget_bound
-from solvers.checkmate.model import Model
-from solvers.checkmate.run import Answer
+from solvers.checkmate.model import CheckmateModel
+from solvers.checkmate.run import PulpAnswer
 from solvers.highs.program import Outcome
 from solvers.policies.store_all import store_all
 from solvers.problem import problem_of
@@ -32,7 +32,7 @@ def budget_at(graph: Graph, share: float) -> int:
 
 
 def executions(graph: Graph, handed: set[tuple[int, int]]) -> list[int]:
-    model = Model(problem_of(graph, 10**9), whole=False)
+    model = CheckmateModel(problem_of(graph, 10**9), whole=False)
     model.build()
     return cheapest_executions(model, handed)
 
@@ -190,7 +190,7 @@ def test_progress_is_told() -> None:
 
 
 def test_a_solver_that_gives_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "run", lambda *rest: Answer(Outcome.FAILED, False, None, "out of its depth"))
+    monkeypatch.setattr(rounding, "run", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
     result = solve(ask(training_chain(4), 4))
     assert result.status is Status.ERROR
     assert "out of its depth" in result.message

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.sparse import csr_array
 
-from solvers.highs.program import Program
+from solvers.highs.program import Milp
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
 
@@ -129,11 +129,11 @@ class ModelDraft:
         """What has been collected."""
         return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program())
 
-    def program(self) -> Program:
+    def program(self) -> Milp:
         """The same as arrays."""
         rows, n = self.rows, len(self.cost)
         matrix = csr_array((rows.value, (rows.row, rows.column)), shape=(len(rows.lower), n))
-        return Program(
+        return Milp(
             cost=np.array(self.cost),
             lower=np.array(self.lower),
             upper=np.array(self.upper),

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from solvers.highs.program import Program
+from solvers.highs.program import Milp
 from solvers.problem import Problem
 
 
@@ -58,7 +58,7 @@ class Model:
     again: dict[tuple[int, int], int]  # R and Q: by windows they exclude each other
     handed: dict[tuple[int, int], int]  # S
     twice: dict[tuple[int, int], int]  # D, see ``chains.py``
-    program: Program
+    program: Milp
 
 
 @dataclass(frozen=True, slots=True)

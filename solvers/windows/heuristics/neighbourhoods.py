@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solvers.highs.program import Floats, Outcome, Program
+from solvers.highs.program import Floats, Milp, Outcome
 from solvers.problem import OBJECTIVE_SCALE, without_small
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_relaxation
-from solvers.windows.heuristics.restricted import Known, build_restricted, tight_windows
+from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, tight_windows
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import solve_part
 from solvers.windows.solution.decode import Choice, Trial, expand, late_writers, order_of, read_choice
@@ -34,7 +34,7 @@ class Neighbourhoods:
         self.params = search.params.neighbourhoods
         self.coarse = coarse
         self.small = without_small(search.problem, self.params.small_share)
-        self.known = Known()
+        self.known = CandidateSet()
         self.detail = coarse
         self._best: _Placed | None = None
         self._draw = np.random.default_rng(0)
@@ -257,7 +257,7 @@ class _Placed:
         return ((key, self.model.program.cost[column]) for key, column in self.model.again.items() if self.start[column] > 0.5)
 
 
-def _fixed_but_for(placed: _Placed, opened: Columns) -> Program:
+def _fixed_but_for(placed: _Placed, opened: Columns) -> Milp:
     """The program with its choices fixed as in `placed`, but for the columns `opened`."""
     model, start = placed.model, placed.start
     fixed = np.zeros(len(start), dtype=bool)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
-from solvers.eviction.rules import Guide, Rule
+from solvers.eviction.rules import EvictionRule, Guide
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Choice, late_writers, order_of
@@ -25,7 +25,7 @@ from solvers.windows.solution.decode import Choice, late_writers, order_of
 class Way:
     """A way to evict: a rule, the budget's factor, what guides it, and each tensor's own factor."""
 
-    rule: Rule
+    rule: EvictionRule
     factor: float
     guide: Guide | None
     bias: NDArray[np.float64]
@@ -79,7 +79,7 @@ class RandomKeys:
         cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
         exact = self._draw.random() < self.params.whole_share
         factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
-        return Way(Rule(cost, size, distance), factor, None, self._even)
+        return Way(EvictionRule(cost, size, distance), factor, None, self._even)
 
     def variation(self, way: Way) -> Way:
         """`way` with other factors for some tensors, and now and then another rule or budget."""
@@ -90,7 +90,7 @@ class RandomKeys:
         if draw.random() < params.rule_share:
             exponents = (way.rule.cost, way.rule.size, way.rule.distance)
             cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
-            way = replace(way, rule=Rule(cost, size, distance))
+            way = replace(way, rule=EvictionRule(cost, size, distance))
         if draw.random() < params.budget_share:
             way = replace(way, factor=way.factor * math.exp(params.budget_step * float(draw.normal())))
         return way

@@ -26,7 +26,7 @@ from solvers.windows.params import NeighbourhoodParams
 from solvers.windows.solution.decode import Choice, Order, Trial
 
 
-class Known:
+class CandidateSet:
     """What solutions and schedules have executed again."""
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class Known:
                 again.append(op)
 
 
-def build_restricted(problem: Problem, detail: Discretization, known: Known, params: NeighbourhoodParams) -> Model:
+def build_restricted(problem: Problem, detail: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
     """The model that looks for schedules, with the choices that are `known`."""
     return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known, params))
 
 
-def restricted_families(known: Known, params: NeighbourhoodParams) -> tuple[Family, ...]:
+def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
     """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
     return variables(_Near(known, params)), window_rows, add_memory_inside, add_memory_of_repeats, add_memory_in_order
 
@@ -67,7 +67,7 @@ def restricted_families(known: Known, params: NeighbourhoodParams) -> tuple[Fami
 class _Near:
     """The choices of a window: what is known to be worth executing again, near where it is wanted."""
 
-    def __init__(self, known: Known, params: NeighbourhoodParams) -> None:
+    def __init__(self, known: CandidateSet, params: NeighbourhoodParams) -> None:
         self.known = known
         self.params = params
         self.again_before: dict[int, list[int]] = {}

@@ -34,7 +34,7 @@ from planner.studies.baselines import (
 from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import Settings, compare_measured, profiled
 from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
-from solvers.policies.sac import Rule
+from solvers.policies.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between
 
@@ -117,7 +117,7 @@ def test_each_baseline_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, s
 def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> None:
     """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
     built = mlp()
-    stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint_blocks level 9"), sac(Rule.ATTENTION))
+    stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint_blocks level 9"), sac(SacRule.ATTENTION))
     captured = profiled(built, tmp_path, name="six layers")
     heuristics = ("windows", "dtr", "lru", "largest")
     found = compare_measured(

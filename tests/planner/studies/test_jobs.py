@@ -123,7 +123,7 @@ def test_a_cluster_without_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(PlannerError, match="has no workers"),
     ):
         list(run(square, tasks(1), never, cluster=empty.scheduler_address))
-    watch = cluster._Watch(dict)
+    watch = cluster._WorkerWatch(dict)
     watch()
     watch._seen -= 1
     with pytest.raises(TimeoutError):

@@ -21,7 +21,7 @@ from planner.models.batches import Batches
 from planner.models.tracing import Tracing
 from planner.models.workload import parse_spec
 from planner.studies.fitting import Enough, largest
-from planner.studies.max_batch import METHODS, Answer, Wanted, max_batch
+from planner.studies.max_batch import METHODS, LargestBatch, Wanted, max_batch
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
@@ -46,7 +46,7 @@ def chain(batch: int) -> Graph:
     return replace(graph, ops=tuple(replace(op, module=f"h.{int(op.name[1:]) // 3}") for op in graph.ops))
 
 
-def by_method(answers: tuple[Answer, ...]) -> dict[str, Answer]:
+def by_method(answers: tuple[LargestBatch, ...]) -> dict[str, LargestBatch]:
     assert [answer.method for answer in answers] == [method for method, _ in METHODS]
     return {answer.method: answer for answer in answers}
 

@@ -9,7 +9,7 @@ from torch import nn
 from graphs.errors import ModelError
 from graphs.zoo import Workload
 from planner.models import workload
-from planner.runtime.measure import Outcome
+from planner.runtime.measure import StepOutcome
 from planner.studies.baselines import (
     Method,
     auto_sac,
@@ -22,7 +22,7 @@ from planner.studies.baselines import (
 )
 from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
 from planner.studies.measured import Benchmark, Exactness, Measured, relative_error
-from solvers.policies.sac import Rule
+from solvers.policies.sac import SacRule
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
 
@@ -38,7 +38,7 @@ def measure(built: Workload, *methods: Method) -> list[Measured]:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Measured]:
-    found = measure(gpt2(), eager(), checkpoint_blocks(), sac(), sac(Rule.EVERY_SECOND), auto_sac())
+    found = measure(gpt2(), eager(), checkpoint_blocks(), sac(), sac(SacRule.EVERY_SECOND), auto_sac())
     return {row.method: row for row in found}
 
 
@@ -153,7 +153,7 @@ def test_blocks_are_numbered_modules() -> None:
 
 def test_a_list_that_saves_nothing_is_an_error() -> None:
     # With dropout, attention is written out in other ops on the CPU.
-    for row in measure(gpt2(), sac(save=["aten.nothing"]), sac(Rule.ATTENTION)):
+    for row in measure(gpt2(), sac(save=["aten.nothing"]), sac(SacRule.ATTENTION)):
         assert "saves nothing" in (row.error or "")
 
 
@@ -216,8 +216,8 @@ def test_all_methods_have_names_of_their_own() -> None:
 
 
 def test_relative_errors() -> None:
-    a = Outcome({"x": torch.tensor([3.0, 4.0]), "y": None})
+    a = StepOutcome({"x": torch.tensor([3.0, 4.0]), "y": None})
     assert relative_error(a, a, ["x", "y"]) == 0.0
-    assert relative_error(a, Outcome({"x": torch.tensor([3.0, 4.5]), "y": None}), ["x", "y"]) == pytest.approx(0.1)
-    assert math.isinf(relative_error(a, Outcome({"x": None, "y": None}), ["x"]))
-    assert math.isnan(relative_error(a, Outcome({"x": torch.tensor([3.0, math.nan]), "y": None}), ["x"]))
+    assert relative_error(a, StepOutcome({"x": torch.tensor([3.0, 4.5]), "y": None}), ["x", "y"]) == pytest.approx(0.1)
+    assert math.isinf(relative_error(a, StepOutcome({"x": None, "y": None}), ["x"]))
+    assert math.isnan(relative_error(a, StepOutcome({"x": torch.tensor([3.0, math.nan]), "y": None}), ["x"]))

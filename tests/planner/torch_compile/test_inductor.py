@@ -14,7 +14,7 @@ from graphs.capture.step import TrainingStep
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.zoo import Workload
-from planner.runtime.measure import Outcome, measure_memory, outcome
+from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.studies.measured import relative_error
 from planner.torch_compile import backend
 from tests.support.budgets import between
@@ -46,7 +46,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
     return found
 
 
-def run(workload: Workload, budget: str | int) -> tuple[Outcome, int]:
+def run(workload: Workload, budget: str | int) -> tuple[StepOutcome, int]:
     """What a step with Inductor's kernels leaves behind, and its peak."""
     model = copy.deepcopy(workload.model)
     compiled = torch.compile(model, backend="planner", dynamic=False, options={"budget": budget, "compile": "inductor"})
@@ -58,7 +58,7 @@ def run(workload: Workload, budget: str | int) -> tuple[Outcome, int]:
     return found, measure_memory(step, workload.batch, static_bytes=0, device=torch.device("cpu")).peak_bytes
 
 
-def check(wanted: Outcome, found: Outcome) -> None:
+def check(wanted: StepOutcome, found: StepOutcome) -> None:
     names = [name for name in wanted.values if "random" not in name]
     assert relative_error(wanted, found, names) < 1e-5
 

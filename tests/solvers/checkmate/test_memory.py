@@ -5,7 +5,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
 from solvers.checkmate import CheckmateParams, solve
-from solvers.checkmate.model import PUBLISHED, Model, UnusedOutputs, Variant
+from solvers.checkmate.model import PUBLISHED, CheckmateModel, UnusedOutputs, Variant
 from solvers.problem import problem_of
 from solvers.result import Status
 from tests.support.requests import ask
@@ -51,7 +51,7 @@ def second_copy() -> Graph:
 
 
 def test_an_output_made_twice_is_there_once_afterwards() -> None:
-    model = Model(problem_of(second_copy(), 7))
+    model = CheckmateModel(problem_of(second_copy(), 7))
     model.build()
     # By hand: y stays, a runs again before c.
     fixed = {"S_1_1": 1, "S_2_1": 1, "S_3_1": 1, "S_1_0": 0, "S_2_0": 0, "R_2_0": 1, "R_2_1": 0, "R_3_0": 0}

@@ -9,8 +9,8 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain, diamond, training_chain
 from solvers import checkmate
 from solvers.checkmate import CheckmateParams, solve, write_model
-from solvers.checkmate.model import Model
-from solvers.checkmate.run import Answer
+from solvers.checkmate.model import CheckmateModel
+from solvers.checkmate.run import PulpAnswer
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.registry import get_solver
@@ -43,7 +43,7 @@ def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
 
 def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(10):
-        model = Model(problem_of(random_graph(seed, 12), 1000))
+        model = CheckmateModel(problem_of(random_graph(seed, 12), 1000))
         model.build()
         monkeypatch.setattr("solvers.checkmate.model.MOST_BINARIES", len(model.R) + len(model.S) - 1)
         assert f"has {len(model.R) + len(model.S)} variables" in str(model.too_large())
@@ -106,10 +106,10 @@ def test_a_solver_that_is_not_there_is_named(name: str, word: str, monkeypatch: 
     ("value", "words"), [(0.5, "neither 0 nor 1"), (0.0, "1 B over the budget")], ids=["half a binary", "memory ignored"]
 )
 def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(model: Model, *rest: object) -> Answer:
+    def run(model: CheckmateModel, *rest: object) -> PulpAnswer:
         for variable in model.program.variables():
             variable.varValue = value
-        return Answer(Outcome.OPTIMAL, True, None, "so they say")
+        return PulpAnswer(Outcome.OPTIMAL, True, None, "so they say")
 
     monkeypatch.setattr(checkmate, "run", run)
     result = solve(ask(training_chain(4), 4))
@@ -121,7 +121,7 @@ def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: 
     ("outcome", "status"), [(Outcome.FAILED, Status.ERROR), (Outcome.STOPPED, Status.LIMIT), (Outcome.INFEASIBLE, Status.LIMIT)]
 )
 def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkmate, "run", lambda *rest: Answer(outcome, False, None, "its own word"))
+    monkeypatch.setattr(checkmate, "run", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
     result = solve(ask(training_chain(4), 4))
     assert result.status is status
     assert "its own word" in result.message

@@ -13,7 +13,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.engine import evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import RULES, TIGHT_RULES, Guide, Rule
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, Guide
 from solvers.policies.store_all import store_all
 from solvers.problem import problem_of
 
@@ -56,21 +56,21 @@ def test_gradients_are_not_given_up_for_what_they_leave_no_room_to_make() -> Non
 def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
-    order = evicting_order(problem_of(graph, budget), Rule())
+    order = evicting_order(problem_of(graph, budget), EvictionRule())
     assert order is not None
     again = next(i for i in order if order.count(i) > 1)
     (stays,) = graph.ops[again].outputs
 
     handed = np.zeros((2, len(graph.tensors)), dtype=bool)
     handed[:, stays] = True
-    guided = evicting_order(problem_of(graph, budget), Rule(), guide=Guide((15, len(graph.ops) - 1), handed))
+    guided = evicting_order(problem_of(graph, budget), EvictionRule(), guide=Guide((15, len(graph.ops) - 1), handed))
     assert guided is not None
     assert guided.count(again) == 1
     assert len(guided) > len(graph.ops)
 
     bias = np.ones(len(graph.tensors))
     bias[stays] = 1e9
-    biased = evicting_order(problem_of(graph, budget), Rule(), bias=bias)
+    biased = evicting_order(problem_of(graph, budget), EvictionRule(), bias=bias)
     assert biased is not None
     assert biased.count(again) == 1
 
@@ -78,13 +78,13 @@ def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
 def test_it_fails_where_a_limit_is_reached() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
-    order = evicting_order(problem_of(graph, budget), Rule())
+    order = evicting_order(problem_of(graph, budget), EvictionRule())
     assert order is not None
     seconds = sum(graph.ops[i].time_s for i in order)
-    assert evicting_order(problem_of(graph, budget), Rule(), max_time_s=seconds) == order
-    assert evicting_order(problem_of(graph, budget), Rule(), max_time_s=0.99 * seconds) is None
-    assert evicting_order(problem_of(graph, budget), Rule(), should_stop=lambda: True) is None
-    assert evicting_order(problem_of(graph, least_budget_bound(graph).budget_bytes - 1), Rule()) is None
+    assert evicting_order(problem_of(graph, budget), EvictionRule(), max_time_s=seconds) == order
+    assert evicting_order(problem_of(graph, budget), EvictionRule(), max_time_s=0.99 * seconds) is None
+    assert evicting_order(problem_of(graph, budget), EvictionRule(), should_stop=lambda: True) is None
+    assert evicting_order(problem_of(graph, least_budget_bound(graph).budget_bytes - 1), EvictionRule()) is None
 
 
 def test_the_least_peak_is_looked_for_no_longer_than_is_allowed() -> None:

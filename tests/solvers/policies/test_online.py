@@ -14,7 +14,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import chain
 from solvers.policies.deallocation import Deallocation
-from solvers.policies.dtr import DtrParams, Rule, heuristic, solve
+from solvers.policies.dtr import DtrParams, DtrRule, heuristic, solve
 from solvers.policies.held import held_storages
 from solvers.policies.online import FailedError, Online
 from solvers.policies.store_all import store_all
@@ -89,10 +89,10 @@ def test_a_view_goes_with_its_base_and_is_made_again_when_it_is_read(tmp_path: P
     assert [t.size_bytes for t in graph.tensors] == [5, 10, 0, 10, 10, 10]
     assert [t.view_of for t in graph.tensors] == [None, None, 1, None, None, None]
     graph = renamed(graph)
-    run = Online(graph, 45, heuristic(Rule.LRU))
+    run = Online(graph, 45, heuristic(DtrRule.LRU))
     assert run.run().computed == (0, 1, 2, 3, 4)
     assert run.own_s[1] == pytest.approx(2e-6)
-    run = Online(graph, 45, heuristic(Rule.LRU))
+    run = Online(graph, 45, heuristic(DtrRule.LRU))
     run.heuristic.begin(run)
     for op in range(4):
         run._execute(op)
@@ -101,9 +101,9 @@ def test_a_view_goes_with_its_base_and_is_made_again_when_it_is_read(tmp_path: P
     assert run.steps[4:] == [Free(2), Free(1), Compute(0), Compute(1), Compute(4)]
 
 
-@pytest.mark.parametrize("rule", [Rule.DTR, Rule.FULL, Rule.LRU])
+@pytest.mark.parametrize("rule", [DtrRule.DTR, DtrRule.FULL, DtrRule.LRU])
 @pytest.mark.parametrize("deallocation", Deallocation)
-def test_schedules_with_views_run_and_fit(rule: Rule, deallocation: Deallocation) -> None:
+def test_schedules_with_views_run_and_fit(rule: DtrRule, deallocation: Deallocation) -> None:
     graph = public_log("resnet32", views=True)
     result = solve(
         ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes), params=DtrParams(deallocation=deallocation)),
@@ -116,13 +116,13 @@ def test_schedules_with_views_run_and_fit(rule: Rule, deallocation: Deallocation
 
 
 def test_eager_eviction_frees_after_the_last_use() -> None:
-    schedule = Online(chain(3), 10, heuristic(Rule.DTR)).run()
+    schedule = Online(chain(3), 10, heuristic(DtrRule.DTR)).run()
     assert schedule.steps == (Compute(0), Compute(1), Free(0), Compute(2), Free(1), Free(2))
 
 
 def test_without_deallocation_nothing_is_freed_before_memory_runs_out() -> None:
     graph = chain(5)
-    run = Online(graph, 3, heuristic(Rule.LRU), deallocation=Deallocation.IGNORE)
+    run = Online(graph, 3, heuristic(DtrRule.LRU), deallocation=Deallocation.IGNORE)
     assert run.run().steps == (*(Compute(i) for i in range(3)), Free(0), Compute(3), Free(1), Compute(4))
 
 
@@ -134,11 +134,11 @@ def test_what_is_made_from_a_banished_tensor_stays_until_it_is_let_go_of() -> No
     (c,) = draft.op("c", [], [2])
     draft.op("d", [b, c], [1])
     graph = draft.graph()
-    assert Online(graph, 5, heuristic(Rule.DTR), deallocation=Deallocation.BANISH).run().computed == (0, 1, 2, 3)
+    assert Online(graph, 5, heuristic(DtrRule.DTR), deallocation=Deallocation.BANISH).run().computed == (0, 1, 2, 3)
     graph = replace(graph, ops=(*graph.ops[:2], replace(graph.ops[2], workspace_bytes=2), graph.ops[3]))
     with pytest.raises(FailedError, match="op 'c' needs 4 B more, 2 B are in use, and nothing is left to evict"):
-        Online(graph, 5, heuristic(Rule.DTR), deallocation=Deallocation.BANISH).run()
-    assert Online(graph, 5, heuristic(Rule.DTR)).run().computed == (0, 1, 2, 0, 1, 3)
+        Online(graph, 5, heuristic(DtrRule.DTR), deallocation=Deallocation.BANISH).run()
+    assert Online(graph, 5, heuristic(DtrRule.DTR)).run().computed == (0, 1, 2, 0, 1, 3)
 
 
 def test_what_cannot_be_made_again_stays_as_long_as_it_may_be_read() -> None:
@@ -150,7 +150,7 @@ def test_what_cannot_be_made_again_stays_as_long_as_it_may_be_read() -> None:
     (c,) = draft.op("c", [b], [1])
     (d,) = draft.op("d", [a, c], [1])
     draft.op("e", [d], [1])
-    schedule = Online(draft.graph([d]), 7, heuristic(Rule.DTR)).run()
+    schedule = Online(draft.graph([d]), 7, heuristic(DtrRule.DTR)).run()
     assert schedule.computed == (0, 1, 2, 3, 1, 4, 5)
     assert schedule.steps.index(Compute(4)) < schedule.steps.index(Free(s)) < schedule.steps.index(Compute(5))
 

@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from solvers.policies.deallocation import Deallocation
-from solvers.policies.dtr import DtrParams, Rule, heuristic, solve
+from solvers.policies.dtr import DtrParams, DtrRule, heuristic, solve
 from solvers.policies.heuristic import Heuristic
 from solvers.policies.online import FailedError, Online
 from solvers.policies.store_all import store_all
@@ -32,7 +32,7 @@ FIGURES = {
 }
 
 
-def overhead(graph: Graph, ratio: float, rule: str = Rule.DTR) -> float:
+def overhead(graph: Graph, ratio: float, rule: str = DtrRule.DTR) -> float:
     """Time / time without recomputation at `ratio` of the peak; infinite when out of memory."""
     result = solve(ask(graph, int(ratio * simulate(graph, store_all(graph)).peak_bytes)), rule=rule)
     if result.time_s is None:
@@ -77,8 +77,8 @@ def test_about_the_published_overheads_with_views_at_no_cost_of_their_own(name: 
 
 def test_the_published_overhead_of_the_exact_neighbourhood() -> None:
     graph = public_log("resnet32")
-    assert overhead(graph, 0.2, Rule.FULL) == pytest.approx(1.371, abs=0.002)
-    tight = solve(ask(graph, simulate(graph, store_all(graph)).peak_bytes // 10), rule=Rule.FULL)
+    assert overhead(graph, 0.2, DtrRule.FULL) == pytest.approx(1.371, abs=0.002)
+    tight = solve(ask(graph, simulate(graph, store_all(graph)).peak_bytes // 10), rule=DtrRule.FULL)
     assert (tight.status, tight.bound_s) == (Status.LIMIT, None)
     assert "thrashes" in tight.message
 
@@ -95,21 +95,21 @@ def test_without_eviction_the_peak_is_that_of_keeping_everything(name: str) -> N
 @pytest.mark.parametrize(
     ("rule", "length", "again"),
     [
-        (Rule.DTR, 64, 0.77),
-        (Rule.DTR, 256, 0.90),
-        (Rule.DTR, 1024, 0.96),
-        (Rule.FULL, 64, 0.77),
-        (Rule.FULL, 256, 0.90),
-        pytest.param(Rule.FULL, 1024, 0.96, marks=pytest.mark.slow),
-        (Rule.LOCAL, 64, 2.5),
-        (Rule.LOCAL, 256, 7.7),
-        (Rule.LOCAL, 1024, 26.0),
-        (Rule.LRU, 64, 2.5),
-        (Rule.LRU, 256, 7.7),
-        (Rule.LRU, 1024, 26.0),
+        (DtrRule.DTR, 64, 0.77),
+        (DtrRule.DTR, 256, 0.90),
+        (DtrRule.DTR, 1024, 0.96),
+        (DtrRule.FULL, 64, 0.77),
+        (DtrRule.FULL, 256, 0.90),
+        pytest.param(DtrRule.FULL, 1024, 0.96, marks=pytest.mark.slow),
+        (DtrRule.LOCAL, 64, 2.5),
+        (DtrRule.LOCAL, 256, 7.7),
+        (DtrRule.LOCAL, 1024, 26.0),
+        (DtrRule.LRU, 64, 2.5),
+        (DtrRule.LRU, 256, 7.7),
+        (DtrRule.LRU, 1024, 26.0),
     ],
 )
-def test_recomputation_on_a_linear_network(rule: Rule, length: int, again: float) -> None:
+def test_recomputation_on_a_linear_network(rule: DtrRule, length: int, again: float) -> None:
     graph = linear_network(length)
     schedule = Online(graph, 2 * math.isqrt(length), heuristic(rule)).run()
     simulation = simulate(graph, schedule)
@@ -124,10 +124,10 @@ def test_recomputation_on_a_linear_network(rule: Rule, length: int, again: float
     seed=st.integers(0, 10**6),
     ops=st.integers(2, 30),
     share=st.floats(0.2, 1.0),
-    rule=st.sampled_from(Rule),
+    rule=st.sampled_from(DtrRule),
     deallocation=st.sampled_from(Deallocation),
 )
-def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: Rule, deallocation: Deallocation) -> None:
+def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: DtrRule, deallocation: Deallocation) -> None:
     graph = random_graph(seed, ops)
     budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=DtrParams(deallocation=deallocation, thrash_factor=20.0)), rule=rule)
@@ -179,7 +179,7 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
     graph = random_graph(seed, 60)
     budget = int(0.6 * simulate(graph, store_all(graph)).peak_bytes)
     ends = []
-    for rule in (heuristic(Rule.FULL), FromScratch()):
+    for rule in (heuristic(DtrRule.FULL), FromScratch()):
         run = Online(graph, budget, rule, thrash_factor=20.0)
         try:
             ends.append((run.run().steps, ""))
@@ -191,11 +191,11 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
 def test_random_eviction_is_by_its_seed() -> None:
     graph = random_training_step(1, 40)
     budget = int(0.7 * simulate(graph, store_all(graph)).peak_bytes)
-    first, second, other = (solve(ask(graph, budget, params=DtrParams(seed=seed)), rule=Rule.RANDOM) for seed in (3, 3, 4))
+    first, second, other = (solve(ask(graph, budget, params=DtrParams(seed=seed)), rule=DtrRule.RANDOM) for seed in (3, 3, 4))
     assert first.schedule == second.schedule != other.schedule
 
 
 def test_each_rule_is_a_solver() -> None:
     graph = random_training_step(1, 20)
-    for rule in Rule:
+    for rule in DtrRule:
         assert get_solver(rule)(ask(graph, simulate(graph, store_all(graph)).peak_bytes)).solver == rule.value

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from solvers.policies.megengine import FACTORS, LEAST_BYTES, Dynamic, MegEngineParams, Rule, Static, solve
+from solvers.policies.megengine import FACTORS, LEAST_BYTES, Dynamic, MegEngineParams, MegEngineRule, Static, solve
 from solvers.policies.online import Online
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
@@ -20,9 +20,9 @@ from tests.support.requests import ask
 MiB = 2**20
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", MegEngineRule)
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.2, 1.0))
-def test_schedules_run_and_fit(rule: Rule, seed: int, ops: int, share: float) -> None:
+def test_schedules_run_and_fit(rule: MegEngineRule, seed: int, ops: int, share: float) -> None:
     graph = random_graph(seed, ops)
     budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=MegEngineParams(least_bytes=(0,), thrash_factor=20.0)), rule=rule)
@@ -30,8 +30,8 @@ def test_schedules_run_and_fit(rule: Rule, seed: int, ops: int, share: float) ->
     assert result.bound_s is None or result.status is not Status.LIMIT
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_a_training_step_fits_less(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", MegEngineRule)
+def test_a_training_step_fits_less(rule: MegEngineRule) -> None:
     graph = random_training_step(2, 40)
     result = get_solver(rule)(ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes)))
     assert (result.status, result.solver) == (Status.FEASIBLE, rule.value)
@@ -102,8 +102,8 @@ def test_the_static_score() -> None:
     assert evicted["a"] == pytest.approx(4 * 4 * second * 4 / 4 / 1)  # itself, b, b t, s
 
 
-@pytest.mark.parametrize("rule", Rule)
-def test_its_settings_are_tried_for_each_budget(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", MegEngineRule)
+def test_its_settings_are_tried_for_each_budget(rule: MegEngineRule) -> None:
     graph = random_training_step(2, 40)
     middle = sorted(t.size_bytes for t in graph.tensors)[len(graph.tensors) // 2]
     graph = replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * MiB // middle) for t in graph.tensors))
@@ -111,7 +111,7 @@ def test_its_settings_are_tried_for_each_budget(rule: Rule) -> None:
     tried = [
         solve(ask(graph, budget, params=MegEngineParams(least_bytes=(size,), factors=(pair,))), rule=rule)
         for size in LEAST_BYTES
-        for pair in (FACTORS if rule is Rule.STATIC else FACTORS[:1])
+        for pair in (FACTORS if rule is MegEngineRule.STATIC else FACTORS[:1])
     ]
     best = solve(ask(graph, budget), rule=rule)
     assert best.time_s == min(result.time_s for result in tried if result.time_s is not None)

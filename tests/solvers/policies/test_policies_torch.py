@@ -16,7 +16,7 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from solvers.policies import memory_budget, sac
 from solvers.policies.memory_budget import Partition, knapsack, trials
-from solvers.policies.sac import Rule, SacParams, ops_on, save_lists, saved_ops
+from solvers.policies.sac import SacParams, SacRule, ops_on, save_lists, saved_ops
 from solvers.policies.store_all import store_all
 from solvers.policies.torch_ops import COMPUTE_INTENSIVE, base_name
 from solvers.registry import get_solver
@@ -62,10 +62,14 @@ def test_names_of_ops() -> None:
 
 def test_what_is_saved() -> None:
     graph = network(2)
-    assert [op.name for op in saved_ops(graph, Rule.LISTED)] == ["0.0", "0.2", "0.3", "1.0", "1.2", "1.3"]
-    assert [op.name for op in saved_ops(graph, Rule.EVERY_SECOND)] == ["0.0", "0.3", "1.0", "1.3"]
-    assert [op.name for op in saved_ops(graph, Rule.ATTENTION)] == ["0.3", "1.3"]
-    assert [op.name for op in saved_ops(graph, Rule.LISTED, frozenset({"relu", "aten.mm.default"}))][:3] == ["0.0", "0.1", "0.2"]
+    assert [op.name for op in saved_ops(graph, SacRule.LISTED)] == ["0.0", "0.2", "0.3", "1.0", "1.2", "1.3"]
+    assert [op.name for op in saved_ops(graph, SacRule.EVERY_SECOND)] == ["0.0", "0.3", "1.0", "1.3"]
+    assert [op.name for op in saved_ops(graph, SacRule.ATTENTION)] == ["0.3", "1.3"]
+    assert [op.name for op in saved_ops(graph, SacRule.LISTED, frozenset({"relu", "aten.mm.default"}))][:3] == [
+        "0.0",
+        "0.1",
+        "0.2",
+    ]
 
 
 def test_the_rest_of_a_block_runs_again() -> None:
@@ -83,7 +87,7 @@ def test_the_rest_of_a_block_runs_again() -> None:
 def test_the_fastest_save_list_that_fits_or_none() -> None:
     graph = network(4)
     kept = simulate(graph, store_all(graph)).peak_bytes
-    peaks = {rule: sac.solve(ask(graph, kept), rule=rule).peak_bytes for rule in Rule}
+    peaks = {rule: sac.solve(ask(graph, kept), rule=rule).peak_bytes for rule in SacRule}
     assert all(peak is not None and peak < kept for peak in peaks.values())
     too_small = sac.solve(ask(graph, 20))
     assert (too_small.status, too_small.bound_s) == (Status.LIMIT, None)
@@ -133,7 +137,7 @@ def test_sac_is_tuned_over_its_lists() -> None:
     chosen, times = set(), []
     for budget in range(10, peak + 1, 4):
         tuned = sac.solve(ask(graph, budget))
-        alone = [sac.solve(ask(graph, budget), rule=rule).time_s for rule in (Rule.EVERY_SECOND, Rule.ATTENTION)]
+        alone = [sac.solve(ask(graph, budget), rule=rule).time_s for rule in (SacRule.EVERY_SECOND, SacRule.ATTENTION)]
         alone += [
             sac.solve(ask(graph, budget, params=SacParams(save=tuple(save)))).time_s for save in (["mm"], list(COMPUTE_INTENSIVE))
         ]

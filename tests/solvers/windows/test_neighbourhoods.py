@@ -21,7 +21,7 @@ from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import compose
 from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
 from solvers.windows.heuristics.portfolio import take_turns
-from solvers.windows.heuristics.restricted import Known, build_restricted, restricted_families, tight_windows
+from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, restricted_families, tight_windows
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial, order_of, try_out
@@ -30,8 +30,8 @@ from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 
 
-def knows_all(problem: Problem) -> Known:
-    known = Known()
+def knows_all(problem: Problem) -> CandidateSet:
+    known = CandidateSet()
     known.ops.update(range(problem.ops))
     return known
 
@@ -82,7 +82,7 @@ def test_only_what_is_known_is_executed_again() -> None:
     graph = training_chain(6)
     problem = problem_of(graph, 7)
     detail = Discretization(tuple(range(problem.ops)))
-    known = Known()
+    known = CandidateSet()
     known.ops.update((1, 2))
     model = build_restricted(problem, detail, known, PARAMS.neighbourhoods)
     assert {i for _, i in model.again} == {1, 2}
@@ -94,7 +94,7 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     found = least_budget(graph).schedule
     computed = [step.op for step in found.steps if hasattr(step, "op")]
     detail = Discretization(tuple(range(problem.ops)))
-    known = Known()
+    known = CandidateSet()
     known.learn_order(order_of(detail, computed))
     answer = solve_program(build_restricted(problem, detail, known, PARAMS.neighbourhoods).program, clock=WallClock(60))
     assert answer.outcome is Outcome.OPTIMAL
@@ -103,7 +103,7 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
 
 
 def test_more_choices_until_all_are_there() -> None:
-    known = Known()
+    known = CandidateSet()
     assert known.more_choices(30)
     assert known.factor == 2
     for _ in range(10):

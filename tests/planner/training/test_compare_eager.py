@@ -170,7 +170,7 @@ def test_a_kept_plan_is_compared_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.identical
     assert compiled(plain(), cache=tmp_path, compare_eager=False).plan.eager is None
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(compare_eager.Outcome, "differences", lambda *_: ("loss",))
+    monkeypatch.setattr(compare_eager.StepOutcome, "differences", lambda *_: ("loss",))
     write_plan(first.plan, path)
     with pytest.warns(EagerWarning, match="differs from eager in loss"):
         assert not compiled(plain(), cache=tmp_path).plan.eager.identical

@@ -39,7 +39,7 @@ def main() -> int:
     rows, reports = [], []
     tight = least.found_bytes + (peak - least.found_bytes) // 10
     for budget in (int(0.9 * peak), int(0.7 * peak), int(0.5 * peak), tight, int(1.02 * least.found_bytes)):
-        plan = planner.solve(graph, budget, clock=WallClock(15.0))
+        plan = planner.solve(graph, budget, time_limit_s=15.0)
         report = planner.run(plan, *workload, repeats=5)
         reports.append(report)
         rows.append(run_row(plan, report))

@@ -2,13 +2,38 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from graphs.ir import Graph, Op, Phase, Tensor
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
+
+WITH_ENDLESS_SOLVER = """
+import sys, time, types
+from pathlib import Path
+from planner.cli.main import main
+from solvers.policies import store_all
+from solvers.registry import SOLVERS, Entry
+
+marker, listens, *arguments = sys.argv[1:]
+
+def solve(request):
+    Path(marker).touch()
+    while not (listens == "listens" and request.interrupted()):
+        time.sleep(0.01)
+    return store_all.solve(request)
+
+module = types.ModuleType("endless")
+module.solve = solve
+sys.modules["endless"] = module
+SOLVERS["endless"] = Entry("endless", "never ends by itself")
+sys.exit(main(arguments))
+"""
 
 
 def chain() -> Graph:
@@ -31,3 +56,17 @@ def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
         timeout=PATIENCE_S,
         **options,
     )
+
+
+def start(marker: Path, *arguments: object) -> "subprocess.Popen[str]":
+    """A process, once it has made the file `marker`."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while not marker.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"it did not start: {process.communicate()}")
+        time.sleep(0.01)
+    return process

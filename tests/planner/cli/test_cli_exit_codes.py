@@ -2,9 +2,7 @@
 
 import json
 import signal
-import subprocess
 import sys
-import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +16,7 @@ from planner.cli.main import main
 from planner.solving import solve
 from planner.studies.comparison_rows import read_rows
 from tests.support.command import FakeReport, Said, call, refused
-
-ROOT = Path(__file__).parents[3]
-PATIENCE_S = 120.0
+from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, start
 
 
 @pytest.fixture
@@ -89,42 +85,12 @@ def test_the_codes_are_documented(capsys: Any) -> None:
 # --- a comparison that is interrupted -------------------------------------------------------------
 
 # The first row is done at once; the second takes until it is told to stop.
-SLOW_SECOND = """
-import sys, time, types
-from pathlib import Path
-from planner.cli.main import main
-from solvers.policies import store_all
-from solvers.registry import SOLVERS, Entry
-
-marker, *arguments = sys.argv[1:]
-
-def solve(request):
-    Path(marker).touch()
-    while not request.interrupted():
-        time.sleep(0.01)
-    return store_all.solve(request)
-
-module = types.ModuleType("endless")
-module.solve = solve
-sys.modules["endless"] = module
-SOLVERS["endless"] = Entry("endless", "never ends by itself")
-sys.exit(main(arguments))
-"""
 
 
 def test_an_interrupted_comparison_says_so_and_goes_on_later(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
     marker, folder, graph_file = tmp_path / "started", tmp_path / "out", plan_file.with_name("model.json")
     asked = ["compare", graph_file, "--budgets", "100%", "-o", folder, "--jobs", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_SECOND, marker, *map(str, asked), "--methods", "store_all,endless"],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    deadline = time.monotonic() + PATIENCE_S
-    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    process = start(marker, "-c", WITH_ENDLESS_SOLVER, marker, "listens", *asked, "--methods", "store_all,endless")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err

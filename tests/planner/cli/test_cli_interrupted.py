@@ -11,43 +11,7 @@ import pytest
 
 from graphs.io.formats import read_plan
 from graphs.simulate import simulate
-from tests.support.command_process import PATIENCE_S, ROOT, chain
-
-WITH_ENDLESS_SOLVER = """
-import sys, time, types
-from pathlib import Path
-from planner.cli.main import main
-from solvers.policies import store_all
-from solvers.registry import SOLVERS, Entry
-
-marker, listens, *arguments = sys.argv[1:]
-
-def solve(request):
-    Path(marker).touch()
-    while not (listens == "listens" and request.interrupted()):
-        time.sleep(0.01)
-    return store_all.solve(request)
-
-module = types.ModuleType("endless")
-module.solve = solve
-sys.modules["endless"] = module
-SOLVERS["endless"] = Entry("endless", "never ends by itself")
-sys.exit(main(arguments))
-"""
-
-
-def start(marker: Path, *arguments: object) -> "subprocess.Popen[str]":
-    """A process, once it has made the file `marker`."""
-    process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    deadline = time.monotonic() + PATIENCE_S
-    while not marker.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"it did not start: {process.communicate()}")
-        time.sleep(0.01)
-    return process
+from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
 
 
 def test_an_interrupted_solve_answers_with_what_it_has(graph_file: Path, tmp_path: Path) -> None:

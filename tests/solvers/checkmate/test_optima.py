@@ -7,7 +7,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, diamond, kept_output, skips, training_chain, two_outputs
+from graphs.synthetic.small import chain, diamond, kept_output, skips, training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import windows
 from solvers.checkmate import CheckmateParams, solve
@@ -16,6 +16,7 @@ from solvers.policies.store_all import store_all
 from solvers.result import Status
 from tests.support.brute_force import fastest, may_repeat
 from tests.support.budgets import budget_at
+from tests.support.known_optima import KNOWN_OPTIMA
 from tests.support.requests import ask
 
 TOLERANCE = 1e-3
@@ -28,18 +29,8 @@ CBC = pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
 @pytest.mark.parametrize(
     ("graph", "budget", "optimum_s"),
     [
-        (chain(1), 1, 1),
-        (chain(5), 2, 5),
-        (training_chain(3), 4, 6),
-        (training_chain(3), 3, 7),
-        (training_chain(8), 8, 17),
+        *KNOWN_OPTIMA,
         (training_chain(6), 3, 12 + 5 * 4 // 2),
-        (diamond(), 9, 9),
-        (diamond(), 8, 10),
-        (two_outputs(), 7, 3),
-        (kept_output(), 8, 4),
-        (kept_output(), 7, 5),
-        (kept_output(), 6, 5),
     ],
 )
 def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: Variant) -> None:

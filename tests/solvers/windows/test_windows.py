@@ -15,26 +15,17 @@ from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.params import WindowsParams
 from tests.support.budgets import peak_bytes
+from tests.support.known_optima import KNOWN_OPTIMA
 from tests.support.requests import ask
 
 
 @pytest.mark.parametrize(
     ("graph", "budget", "optimum_s"),
     [
-        (chain(1), 1, 1),
-        (chain(5), 2, 5),
-        (training_chain(3), 4, 6),
-        (training_chain(3), 3, 7),
+        *KNOWN_OPTIMA,
         (training_chain(8), 9, 16),
-        (training_chain(8), 8, 17),
         (training_chain(8), 3, 16 + 7 * 6 // 2),
         (training_chain(12), 3, 24 + 11 * 10 // 2),
-        (diamond(), 9, 9),
-        (diamond(), 8, 10),
-        (two_outputs(), 7, 3),
-        (kept_output(), 8, 4),
-        (kept_output(), 7, 5),
-        (kept_output(), 6, 5),
     ],
 )
 def test_known_optima(graph: Graph, budget: int, optimum_s: float) -> None:

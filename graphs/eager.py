@@ -1,4 +1,4 @@
-"""How a planned step compares with plain eager PyTorch, on the batch it was planned for."""
+"""How a planned step compares with plain eager PyTorch, or with ``torch.compile``, on the batch it was planned for."""
 
 from dataclasses import dataclass
 
@@ -55,6 +55,7 @@ class EagerComparison:
         peak_bytes: of an eager step, with all that is there throughout.
         time_s, planned_time_s: seconds of a step, taken in turns: the median on CUDA, the least on the CPU.
         failure: why eager PyTorch could not be run; "" where it was. Then nothing else is known.
+        beside: what it is that the plan stands beside: ``torch.compile`` where the kernels are Inductor's.
     """
 
     differences: tuple[Difference, ...] = ()
@@ -64,6 +65,7 @@ class EagerComparison:
     time_s: float = 0.0
     planned_time_s: float = 0.0
     failure: str = ""
+    beside: str = "eager"
 
     @property
     def identical(self) -> bool:
@@ -77,14 +79,15 @@ class EagerComparison:
 
     def __str__(self) -> str:
         if self.failure:
-            return f"not compared with eager: {self.failure}"
-        costs = f"eager takes {format_seconds(self.time_s)} and {format_bytes(self.peak_bytes)}"
-        return f"{'identical to eager' if self.identical else self.what_differs()}; {costs}"
+            return f"not compared with {self.beside}: {self.failure}"
+        costs = f"{self.beside} takes {format_seconds(self.time_s)} and {format_bytes(self.peak_bytes)}"
+        found = f"identical to {self.beside}" if self.identical else self.what_differs()
+        return f"{found}; {costs}"
 
     def what_differs(self) -> str:
         """The differences, the largest of the named kinds first, and where they begin."""
         named = "; ".join(map(str, self.differences[:_NAMED]))
         more = f" and {len(self.differences) - _NAMED} more" if len(self.differences) > _NAMED else ""
         where = "" if self.first_op is None else f", from {self.first_op} on"
-        again = "" if self.reproducible else "; but eager itself does not make the same numbers twice"
-        return f"differs from eager in {named}{more}{where}{again}"
+        again = "" if self.reproducible else f"; but {self.beside} itself does not make the same numbers twice"
+        return f"differs from {self.beside} in {named}{more}{where}{again}"

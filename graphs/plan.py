@@ -72,7 +72,7 @@ class Plan:
         return (
             f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted, {measured} measured "
             f"(keeping everything: {format_bytes(self.graph.store_all_peak_bytes)}); step time {self._step_time()}, "
-            f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}{compared}"
+            f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}{compared}{self._kernels()}"
         )
 
     def _step_time(self) -> str:
@@ -80,7 +80,14 @@ class Plan:
         predicted = f"+{format_ratio(self.overhead)} over keeping everything, predicted"
         if self.eager is None or self.eager.overhead is None:
             return predicted
-        return f"{100 * self.eager.overhead:+.1f}% over eager, measured ({predicted})"
+        return f"{100 * self.eager.overhead:+.1f}% over {self.eager.beside}, measured ({predicted})"
+
+    def _kernels(self) -> str:
+        """Which were compiled, and for how long, where they are none of eager PyTorch's."""
+        found = self.graph.provenance
+        if "variant" not in found:
+            return ""
+        return f"; Inductor's kernels ({found['variant']}), compiled in {found.get('compile_seconds')} s"
 
     @property
     def gap(self) -> float | None:

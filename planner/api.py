@@ -1,17 +1,18 @@
 """What Python programs do with the planner, besides training by it (``planner.training``): trace a step, run a plan."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypedDict
 
 from torch import nn
 
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn, TrainingStep
-from graphs.capture.trace import capture
+from graphs.capture.trace import capture, capture_kernels
 from graphs.capture.unchanged import unchanged
 from graphs.cost.devices import get_device
 from graphs.cost.profile import profile
-from graphs.cost.replay import with_real_sizes, written_by
+from graphs.cost.replay import RealStep, with_real_sizes, written_by
 from graphs.cost.roofline import model_times
 from graphs.ir import Graph
 from graphs.plan import Plan
@@ -19,6 +20,15 @@ from planner.plan_check import check_sizes
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from solvers.policies.store_all import store_all
+
+if TYPE_CHECKING:
+    from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
+
+
+class _About(TypedDict):
+    optimizer: str
+    accumulate: bool
+    name: str
 
 
 def trace(
@@ -77,15 +87,30 @@ def capture_profiled(
 
 def with_times(captured: Capture, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, passes: int) -> Capture:
     """`captured` with measured times and workspaces."""
-    return replace(captured, graph=profile(captured, TrainingStep(model, loss_fn), batch, passes=passes))
+    return replace(captured, graph=profile(RealStep.of(captured, TrainingStep(model, loss_fn), batch), passes=passes))
 
 
 def capture_real(
-    model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, name: str = ""
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    optimizer: str,
+    accumulate: bool,
+    name: str = "",
+    variant: "Variant | None" = None,
 ) -> Capture:
-    """The step with the sizes that its kernels really allocate; its times are not measured."""
-    captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
-    return with_real_sizes(captured, TrainingStep(model, loss_fn), batch)
+    """The step with the sizes that its kernels really allocate; its times are not measured.
+
+    Args:
+        variant: how Inductor compiles its kernels; None for those of eager PyTorch.
+    """
+    about: _About = {"optimizer": optimizer, "accumulate": accumulate, "name": name}
+    if variant is None:
+        captured = capture(model, loss_fn, batch, **about)
+    else:
+        captured = capture_kernels(model, loss_fn, batch, variant=variant, **about)
+    return with_real_sizes(RealStep.of(captured, TrainingStep(model, loss_fn), batch))
 
 
 @dataclass(frozen=True, slots=True)

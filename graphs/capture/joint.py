@@ -1,18 +1,19 @@
 """The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
 
-import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphs.capture.attention import attention_as_on_cuda
 from graphs.capture.branches import Branches, asks_for_values
 from graphs.capture.drawn import no_python_draws
 from graphs.capture.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
 from graphs.capture.effects import Effect, UnsettledError, check_effects, recording_effects, settle
+from graphs.capture.failures import first_line, own_message, why
 from graphs.capture.fakes import on_fakes
 from graphs.capture.guards import Guards, build_guards, guarded_names, readable
 from graphs.capture.outputs import CHECKS
@@ -20,13 +21,11 @@ from graphs.capture.signature import Batch, arguments, call, leaves
 from graphs.capture.step import TrainingStep
 from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags
 from graphs.capture.unchanged import restored
-from graphs.errors import PlannerError, TraceError
+from graphs.errors import TraceError
 from graphs.torch_private.capture import (
-    FOLLOWS_COPIES,
     GUARD_SETTINGS,
     CaptureOutput,
     JointWithDescriptors,
-    TorchDynamoException,
     TracingContext,
     aot_export_joint_with_descriptors,
     compiling_state,
@@ -40,6 +39,9 @@ from graphs.torch_private.capture import (
 )
 from graphs.torch_private.core import FakeTensor, kept_in_graphs
 
+T = TypeVar("T")
+# What makes something of a module that Dynamo captured, called in its tracing context.
+Make = Callable[[ExitStack, fx.GraphModule, tuple[object, ...], dict[str, object]], T]
 Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
 
 
@@ -54,8 +56,50 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced
     Raises:
         TraceError: the step cannot be captured as one graph.
     """
+
+    def trace() -> Traced:
+        with ops_as_eager(), attention_as_on_cuda() if as_on_cuda else nullcontext():
+            return _with_branches(step, batch)
+
+    return _settled(step, batch, trace)
+
+
+_BRANCHES = (
+    "the step takes branches on data, or has shapes that depend on data, for which no kernels are compiled: plan with "
+    "kernels='eager'"
+)
+
+
+def compiled_graph(step: TrainingStep, batch: Batch, make: Make[T]) -> tuple[T, Guards | None]:
+    """What `make` makes of `step` as ``torch.compile`` captures it, and its guards.
+
+    Raises:
+        TraceError: the step cannot be captured as one graph, or takes branches on data.
+    """
+
+    def trace() -> tuple[T, Guards | None]:
+        try:
+            traced = _traced(step, batch, None, make)
+        except UnsettledError:
+            raise
+        except Exception as error:  # whatever stops it, the user gets one line
+            raise TraceError(_BRANCHES if "data-dependent" in str(error).lower() else why(error, step, batch, None)) from error
+        if traced is None:
+            raise TraceError(_BRANCHES)
+        return traced
+
+    return _settled(step, batch, trace)
+
+
+def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
+    """What `trace` returns, at last; the step and the batch are afterwards as they were."""
+
+    def once() -> T:
+        with restored(step, batch):
+            return trace()
+
     try:
-        return _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+        return once()
     except UnsettledError as unsettled:
         args, kwargs = arguments(batch)
 
@@ -71,18 +115,9 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced
             raise
         install_hooks(step)  # they stay, as after the model's first step
     try:
-        return _joint_graph(step, batch, as_on_cuda=as_on_cuda)
+        return once()
     except UnsettledError as unsettled:
         raise TraceError(f"{unsettled} changes in the second step too: run the model before it is planned") from unsettled
-
-
-def _joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced:
-    """What ``_with_branches`` returns; the step and the batch are afterwards as they were."""
-    with restored(step, batch), ExitStack() as stack:
-        stack.enter_context(ops_as_eager())
-        if as_on_cuda:
-            stack.enter_context(attention_as_on_cuda())
-        return _with_branches(step, batch)
 
 
 def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
@@ -98,17 +133,17 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
         return found
     if isinstance(found, UnsettledError):
         raise found
-    if found and (known := _own_message(found)):
+    if found and (known := own_message(found)):
         raise TraceError(known) from found
     branches = Branches(batch)
     try:
-        traced = _traced(step, batch, branches)
+        traced = _traced(step, batch, branches, _joint)
     except UnsettledError:
         raise
     except Exception as error:  # whatever stops the capture, the user gets one line
-        raise TraceError(_why(error, step, batch, branches)) from error
+        raise TraceError(why(error, step, batch, branches)) from error
     assert traced is not None
-    return traced
+    return *traced, branches
 
 
 def _attempts(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
@@ -119,7 +154,7 @@ def _attempts(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
             found = _attempt(step, batch)
         if isinstance(found, tuple) or not asked:
             return found
-        if found is None or isinstance(found, UnsettledError) or _own_message(found):
+        if found is None or isinstance(found, UnsettledError) or own_message(found):
             return _attempt(step, batch)
         told.add(asked[-1])
 
@@ -127,13 +162,20 @@ def _attempts(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
 def _attempt(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
     """What ``_traced`` returns without knowing any data, or raises; another attempt may do better."""
     try:
-        return _traced(step, batch, None)
+        traced = _traced(step, batch, None, _joint)
     except Exception as error:  # noqa: BLE001
         return error
+    return None if traced is None else (*traced, None)
 
 
-def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> Traced | None:
-    """The joint graph of `step` with its guards; None where `branches` are needed for it, and not given."""
+def _joint(stack: ExitStack, module: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> JointWithDescriptors:
+    # A training loop calls backward() outside autocast. Without the shape environment every size is a plain number.
+    stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+    return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
+
+
+def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: Make[T]) -> tuple[T, Guards | None] | None:
+    """What `make` makes of `step` as Dynamo captures it, with its guards; None where `branches` are needed, and not given."""
     args, kwargs = arguments(batch)
     with ExitStack() as stack:
         _settings(stack)
@@ -152,10 +194,9 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None) -> Trac
         elif asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        # Without the shape environment every size is a plain number.
         with kept_in_graphs(CHECKS), branches.followed() if branches else nullcontext():
-            joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
-        return joint, _guards(output, effects, step, batch), branches
+            made = make(stack, module, args, kwargs)
+        return made, _guards(output, effects, step, batch)
 
 
 def _settings(stack: ExitStack) -> None:
@@ -173,8 +214,6 @@ def _settings(stack: ExitStack) -> None:
             **GUARD_SETTINGS,
         )
     )
-    # A training loop calls backward() outside autocast.
-    stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
 
 
 def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, batch: Batch) -> Guards | None:
@@ -190,7 +229,7 @@ def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, ba
         guards = build_guards(output, get_traced_fn(step)[0].__code__, step, args, kwargs)
     except AssertionError as error:
         raise TraceError(
-            f"the step reads a value that is another each time: {_first_line(error)}; compute it outside of what is planned, and "
+            f"the step reads a value that is another each time: {first_line(error)}; compute it outside of what is planned, and "
             "pass it with the batch as a tensor"
         ) from error
     for outside in guards.outside:
@@ -207,53 +246,6 @@ def _logging_methods() -> set[object]:
     """What writes to a log, methods that libraries have added included: no part of the graph."""
     levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
     return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
-
-
-def _why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches) -> str:
-    """What stopped the capture, in one line."""
-    if known := _own_message(error) or branches.refusal:
-        return known
-    try:
-        with on_fakes(step, batch) as run:
-            run()
-    except TraceError as own:
-        return str(own)
-    except Exception:  # noqa: BLE001  # the error of the capture says more
-        pass
-    if "expected to have an entirely functional graph" in str(error):
-        return (
-            "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: "
-            "make it a buffer (register_buffer)"
-        )
-    if "Module-level backwards hooks" in str(error):
-        return (
-            "the model has hooks of modules on gradients (register_full_backward_hook), which cannot be captured: hook a tensor "
-            "in the forward pass (tensor.register_hook), or remove them"
-        )
-    frames = [line.strip() for line in str(error).splitlines() if line.lstrip().startswith("File ")]
-    where = f" ({frames[-1]})" if frames else ""
-    in_deepcopy = copy.__file__ in where and where.endswith("in deepcopy)")
-    if not FOLLOWS_COPIES and (in_deepcopy or _first_line(error) == "copy.deepcopy()"):
-        caller = next(frame for frame in reversed(frames) if copy.__file__ not in frame)
-        return (
-            f"the step cannot be captured as one graph: torch {torch.__version__} does not follow copy.deepcopy() ({caller}): "
-            "use torch 2.13, or leave the copy out (models of Transformers copy their config where they make a cache: make it "
-            "with use_cache=False)"
-        )
-    kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
-    return f"the step cannot be captured as one graph: {kind}{_first_line(error)}{where}"
-
-
-def _own_message(error: BaseException) -> str | None:
-    """What the planner says of an error that it raised inside the capture; None of others."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, PlannerError):
-        cause = cause.__cause__ or cause.__context__
-    return None if cause is None else str(cause)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def device_of(model: nn.Module, batch: Batch) -> torch.device:

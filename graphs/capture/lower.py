@@ -1,8 +1,9 @@
 """From a joint graph to ops and storages, and to the program that executes them."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,6 +33,7 @@ class Capture:
             save the generator's state.
         guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
         conditions: what must hold of the data for this to be the step; None if nothing need.
+        whole: both passes as PyTorch itself runs the same kernels, called as the step is; None for those of eager PyTorch.
     """
 
     graph: Graph
@@ -40,6 +42,7 @@ class Capture:
     nodes: tuple[fx.Node | None, ...]
     guards: Guards | None = None
     conditions: DataGuards | None = None
+    whole: Callable[..., Any] | None = None
 
 
 def lower(

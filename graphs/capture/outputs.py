@@ -49,13 +49,22 @@ def fix_outputs(graph: fx.Graph) -> None:
         TraceError: the loss is no scalar, or no trainable parameter reaches it; a tensor is sparse; or the step writes to a
             parameter that it trains.
     """
-    _check_layouts(graph)
-    _check_writes(graph)
-    _check_loss(graph)
+    check_outputs(graph)
     _drop_needless_copies(graph)
     _write_back_mutations(graph, first_backward(graph))
     _own_gradients(graph)
     remove_dead_code(graph)
+
+
+def check_outputs(graph: fx.Graph) -> None:
+    """Refuse a joint graph that is no training step.
+
+    Raises:
+        TraceError: as ``fix_outputs``.
+    """
+    _check_layouts(graph)
+    _check_writes(graph)
+    _check_loss(graph)
 
 
 def outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
@@ -243,15 +252,15 @@ def _own_gradients(graph: fx.Graph) -> None:
     fixed: list[tuple[object, AOTOutput]] = []
     for value, desc in outputs(graph):
         if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
-            if storage(fake(value)) in taken or not _keeps_layout(fake(value), fake(inputs[desc.grad_of])):
-                layout = _memory_format(fake(inputs[desc.grad_of]))
+            if storage(fake(value)) in taken or not keeps_layout(fake(value), fake(inputs[desc.grad_of])):
+                layout = memory_format(fake(inputs[desc.grad_of]))
                 value = call_before(graph.output_node(), aten.clone.default, value, memory_format=layout)
             taken.add(storage(fake(value)))
         fixed.append((value, desc))
     _set_outputs(graph, fixed)
 
 
-def _keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
+def keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
     """``AccumulateGrad``'s layout contract: strides of the variable if it is dense, else contiguous."""
     if not torch.ops.aten.is_non_overlapping_and_dense.default(variable):
         return gradient.is_contiguous()
@@ -259,7 +268,8 @@ def _keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
     return all(size == 1 or own == wanted for size, own, wanted in strides)
 
 
-def _memory_format(variable: torch.Tensor) -> torch.memory_format:
+def memory_format(variable: torch.Tensor) -> torch.memory_format:
+    """What a clone is given to have the layout of a gradient of `variable`."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     wanted = formats.get(variable.dim(), torch.contiguous_format)
     return wanted if variable.is_contiguous(memory_format=wanted) else torch.contiguous_format

@@ -6,11 +6,12 @@ holds a storage. Targets, generators and other objects are names in the program'
 """
 
 import linecache
+import re
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Kind
@@ -65,6 +66,46 @@ class Call:
     random_state: int | None = None
     redraw: str | None = None
 
+    def bind(self, wanted: Container[int]) -> list[str]:
+        """The lines that execute it and bind the outputs in `wanted` to their variables."""
+        return self.bind_to(self.expression, wanted)
+
+    def bind_to(self, expression: str, wanted: Container[int]) -> list[str]:
+        """The lines that bind the outputs in `wanted` to parts of the value of `expression`."""
+        bound = [(t, path) for t, path in self.outputs if t in wanted]
+        if len(bound) == 1 and bound[0][1] == "":
+            return [f"{variable(bound[0][0])} = {expression}"]
+        if not bound:
+            return [expression]
+        return [f"_ = {expression}", *(f"{variable(t)} = _{path}" for t, path in bound), "del _"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """One op that allocates its outputs, and launches kernels that write to them.
+
+    Attributes:
+        lines: Python source over variables and namespace names, which binds the variables of all outputs.
+        made: ids of the output tensors.
+    """
+
+    lines: tuple[str, ...]
+    made: tuple[int, ...]
+    random_state: ClassVar[None] = None  # what draws is executed once
+
+    @property
+    def outputs(self) -> tuple[tuple[int, str], ...]:
+        """As in ``Call``: each output is a variable of its own."""
+        return tuple((t, "") for t in self.made)
+
+    def bind(self, wanted: Container[int]) -> list[str]:
+        """The lines that execute it and bind the outputs in `wanted`; the others are made beside what is there of them."""
+        others = [t for t in self.made if t not in wanted]
+        lines = list(self.lines)
+        for t in others:
+            lines = [re.sub(rf"\b{variable(t)}\b", f"_{variable(t)}", line) for line in lines]
+        return lines + ([f"del {', '.join(f'_{variable(t)}' for t in others)}"] if others else [])
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -80,9 +121,11 @@ class Program:
         generator: namespace name of the random generator.
         own_generator: namespace name of the one that ops draw from that are executed more than once (``graphs.capture.redraw``).
         lock: namespace name of what is held while ops draw.
+        setup: lines that come before those of ops.
+        guard: expression of the context that kernels are launched in, "" for none.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[Call | Launches, ...]
     sources: tuple[Source, ...]
     loss: str
     extras: tuple[str, ...]
@@ -91,6 +134,8 @@ class Program:
     generator: str = "generator"
     own_generator: str = "own_generator"
     lock: str = "lock"
+    setup: tuple[str, ...] = ()
+    guard: str = ""
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
         """The static tensors in the order of `sources`, None for the gradient of the loss.
@@ -120,9 +165,13 @@ class Program:
 
         return [fetch(source) for source in self.sources]
 
-    def unpack(self) -> str:
-        """The source line that binds the static tensors from a list called ``static``."""
-        return f"{', '.join(variable(source.tensor) for source in self.sources)}, = static"
+    def define(self, name: str, parameters: str, lines: Iterable[str]) -> str:
+        """Source of the function `name`, one of whose parameters is a list called ``static``: of the static tensors."""
+        static = f"{', '.join(variable(source.tensor) for source in self.sources)}, = static"
+        body = [static, *self.setup, *lines]
+        if self.guard:
+            body = [f"with {self.guard}:", *(f"    {line}" for line in body)]
+        return f"def {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
 
 
 class Writer:
@@ -160,19 +209,20 @@ class Writer:
     def _compute(self, op: int, wanted: frozenset[int]) -> list[str]:
         call = self.program.calls[op]
         if call.random_state is None:
-            return _bound(call, call.expression, wanted)
+            return call.bind(wanted)
+        assert isinstance(call, Call)
         return [f"with {self.program.lock}:", *(f"    {line}" for line in self._draw(op, call, call.random_state, wanted))]
 
     def _draw(self, op: int, call: Call, state: int, wanted: frozenset[int]) -> list[str]:
         """The lines of an op that draws: each time what it drew first, whoever else draws meanwhile."""
         generator, own = self.program.generator, self.program.own_generator
-        plain = _bound(call, call.expression, wanted)
+        plain = call.bind(wanted)
         # The state that was saved before is that of a moment ago, and others may have drawn since.
         now = [f"{variable(state)}.copy_({generator}.get_state())"]
         if op not in self._repeated:
             return plain
         if call.redraw is not None:
-            body = [f"{own}.set_state({variable(state)})", *_bound(call, call.redraw, wanted)]
+            body = [f"{own}.set_state({variable(state)})", *call.bind_to(call.redraw, wanted)]
             return body if op in self._done else [*now, *body, f"{generator}.set_state({own}.get_state())"]
         if op not in self._done:
             return [*now, *plain]
@@ -185,21 +235,6 @@ class Writer:
             f"    {generator}.set_state(_now.get_state())",
             "    del _now",
         ]
-
-
-def _bound(call: Call, expression: str, wanted: frozenset[int]) -> list[str]:
-    """The lines that bind the outputs in `wanted` to their variables."""
-    bound = [(t, path) for t, path in call.outputs if t in wanted]
-    if len(bound) == 1 and bound[0][1] == "":
-        return [f"{variable(bound[0][0])} = {expression}"]
-    if not bound:
-        return [expression]
-    return [f"_ = {expression}", *(f"{variable(t)} = _{path}" for t, path in bound), "del _"]
-
-
-def define(name: str, parameters: str, lines: Iterable[str]) -> str:
-    """Source of the function `name` with body `lines`."""
-    return f"def {name}({parameters}):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 class _Life:

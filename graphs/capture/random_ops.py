@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from graphs.capture.lower import Capture
-from graphs.capture.program import Call
+from graphs.capture.program import Call, Launches
 from graphs.ir import Graph, Kind
 
 
@@ -17,7 +17,11 @@ def drawn_once(captured: Capture) -> Capture:
     ops = tuple(replace(op, recomputable=op.recomputable and not states.intersection(op.inputs)) for op in graph.ops)
     tensors = tuple(replace(t, size_bytes=0) if t.id in states else t for t in graph.tensors)
     calls = tuple(
-        Call("None", call.outputs) if states.intersection(op.outputs) else replace(call, random_state=None)
+        Call("None", call.outputs) if states.intersection(op.outputs) else _without_state(call)
         for op, call in zip(graph.ops, program.calls, strict=True)
     )
     return replace(captured, graph=Graph(ops, tensors, graph.kept, graph.provenance), program=replace(program, calls=calls))
+
+
+def _without_state(call: Call | Launches) -> Call | Launches:
+    return replace(call, random_state=None) if isinstance(call, Call) else call

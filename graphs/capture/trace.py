@@ -5,14 +5,17 @@ Dynamo captures the step as one graph, AOTAutograd adds the backward pass (the *
 model of any size is captured without allocating it.
 """
 
+import time
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from graphs.capture.dropout import dropout_as_eager
 from graphs.capture.eager_ops import refuse_kernels_of_the_cpu, separate_biases
-from graphs.capture.joint import device_of, joint_graph
+from graphs.capture.joint import compiled_graph, device_of, joint_graph
 from graphs.capture.layouts import layouts_as_eager
 from graphs.capture.lower import Capture, lower
 from graphs.capture.outputs import fix_outputs
@@ -22,6 +25,9 @@ from graphs.capture.step import LossFn, TrainingStep
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from graphs.capture.kernels.variants import Variant
 
 
 def capture(
@@ -48,11 +54,7 @@ def capture(
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
-    if optimizer not in OPTIMIZERS:
-        raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
-    if torch.is_inference_mode_enabled():
-        raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
-    step = TrainingStep(model, loss_fn)
+    step = _step(model, loss_fn, optimizer)
     joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda)
     graph = joint.graph_module.graph
     conditions = branches.guards(graph, step, batch) if branches else None
@@ -65,26 +67,79 @@ def capture(
         dropout_as_eager(graph)
     device = device_of(model, batch)
     planned_device = torch.device("cuda") if as_on_cuda else device
-    statics = StaticTensors(step, batch, planned_device)
-    trained = [allocated_bytes(p.nbytes, planned_device) for p in step.parameters() if p.requires_grad]
+    statics = _statics(step, batch, planned_device, optimizer, accumulate=accumulate)
+    provenance = _provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
+    signature = Signature.of(batch, joint.out_spec)
+    lowered = lower(graph, statics, signature, generator=_generator(device), provenance=provenance)
+    return replace(lowered, guards=guards, conditions=conditions)
+
+
+def capture_kernels(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    variant: "Variant",
+    optimizer: str = "none",
+    accumulate: bool = False,
+    name: str = "",
+) -> Capture:
+    """Capture one training step of `model` as the kernels that Inductor compiles it to.
+
+    Args:
+        model, loss_fn, batch, optimizer, accumulate, name: as in ``capture``; nothing is fake.
+        variant: how.
+
+    Raises:
+        TraceError: as in ``capture``; or Inductor does not compile the step, or its code is none that can be planned.
+    """
+    from graphs.capture.kernels.halves import compile_halves  # importing Inductor takes a second
+    from graphs.capture.kernels.lower import lower_step
+
+    step = _step(model, loss_fn, optimizer)
+    begin = time.perf_counter()
+    halves, guards = compiled_graph(step, batch, partial(compile_halves, variant=variant))
+    device = device_of(model, batch)
+    statics = _statics(step, batch, device, optimizer, accumulate=accumulate)
+    provenance = _provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
+    provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
+    lowered = lower_step(halves, statics, Signature.of(batch, halves.joint.out_spec), provenance=provenance)
+    return replace(lowered, guards=guards, whole=halves.called_as(step))
+
+
+def _step(model: nn.Module, loss_fn: LossFn | None, optimizer: str) -> TrainingStep:
+    if optimizer not in OPTIMIZERS:
+        raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+    if torch.is_inference_mode_enabled():
+        raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
+    return TrainingStep(model, loss_fn)
+
+
+def _statics(step: TrainingStep, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool) -> StaticTensors:
+    """What is there throughout; `device` is the one that is planned for."""
+    statics = StaticTensors(step, batch, device)
+    trained = [allocated_bytes(p.nbytes, device) for p in step.parameters() if p.requires_grad]
     trained_bytes = sum(trained)
     state = OPTIMIZERS[optimizer]
-    counted_bytes = state.counter_bytes * len(trained) if planned_device.type == "cpu" else 0
+    counted_bytes = state.counter_bytes * len(trained) if device.type == "cpu" else 0
     statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, state.copies * trained_bytes + counted_bytes)
     statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * trained_bytes)
-    provenance = {
+    return statics
+
+
+def _provenance(
+    model: nn.Module, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool, name: str
+) -> dict[str, object]:
+    return {
         "model": name or type(model).__name__,
         "inputs": [_describe(leaf) for leaf in leaves(batch)],
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameter_dtype": "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
-        "device": planned_device.type,
+        "device": device.type,
         "optimizer": optimizer,
         "accumulate": accumulate,
         "torch": torch.__version__,
     }
-    signature = Signature.of(batch, joint.out_spec)
-    lowered = lower(graph, statics, signature, generator=_generator(device), provenance=provenance)
-    return replace(lowered, guards=guards, conditions=conditions)
 
 
 def _describe(leaf: object) -> str:

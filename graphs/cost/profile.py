@@ -7,17 +7,14 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.replay import RealStep
 from graphs.ir import Graph
 
 
-def profile(capture: Capture, step: nn.Module, batch: Batch, *, passes: int = 5) -> Graph:
-    """The captured graph with measured times and workspaces.
+def profile(real: RealStep, *, passes: int = 5) -> Graph:
+    """The graph of what was captured, with measured times and workspaces.
 
     The whole step runs op by op, everything kept, `passes` times after one to warm up. An op's time,
     in context and with the views it makes and the frees behind it, is the median over the passes on
@@ -26,12 +23,10 @@ def profile(capture: Capture, step: nn.Module, batch: Batch, *, passes: int = 5)
     Parameters, buffers and the random state are afterwards as they were.
 
     Args:
-        capture: with real sizes (``with_real_sizes``).
-        step: the module that was captured (``graphs.capture.step.TrainingStep``), with real parameters.
-        batch: real tensors of the captured shapes.
+        real: what was captured, with real sizes (``with_real_sizes``).
         passes: at least 1.
     """
-    real = RealStep(capture, step, batch)
+    capture = real.capture
     run = real.compile(look=lambda _: "", at_end=True)
     with real.running():
         run(lambda: None)

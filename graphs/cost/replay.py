@@ -1,6 +1,6 @@
 """A captured step on real tensors: executed op by op with everything kept, to look at each op."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -8,26 +8,38 @@ import torch
 from torch import nn
 
 from graphs.capture.lower import Capture
-from graphs.capture.program import Writer, define, load, variable
+from graphs.capture.program import Writer, load, variable
 from graphs.capture.signature import Batch, leaves
-from graphs.capture.statics import allocated_bytes
+from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.capture.unchanged import kept
-from graphs.ir import Graph, Op
+from graphs.ir import Graph, Op, Tensor
 from graphs.schedule import Compute, schedule_of
 
 
 class RealStep:
-    """A captured step with its model's parameters and a real batch.
+    """A captured step on real tensors.
 
     Attributes:
         device: where it runs.
     """
 
-    def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
+    def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """What was captured, on its `static` tensors in the order of its program's sources; it writes to those `written`."""
         self.capture = capture
-        self._written = written_by(capture, step, batch)
-        self._static = real_static(capture, step, batch)
+        self._static = list(static)
+        self._written = written
         self.device: torch.device = self._static[0].device
+
+    @classmethod
+    def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
+        """A whole step with its model's parameters.
+
+        Args:
+            capture: what it was captured as.
+            step: the module that was captured (``graphs.capture.step.TrainingStep``), with real parameters.
+            batch: real tensors of the captured shapes.
+        """
+        return cls(capture, real_static(capture, step, batch), written_by(capture, step, batch))
 
     def compile(self, *, look: Callable[[Op], str], at_end: bool) -> Callable[[Callable[..., object]], None]:
         """``run(hook)``: executes the step and the source line ``hook(<look(op)>)`` for each op.
@@ -38,7 +50,7 @@ class RealStep:
         """
         graph, program = self.capture.graph, self.capture.program
         writer = Writer(graph, program)
-        lines = [program.unpack()]
+        lines: list[str] = []
         hooks: list[str] = []
         for step in schedule_of(graph, range(len(graph.ops))).steps:
             if isinstance(step, Compute):
@@ -47,7 +59,7 @@ class RealStep:
             lines += writer.write([step])
             if isinstance(step, Compute) and not at_end:
                 lines += hooks
-        source = define("run", "static, hook", [*lines, *(hooks if at_end else ())])
+        source = program.define("run", "static, hook", [*lines, *(hooks if at_end else ())])
         run = load(program, source, f"profile of {graph.fingerprint}")["run"]
         return lambda hook: run(self._static, hook)
 
@@ -87,28 +99,27 @@ def written_by(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Te
     return [tensor for source, tensor in static if source.tensor in written]
 
 
-def with_real_sizes(capture: Capture, step: nn.Module, batch: Batch) -> Capture:
-    """`capture` with the sizes that the kernels really allocate for their outputs.
+def with_real_sizes(real: RealStep) -> Capture:
+    """What was captured, with the sizes that the kernels really allocate for their outputs.
 
     Most are what the fake tensors say; some kernels keep more than their result's shape needs
     (``mse_loss`` on the CPU returns a scalar in a storage of the size of its input).
-
-    Args:
-        step: the module that was captured (``graphs.capture.step.TrainingStep``), with real parameters.
-        batch: real tensors of the captured shapes.
     """
-    real = RealStep(capture, step, batch)
-    sizes: dict[int, int] = {}
+    capture = real.capture
+    seen: dict[int, Tensor] = {}
 
-    def see(tensors: tuple[int, ...], values: tuple[torch.Tensor | None, ...]) -> None:
-        for tensor, value in zip(tensors, values, strict=True):
-            on_device = value is not None and value.device == real.device
-            sizes[tensor] = (
-                allocated_bytes(value.untyped_storage().nbytes(), real.device) if on_device and value is not None else 0
-            )
+    def see(made: tuple[int, ...], values: tuple[torch.Tensor | None, ...]) -> None:
+        for number, value in zip(made, values, strict=True):
+            tensor = capture.graph.tensors[number]
+            size_bytes = 0
+            if value is not None and value.device == real.device:
+                size_bytes = allocated_bytes(value.untyped_storage().nbytes(), real.device)
+            seen[number] = replace(tensor, size_bytes=size_bytes)
+            if value is not None and not tensor.dtype:  # what a call allocates, which a compiler does not look into
+                seen[number] = replace(seen[number], shape=tuple(value.shape), dtype=dtype_name(value))
 
     with real.running():
         real.compile(look=lambda op: f"{op.outputs}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})", at_end=False)(see)
     graph = capture.graph
-    tensors = tuple(t if t.static else replace(t, size_bytes=sizes[t.id]) for t in graph.tensors)
+    tensors = tuple(t if t.static else seen[t.id] for t in graph.tensors)
     return replace(capture, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))

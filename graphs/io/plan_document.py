@@ -66,6 +66,7 @@ class _Eager(Struct, forbid_unknown_fields=True):
     time_s: Seconds
     planned_time_s: Seconds
     failure: str
+    beside: str = "eager"
 
 
 class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):

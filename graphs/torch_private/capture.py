@@ -14,6 +14,7 @@ from torch._dynamo import (
 )
 from torch._dynamo.backends.common import aot_autograd  # a backend of torch.compile, of two compilers and a partitioner
 from torch._dynamo.backends.debugging import boxed_nop  # calls a graph so that it can free its inputs
+from torch._dynamo.compiled_autograd import _disable as disable_compiled_autograd  # it compiles backward passes otherwise
 from torch._dynamo.convert_frame import (
     CaptureOutput,  # what Dynamo captured, with its guards
     fullgraph_capture,  # Dynamo's part of a capture
@@ -66,9 +67,11 @@ from torch._functorch._aot_autograd.descriptors import (  # what the inputs and 
     TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors  # forward and backward pass in one graph
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # makes it
+from torch._functorch.aot_autograd import (
+    aot_compile_joint_with_descriptors,  # parts it in two, and has each compiled
+    aot_export_joint_with_descriptors,  # makes it
+)
 from torch._guards import (
-    CompileContext,  # which frame a graph is of
     Guard,  # one condition on Python values
     GuardsSet,  # those of a capture
     TracingContext,  # where in the code a capture is

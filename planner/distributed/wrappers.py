@@ -6,7 +6,7 @@ Gradients are averaged, and parameters gathered, by the wrapper's own hooks; a p
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -21,6 +21,9 @@ from graphs.ir import Graph, Kind
 from planner.api import capture_real
 from planner.distributed.ranks import Ranks, SingleProcess
 from planner.runtime.executor import Executor
+
+if TYPE_CHECKING:
+    from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
 
 
 class Unwrapped:
@@ -39,9 +42,15 @@ class Unwrapped:
         """Inside, the parameters of the module are plain tensors, and no hook of a wrapper acts on it. All ranks enter it."""
         return nullcontext()
 
-    def capture(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool) -> Capture:
-        """The step, with all memory that this process holds throughout. Called inside ``opened``."""
-        return capture_real(self.module, loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
+    def capture(
+        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
+    ) -> Capture:
+        """The step, with all memory that this process holds throughout. Called inside ``opened``.
+
+        Args:
+            loss_fn, batch, optimizer, accumulate, variant: as in ``planner.api.capture_real``.
+        """
+        return capture_real(self.module, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """`executor` as the training loop calls it."""
@@ -61,10 +70,12 @@ class Replicated(Unwrapped):
         """Inside, other parameters stand for those that the wrapper waits for."""
         return _other_parameters(self.module)
 
-    def capture(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool) -> Capture:
+    def capture(
+        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
+    ) -> Capture:
         """The step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
         in_buckets = self._model.gradient_as_bucket_view
-        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate and not in_buckets)
+        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate and not in_buckets, variant=variant)
         buckets = Kind.ACCUMULATED_GRADIENT, "gradient_buckets", _trained_bytes(self.module)
         return replace(captured, graph=captured.graph.holding(*buckets))
 
@@ -121,10 +132,12 @@ class Sharded(Unwrapped):
         finally:
             self._reshard()
 
-    def capture(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool) -> Capture:
+    def capture(
+        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
+    ) -> Capture:
         """The step on whole parameters, beside this rank's shards: of optimizer state and earlier gradients there is no more."""
         whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
-        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
+        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
         captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, "gradients_to_send", unit_bytes))

@@ -67,8 +67,8 @@ def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.eager is None:
         return []
     overhead = plan.eager.overhead
-    measured = [] if overhead is None else [("over eager", f"{100 * overhead:+.2f}%, measured")]
-    return [*measured, ("beside eager", visible(plan.eager))]
+    measured = [] if overhead is None else [(f"over {plan.eager.beside}", f"{100 * overhead:+.2f}%, measured")]
+    return [*measured, (f"beside {plan.eager.beside}", visible(plan.eager))]
 
 
 def plan_info_text(plan: Plan) -> str:

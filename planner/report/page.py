@@ -87,11 +87,11 @@ def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
     if eager is None:
         return []
     if eager.failure or eager.overhead is None:
-        return [("Beside eager", str(eager))]
+        return [(f"Beside {eager.beside}", str(eager))]
     return [
-        ("Over eager, measured", f"{100 * eager.overhead:+.1f}%"),
-        ("Eager's peak", format_bytes(eager.peak_bytes)),
-        ("Bits", "identical to eager" if eager.identical else eager.what_differs()),
+        (f"Over {eager.beside}, measured", f"{100 * eager.overhead:+.1f}%"),
+        (f"Peak of {eager.beside}", format_bytes(eager.peak_bytes)),
+        ("Bits", f"identical to {eager.beside}" if eager.identical else eager.what_differs()),
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.capture.program import Program, Writer, define, load, variable
+from graphs.capture.program import Program, Writer, load, variable
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free, Schedule
 
@@ -28,13 +28,15 @@ class Code:
     Attributes:
         forward, backward: the two passes; `static` are the tensors of ``Program.sources``, in order.
         backward_reads: for each source whether the backward pass reads it.
-        returned: positions in the list of saved tensors of those that the caller gets too, and may write to.
+        saved: ids of the tensors in the list of those that the forward pass saves.
+        returned: positions in that list of those that the caller gets too, and may write to.
         source: of both functions, for reading.
     """
 
     forward: Forward
     backward: Backward
     backward_reads: tuple[bool, ...]
+    saved: tuple[int, ...]
     returned: tuple[int, ...]
     source: str
 
@@ -60,14 +62,14 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule) -> Code
 
     source = "\n\n".join(
         (
-            define("forward", "static", [program.unpack(), *forward]),
-            define("backward", "static, saved", [program.unpack(), *backward]),
+            program.define("forward", "static", forward),
+            program.define("backward", "static, saved", backward),
         )
     )
     functions = load(program, source, f"schedule of {graph.fingerprint}, {len(schedule.steps)} steps")
     names = {name for line in backward for name in re.findall(r"\bt\d+\b", line)}
     reads = tuple(variable(source.tensor) in names for source in program.sources)
-    return Code(functions["forward"], functions["backward"], reads, returned, source)
+    return Code(functions["forward"], functions["backward"], reads, tuple(alive), returned, source)
 
 
 def boundary(graph: Graph, schedule: Schedule) -> int:

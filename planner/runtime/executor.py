@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from graphs.capture.lower import Capture
+from graphs.capture.program import Launches
 from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError
 from graphs.ir import Kind, check_plain
@@ -46,6 +48,11 @@ class Executor:
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
         overwritten = {t for op in self.graph.ops for t in op.mutates}
+        # Inductor's kernels write without autograd's knowledge, and its backward pass reads what they wrote.
+        compiled = any(isinstance(call, Launches) for call in self.program.calls)
+        self._untold = [i for i, source in enumerate(self.program.sources) if compiled and source.tensor in overwritten]
+        if compiled:
+            overwritten = set()
         read = [i for i, reads in enumerate(self.code.backward_reads) if reads and i != self._tangent]
         self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
         self._checked = [i for i in read if self.program.sources[i].tensor not in overwritten]
@@ -110,8 +117,9 @@ class Executor:
         """Keep what the backward pass reads; autograd checks that nobody has changed it in between.
 
         Buffers that the step itself overwrites are excepted: a second forward pass may have done so,
-        and the backward pass reads them only where their values do not matter.
+        and the backward pass reads them only where their values do not matter. Where kernels are compiled they do matter.
         """
+        increment_version([static[i] for i in self._untold])
         ctx.save_for_backward(*(static[i] for i in self._checked))
         ctx.unchecked = [static[i] for i in self._unchecked]
 

@@ -15,6 +15,9 @@ from graphs.plan import Plan
 from graphs.units import format_bytes
 from planner.solving import budget_in_bytes
 
+# In a plan's provenance: the peak that budgets are shares of, in bytes, where it is not that of its own graph.
+SHARES_OF = "shares_of_bytes"
+
 
 class PlanCache:
     """One JSON file per plan. Several processes may use one folder: a file is replaced whole.
@@ -77,7 +80,10 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
             f"its measured peak here is {format_bytes(plan.measured_peak_bytes)}, over its budget of "
             f"{format_bytes(plan.budget_bytes)}"
         )
-    asked_bytes = budget_in_bytes(budget, plan.graph.store_all_peak_bytes)
+    whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.graph.store_all_peak_bytes)
+    if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
+        raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
+    asked_bytes = budget_in_bytes(budget, whole_bytes)
     if plan.budget_bytes != asked_bytes:
         raise BudgetError(f"its budget is {plan.budget_bytes} B, and {asked_bytes} B was asked for")
 

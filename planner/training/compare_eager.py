@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from math import isfinite
 from statistics import median
@@ -15,7 +15,7 @@ from graphs.capture.program import variable
 from graphs.capture.signature import Batch
 from graphs.capture.step import TrainingStep
 from graphs.capture.unchanged import WritesUndone, unchanged
-from graphs.cost.replay import RealStep
+from graphs.cost.replay import RealStep, written_by
 from graphs.eager import Difference, DifferingOp, EagerComparison
 from graphs.errors import EagerWarning
 from graphs.ir import Op
@@ -37,6 +37,8 @@ def compare_with_eager(
 ) -> EagerComparison:
     """`planned` beside `step`, each from the random state that is there; `step` and `batch` are afterwards as they were.
 
+    Where the kernels are Inductor's, PyTorch's own run of them stands in place of `step`.
+
     Args:
         captured: what `step` was captured as.
         planned: runs it by a plan.
@@ -44,26 +46,29 @@ def compare_with_eager(
         batch: real tensors.
         known: of the same plan, found before. Where the bits are equal, then as now, its time and peak are kept.
     """
-    undone = WritesUndone()
+    undone, written = WritesUndone(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
+    reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     try:
-        plain = outcome(step, step, batch, undone=undone)
-    except Exception as error:  # noqa: BLE001  # whatever stops eager PyTorch, the plan is good all the same
-        return EagerComparison(failure=_failure(error))
-    found = outcome(planned, step, batch, written=undone.written)
+        plain = outcome(reference, step, batch, written=written, undone=undone)
+    except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
+        return EagerComparison(failure=_failure(error), beside=beside)
+    written += undone.written
+    found = outcome(planned, step, batch, written=written)
     names = plain.differences(found)
     if known is not None and known.identical and not names:
         return known
-    with unchanged(step, batch, written=undone.written):
-        steps = {"eager": Isolated(step, step, batch), "planned": Isolated(planned, step, batch)}
+    with unchanged(step, batch, written=written):
+        steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
         times = _times(steps, step, batch)
-        peak_bytes = measured_peak(captured, step, step, batch).peak_bytes
+        peak_bytes = measured_peak(captured, reference, step, batch).peak_bytes
     return EagerComparison(
         differences=tuple(_difference(name, plain, found) for name in names),
-        first_op=_first_differing_op(captured, step, batch) if names else None,
-        reproducible=not names or _reproducible(plain, step, batch),
+        first_op=_first_differing_op(captured, step, batch) if names and captured.whole is None else None,
+        reproducible=not names or _reproducible(plain, reference, step, batch, written),
         peak_bytes=peak_bytes,
-        time_s=times["eager"],
+        time_s=times["plain"],
         planned_time_s=times["planned"],
+        beside=beside,
     )
 
 
@@ -75,8 +80,8 @@ def _failure(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}"
 
 
-def _reproducible(plain: StepOutcome, step: TrainingStep, batch: Batch) -> bool:
-    return not plain.differences(outcome(step, step, batch, undone=WritesUndone()))
+def _reproducible(plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]) -> bool:
+    return not plain.differences(outcome(reference, step, batch, written=written, undone=WritesUndone()))
 
 
 def warn_of_differences(plan: Plan) -> None:
@@ -88,15 +93,15 @@ def warn_of_differences(plan: Plan) -> None:
         warnings.warn(f"the planned step {eager.what_differs()}", EagerWarning, stacklevel=3)
     kept_bytes = plan.graph.store_all_peak_bytes
     if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
-        _warn_dearer(format_bytes(kept_bytes), format_bytes(eager.peak_bytes))
+        _warn_dearer(format_bytes(kept_bytes), f"{eager.beside} {format_bytes(eager.peak_bytes)}")
     kept_s = eager.planned_time_s / (1 + plan.overhead)
     if kept_s > max(_MUCH * eager.time_s, eager.time_s + _LEAST_S):
-        _warn_dearer(format_seconds(kept_s), format_seconds(eager.time_s))
+        _warn_dearer(format_seconds(kept_s), f"{eager.beside} {format_seconds(eager.time_s)}")
 
 
-def _warn_dearer(kept: str, eager: str) -> None:
+def _warn_dearer(kept: str, plain: str) -> None:
     why = "some op was captured as several"
-    warnings.warn(f"what is planned takes {kept} with everything kept, and eager {eager}: {why}", EagerWarning, stacklevel=4)
+    warnings.warn(f"what is planned takes {kept} with everything kept, and {plain}: {why}", EagerWarning, stacklevel=4)
 
 
 def _times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> dict[str, float]:
@@ -138,7 +143,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     def see(op: int, values: tuple[torch.Tensor | None, ...]) -> None:
         made[op] = tuple(_digest(value) for value in values if value is not None)
 
-    real = RealStep(captured, step, batch)
+    real = RealStep.of(captured, step, batch)
     with real.running():
         real.compile(look=_outputs_of, at_end=False)(see)
     graph = captured.graph

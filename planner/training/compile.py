@@ -45,6 +45,7 @@ def compile(  # noqa: A001
     cuda_graph: bool = False,
     replan: bool = False,
     compare_eager: bool = True,
+    kernels: str = "eager",
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -74,6 +75,9 @@ def compile(  # noqa: A001
             with a warning that says what changed; without it, each is a MismatchError of the step.
         compare_eager: run the step beside eager PyTorch (of varying sizes, the first), and warn where they differ
             (``graphs.errors.EagerWarning``). It takes as long as some steps.
+        kernels: ``eager``, those that eager PyTorch runs; or ``inductor``, those that ``torch.compile`` compiles the step to, in
+            several ways where recomputation costs much, of which the fastest is kept: docs/training.md. Bits are then those of
+            ``torch.compile``, which also stands for eager PyTorch in what is compared.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
@@ -91,7 +95,8 @@ def compile(  # noqa: A001
     wrapper = unwrap(model)
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
-    compiler = Compiler(wrapper, loss_fn, optimizer, accumulate, passes, solved_here, recorder, compare_eager=compare_eager)
+    make_compiler = _compiler_of(kernels, dynamic=dynamic)
+    compiler = make_compiler(wrapper, loss_fn, optimizer, accumulate, passes, solved_here, recorder, compare_eager=compare_eager)
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
     if dynamic and cache is not None:
@@ -108,7 +113,9 @@ def compile(  # noqa: A001
     def make(batch: Batch, budget: str | int) -> PlannedStep:
         if dynamic:
             return DynamicStep(compiler, batch, budget, max_plans=max_plans)
-        return _planned(compiler, batch, budget, cache, {**solved.keywords, "tolerance": Tolerance.of(tolerance).steps})
+        return _planned(
+            compiler, batch, budget, cache, {**solved.keywords, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
+        )
 
     if replan:
         return ReplannedStep(make, as_leaves(batch), budget, max_plans=max_plans)
@@ -129,7 +136,7 @@ def _planned(
         captured = wrapper.ranks.each(lambda: compiler.capture(batch))
 
         def make() -> PlannedStep:
-            return compiler.solve(compiler.profile(captured, batch), batch, budget)
+            return compiler.make(captured, batch, budget)
 
         def find_or_make() -> PlannedStep:
             if plans is None:
@@ -138,8 +145,9 @@ def _planned(
             kept = plans.load(path, budget)
             if kept is not None:
                 try:
-                    check_sizes(captured.graph, kept)
-                    return compiler.reuse(captured, batch, kept, None)
+                    planned = compiler.captured_for(kept, captured, batch)
+                    check_sizes(planned.graph, kept)
+                    return compiler.reuse(planned, batch, kept, None)
                 except PlannerError as error:
                     warn_unusable(path, error)
             step = make()
@@ -149,7 +157,7 @@ def _planned(
         return wrapper.ranks.first(
             find_or_make,
             share=lambda step: (step.plan, step.measured),
-            adopt=lambda shared: compiler.reuse(captured, batch, *shared),
+            adopt=lambda shared: compiler.reuse(compiler.captured_for(shared[0], captured, batch), batch, *shared),
         )
 
 
@@ -165,6 +173,22 @@ def _recorder(wrapper: Unwrapped, *, dynamic: bool) -> Callable[[], Recorder]:
     if device.type != "cuda":
         raise PlannerError(f"cuda_graph=True is for models on a CUDA device, and this one is on {device}: leave it out")
     return partial(CudaGraphs, device)
+
+
+def _compiler_of(kernels: str, *, dynamic: bool) -> type[Compiler]:
+    """What makes steps of these kernels."""
+    if kernels == "eager":
+        return Compiler
+    if kernels != "inductor":
+        raise PlannerError(f"kernels is {kernels!r}: choose eager or inductor")
+    if dynamic:
+        raise PlannerError(
+            "Inductor compiles other kernels for each size, and their times are not predicted: leave out dynamic=True, or "
+            "kernels='inductor'; replan=True makes a plan for each size that comes"
+        )
+    from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
+
+    return InductorCompiler
 
 
 def _as_bytes(budget: str | int) -> str | int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
@@ -18,6 +19,9 @@ from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.solving import check_same_graph, summarize
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.step import PlannedStep
+
+if TYPE_CHECKING:
+    from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
 
 # How often a budget is lowered by what a measured peak is above it.
 _CORRECTIONS = 2
@@ -46,7 +50,24 @@ class Compiler:
 
     def capture(self, batch: Batch) -> Capture:
         """The step on `batch`, run once with everything kept; its times are not measured."""
-        captured = self.wrapper.capture(self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
+        return self._captured(batch, None)
+
+    def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
+        """The step on `batch` with the kernels of `plan`; `captured` is what ``capture`` returned."""
+        del plan, batch
+        return captured
+
+    def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
+
+        Raises:
+            InfeasibleError, LimitError, BudgetError: as ``solve``.
+        """
+        return self.solve(self.profile(captured, batch), batch, budget)
+
+    def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
+        optimizer, accumulate = self.optimizer, self.accumulate
+        captured = self.wrapper.capture(self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
         return captured if self.recorder is None else recordable(captured)
 
     def capture_shapes(self, batch: Batch) -> Capture:

@@ -10,6 +10,7 @@ from torch import nn
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.cost.profile import profile
+from graphs.cost.replay import RealStep
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase
 from graphs.simulate import simulate
@@ -141,7 +142,7 @@ def test_the_fingerprint_is_of_structure_and_sizes() -> None:
     workload = make("vit")
     captured = capture(*workload)
     again = capture(*make("vit"), optimizer="adamw")
-    timed = profile(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch, passes=1)
+    timed = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=1)
     assert captured.graph.fingerprint == again.graph.fingerprint == timed.fingerprint
     assert captured.graph.fingerprint != capture(*make("llama")).graph.fingerprint
 
@@ -152,7 +153,7 @@ def test_profiling_leaves_the_model_as_it_was(name: str) -> None:
     captured = capture(*workload)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     state = torch.get_rng_state()
-    graph = profile(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch, passes=2)
+    graph = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=2)
     assert all(torch.equal(before[key], value) for key, value in workload.model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in workload.model.parameters())

@@ -9,6 +9,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.cost.profile import profile
+from graphs.cost.replay import RealStep
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
@@ -50,7 +51,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 def test_every_schedule_trains_as_eager_does(name: str) -> None:
     workload = make(name)
     captured = capture(*workload)
-    graph = profile(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch, passes=1)
+    graph = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=1)
     eager = train(workload, None)
     assert_same(eager, train(workload, (captured, store_all(graph))))
     recomputed = 0

@@ -1,0 +1,174 @@
+"""The two halves of a joint graph, compiled by Inductor as ``torch.compile`` compiles them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.capture.kernels.variants import Variant
+from graphs.capture.signature import put_together
+from graphs.capture.step import TrainingStep
+from graphs.errors import TraceError
+from graphs.torch_private.capture import (
+    AOTInput,
+    AOTOutput,
+    JointWithDescriptors,
+    PlainAOTOutput,
+    TracingContext,
+    aot_compile_joint_with_descriptors,
+    aot_export_joint_with_descriptors,
+    disable_compiled_autograd,
+    functorch_config,
+    inductor_config,
+)
+from graphs.torch_private.inductor import (
+    CompiledFxGraph,
+    InductorError,
+    V,
+    compile_fx_backward,
+    compile_fx_forward,
+    create_compiler_config_extra,
+    kernels_apart,
+    partition_fn,
+    run_pre_grad_passes,
+    select_decomp_table,
+)
+
+# What makes the code around kernels a list of launches. Memory is taken and given back as a schedule says, so that Inductor need
+# not do so; neither change a kernel's arithmetic.
+_PLAIN_CODE = {
+    "allow_buffer_reuse": False,
+    "graph_partition": False,
+    "inplace_buffers": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "triton.cudagraphs": False,
+}
+
+_NOTHING = "the step computes nothing that Inductor could compile: plan with kernels='eager'"
+
+_Inputs = tuple[tuple[str, AOTInput | None], ...]
+_Outputs = tuple[tuple[str | None, AOTOutput, torch.Tensor | None], ...]
+_Ends = tuple[_Inputs, _Outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """The forward or the backward pass, compiled.
+
+    Attributes:
+        source: of the module that Inductor generated.
+        inputs: name and descriptor of each input; what the forward pass saved has none.
+        outputs: name, descriptor and fake value of each output; None and None for those that are not there.
+        constants: tensors that are part of it, by name.
+    """
+
+    source: str
+    inputs: _Inputs
+    outputs: _Outputs
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def namespace(self) -> dict[str, object]:
+        """What the module defines: its kernels are loaded, and compiled where they are not."""
+        namespace: dict[str, object] = {"__name__": "planner_kernels"}
+        exec(compile(self.source, "<Inductor's kernels>", "exec"), namespace)
+        return {**namespace, **self.constants}
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A step, compiled.
+
+    Attributes:
+        joint: the graph that it was compiled from, both passes in one.
+        forward, backward: the two passes.
+        call: both, run by PyTorch's own code around them: called with parameters, buffers and the leaves of a batch.
+    """
+
+    joint: JointWithDescriptors
+    forward: Half
+    backward: Half
+    call: Callable[..., Any]
+
+    def called_as(self, step: TrainingStep) -> Callable[..., Any]:
+        """`call`, called with a batch as `step` is, and returning what that returns."""
+        joint, call = self.joint, self.call
+
+        def run(*args: object, **kwargs: object) -> object:
+            parameters = [step.get_parameter(name) for name in joint.params_spec]
+            buffers = [step.get_buffer(name) for name in joint.buffers_spec]
+            return put_together(*call(*parameters, *buffers, *args, **kwargs))
+
+        return run
+
+
+def compile_halves(
+    stack: ExitStack, module: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object], variant: Variant
+) -> Halves:
+    """`module`, which Dynamo captured, compiled by Inductor; called in its tracing context.
+
+    Args:
+        stack: open for as long as what is compiled is needed to be compiled again.
+        args, kwargs: what the module is called with.
+        variant: how.
+    """
+    found: dict[bool, Half] = {}
+    extra = create_compiler_config_extra(module)
+
+    def forward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+        returned = sum(isinstance(desc, PlainAOTOutput) for desc in gm.graph.output_node().meta["desc"])
+        ends = _ends(gm)
+        return note(ends, compile_fx_forward(gm, example_inputs, returned, len(example_inputs), extra), backward=False)
+
+    def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+        ends = _ends(gm)
+        return note(ends, compile_fx_backward(gm, example_inputs, extra), backward=True)
+
+    def note(ends: _Ends, compiled: object, *, backward: bool) -> object:
+        if not isinstance(compiled, CompiledFxGraph):
+            raise TraceError(_NOTHING)
+        found[backward] = Half(compiled.source_code, *ends, compiled.constants or {})
+        return compiled
+
+    context = TracingContext.try_get()
+    assert context is not None
+    with _settings(), variant.chosen(), V.set_fake_mode(context.fake_mode), disable_compiled_autograd(), kernels_apart():
+        module = run_pre_grad_passes(module, args)  # type: ignore[arg-type]  # nests too
+        joint = aot_export_joint_with_descriptors(
+            stack,
+            module,
+            args,
+            kwargs,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+            ignore_shape_env=True,
+        )
+        try:
+            call = aot_compile_joint_with_descriptors(joint, partition_fn=partition_fn, fw_compiler=forward, bw_compiler=backward)
+        except InductorError as error:
+            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise TraceError(f"Inductor does not compile the step: {said}; plan with kernels='eager'") from error
+    if len(found) < 2:
+        raise TraceError(_NOTHING)
+    return Halves(joint, found[False], found[True], call)
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    with (
+        inductor_config.patch(_PLAIN_CODE),
+        functorch_config.patch(force_non_lazy_backward_lowering=True, unlift_effect_tokens=True),
+    ):
+        yield
+
+
+def _ends(gm: fx.GraphModule) -> _Ends:
+    """Inputs and outputs of a half, before Inductor's passes over it."""
+    inputs = tuple((node.name, node.meta.get("desc")) for node in gm.graph.find_nodes(op="placeholder"))
+    output = gm.graph.output_node()
+    values = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+    named = tuple((v.name, d, v.meta.get("val")) if isinstance(v, fx.Node) else (None, d, None) for v, d in values)
+    return inputs, named

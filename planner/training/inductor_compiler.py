@@ -1,0 +1,94 @@
+"""What makes planned steps over Inductor's kernels: of the ways to compile a step, the one whose plan is the fastest."""
+
+import warnings
+from dataclasses import dataclass, replace
+
+from graphs.capture.kernels.variants import Variant
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch
+from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
+from graphs.ir import Graph
+from graphs.plan import Plan
+from planner.solving import budget_in_bytes, summarize
+from planner.training.cache import SHARES_OF
+from planner.training.compiler import Compiler
+from planner.training.step import PlannedStep
+
+_WORTH_IT = 0.01  # of the step: what recomputation must cost for other kernels to be compiled
+
+
+@dataclass(frozen=True, slots=True)
+class InductorCompiler(Compiler):
+    """As a ``Compiler``; ``torch.compile`` stands where eager PyTorch does."""
+
+    def capture(self, batch: Batch) -> Capture:
+        """The step on `batch` as ``torch.compile`` compiles it, run once with everything kept."""
+        return self._captured(batch, Variant.DEFAULT)
+
+    def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
+        """The step on `batch` with the kernels of `plan`; `captured` is what ``capture`` returned."""
+        variant = Variant(str(plan.graph.provenance["variant"]))
+        return captured if variant is Variant.DEFAULT else self._other(variant, captured, batch)
+
+    def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
+
+        Where what ``torch.compile`` compiles fits without recomputation that costs, that is it. Otherwise other variants are
+        compiled and planned too, and each that makes the same bits stands in turn with ``torch.compile``.
+
+        Raises:
+            InfeasibleError, LimitError, BudgetError: the first variant does not fit, and no other does.
+        """
+        profiled = self.profile(captured, batch)
+        whole_bytes = summarize(profiled.graph).store_all_peak_bytes
+        budget_bytes = budget_in_bytes(budget, whole_bytes)
+        steps: list[PlannedStep] = []
+        failure: BudgetError | LimitError | None = None
+        try:
+            steps.append(self.solve(profiled, batch, budget_bytes))
+            if steps[0].plan.overhead <= _WORTH_IT:
+                return steps[0]
+        except (BudgetError, LimitError) as error:
+            failure = error
+        comparing = replace(self, compare_eager=True)
+        for variant in _others(profiled.graph):
+            try:
+                other = _shares_of(whole_bytes, self.profile(self._other(variant, captured, batch), batch))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", EagerWarning)  # one that differs is not taken
+                    step = comparing.solve(other, batch, budget_bytes)
+            except (BudgetError, LimitError, TraceError):
+                continue
+            if step.plan.eager is not None and step.plan.eager.identical:
+                steps.append(step)
+        if not steps:
+            assert failure is not None
+            raise failure
+        return min(steps, key=_time_beside)
+
+    def _other(self, variant: Variant, captured: Capture, batch: Batch) -> Capture:
+        """The step compiled in another way; what it must equal stays ``torch.compile``'s own."""
+        return replace(self._captured(batch, variant), whole=captured.whole)
+
+
+def _shares_of(whole_bytes: int, captured: Capture) -> Capture:
+    """`captured`, whose provenance says what budgets that are shares are shares of: the peak of another variant."""
+    graph = captured.graph
+    provenance = {**graph.provenance, SHARES_OF: whole_bytes}
+    return replace(captured, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance))
+
+
+def _others(graph: Graph) -> list[Variant]:
+    """The variants that may do better than the default one, whose `graph` this is."""
+    found = [Variant.KEEP]
+    if not any(op.random for op in graph.ops):  # with a budget, PyTorch draws other numbers in the backward pass
+        found.insert(0, Variant.BUDGET)
+    if any(not (op.recomputable or op.mutates or op.random) for op in graph.ops):
+        found.insert(0, Variant.WHOLE)
+    return found
+
+
+def _time_beside(step: PlannedStep) -> float:
+    """Measured time of a step, as a multiple of ``torch.compile``'s in the same turns; predicted seconds where it was not."""
+    eager = step.plan.eager
+    return step.plan.time_s if eager is None or eager.overhead is None else 1 + eager.overhead

@@ -1,0 +1,59 @@
+"""DDP on two processes over Inductor's kernels: one plan, and the gradients of DDP around a model by ``torch.compile``."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from tests.support.processes import on_two
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+
+
+class Step(nn.Module):
+    """A model that returns its loss, so that ``torch.compile`` compiles the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.layers(x), y)
+
+
+def check(rank: int) -> None:
+    torch.manual_seed(0)
+    planned, plain = DistributedDataParallel(Step()), Step()
+    plain.load_state_dict(planned.module.state_dict())
+    torch.manual_seed(rank)
+    batch = torch.randn(64, 16), torch.randn(64, 16)
+    step = planner.compile(planned, None, batch, budget="100%", kernels="inductor", passes=1)
+    plans = [None, None]
+    dist.all_gather_object(plans, (step.plan.schedule, step.plan.graph))
+    assert plans[0] == plans[1] and step.plan.eager.identical
+    compiled = torch.compile(plain, dynamic=False)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (planned, plain)]
+    for turn in range(3):
+        losses = []
+        for run in (step, compiled):
+            torch.manual_seed(10 * rank + turn)
+            losses.append(run(*batch))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        for parameter in plain.parameters():  # what DDP does
+            dist.all_reduce(parameter.grad.div_(2))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
+    on_two((check,), tmp_path)

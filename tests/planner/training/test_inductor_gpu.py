@@ -1,0 +1,42 @@
+"""Plans over Triton's kernels, on a GPU."""
+
+import copy
+
+import pytest
+import torch
+
+import planner
+from graphs.capture.step import TrainingStep
+from graphs.zoo import Workload, build
+from planner.runtime.measure import outcome
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
+
+
+def on_cuda(workload: Workload) -> Workload:
+    return Workload(workload.model.cuda(), workload.loss_fn, tuple(tensor.cuda() for tensor in workload.batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {"layers": 2, "width": 128, "heads": 4, "vocab": 500, "batch": 8, "seq": 128, "dropout": 0.1}),
+        ("resnet18", {"width": 16, "size": 64, "classes": 10, "batch": 8}),
+        ("unet", {"channels": 8, "size": 64, "batch": 4, "depth": 3}),
+    ],
+)
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_step_has_the_bits_of_torch_compile_within_its_budget(
+    name: str, options: dict[str, object], budget: str, *, cuda_graph: bool
+) -> None:
+    torch.manual_seed(0)
+    workload = on_cuda(build(name, **options))
+    reference = copy.deepcopy(workload.model)
+    compiled = torch.compile(TrainingStep(reference, workload.loss_fn), dynamic=False)
+    step = planner.compile(*workload, budget=budget, kernels="inductor", cuda_graph=cuda_graph)
+    assert step.plan.measured_peak_bytes is not None
+    assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
+    for seed in range(3):
+        wanted = outcome(compiled, reference, workload.batch, seed=seed)
+        assert not wanted.differences(outcome(step, workload.model, workload.batch, seed=seed))

@@ -1,0 +1,106 @@
+"""Training by plans over Inductor's kernels: the bits of ``torch.compile``, within the budget, at the peak that was predicted."""
+
+import copy
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from graphs.capture.kernels.variants import Variant
+from graphs.ir import Graph, Phase
+from graphs.schedule import Compute, Schedule
+from graphs.simulate import simulate
+from tests.support.budgets import on_the_way
+from tests.support.kernel_steps import CASES, Prepared, differences, prepare
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
+]
+
+FAST = ("everything",)
+RECOMPUTES = ("everything", "mlp", "gpt2", "convnet", "autocast")
+_prepared = cache(prepare)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_compilers() -> Iterator[None]:
+    """Dynamo without what it compiled before, and captures that are let go of behind the last test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    _prepared.cache_clear()
+
+
+def prepared(name: str, variant: Variant = Variant.DEFAULT) -> Prepared:
+    return _prepared(CASES[name], variant)
+
+
+def marked(names: Iterable[str]) -> list[object]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def measured_as_predicted(graph: Graph, schedule: Schedule) -> int:
+    """The peak; the gradient of the loss counts throughout, and is there from the backward pass on."""
+    memory = simulate(graph, schedule).memory_bytes
+    backward = (isinstance(step, Compute) and graph.ops[step.op].phase is Phase.BACKWARD for step in schedule.steps)
+    begin = next(i for i, is_backward in enumerate(backward) if is_backward)
+    tangent_bytes = sum(t.size_bytes for t in graph.tensors if t.name.endswith("tangent"))
+    return max(max(memory[:begin]) - tangent_bytes, *memory[begin:])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("name", marked(CASES))
+def test_trains_as_torch_compile_does(name: str, share: float) -> None:
+    known = prepared(name)
+    (budget,) = on_the_way(known.graph, share)
+    step = known.step(budget)
+    assert differences(known.wanted, known.found(step)) == []
+    assert step.plan.measured_peak_bytes == measured_as_predicted(known.graph, step.plan.schedule)
+    assert step.plan.measured_peak_bytes <= step.plan.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("name", marked(RECOMPUTES))
+def test_what_is_computed_again_is_the_same(name: str) -> None:
+    """Dropout, and batch norm whose statistics are written once."""
+    known = prepared(name)
+    (budget,) = on_the_way(known.graph, 0.05)
+    step = known.step(budget)
+    again = Counter(step.plan.schedule.computed)
+    assert len(step.plan.schedule.computed) > step.plan.graph.ops
+    assert all(count == 1 for op, count in again.items() if known.graph.ops[op].random or known.graph.ops[op].mutates)
+    assert differences(known.wanted, known.found(step)) == []
+
+
+def test_what_a_second_step_overwrites_is_not_read_by_the_backward_pass_of_the_first() -> None:
+    """As by ``torch.compile``: `scale` is written by each forward pass, and its gradient's factor is what it was."""
+    known = prepared("everything")
+    model, _, batch = known.workload
+    (budget,) = on_the_way(known.graph, 0.5)
+    step, version = known.step(budget), model.scale._version
+    state = copy.deepcopy(model.state_dict())
+    first, second = step(*batch)[0], step(*batch)[0]
+    assert model.scale._version > version
+    second.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+    model.zero_grad()
+    model.load_state_dict(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize("name", ["unet", "convnet", "mlp"])
+def test_each_variant_keeps_what_it_promises(name: str, variant: Variant) -> None:
+    """Its peak, and what torch.compile computes but for rounding; only those with equal bits are taken."""
+    known = prepared(name, variant)
+    (budget,) = on_the_way(known.graph, 0.5)
+    step = known.step(budget)
+    assert step.plan.measured_peak_bytes == measured_as_predicted(known.graph, step.plan.schedule) <= budget
+    found = known.found(step)
+    if variant is Variant.BUDGET and any(op.random for op in known.graph.ops):
+        return  # other numbers are drawn
+    assert all(torch.allclose(found[key], known.wanted[key], rtol=1e-3, atol=1e-4) for key in known.wanted)

@@ -1,0 +1,182 @@
+"""``planner.compile(kernels="inductor")`` with its other options, and what it refuses."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+import planner
+from graphs.errors import InfeasibleError, PlannerError, TraceError
+from planner.distributed.wrappers import unwrap
+from planner.runtime.measure import outcome
+from planner.training import inductor_compiler
+from planner.training.inductor_compiler import InductorCompiler
+from planner.training.per_batch import BatchPlans, check_options
+from tests.support.kernel_steps import compiled as by_torch_compile
+from tests.support.kernel_steps import everything
+from tests.support.no_trace import assert_no_trace
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:some op was captured"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
+]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_compilers() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def model_and_batch(rows: int = 64) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(2)]
+    return nn.Sequential(*layers), (torch.randn(rows, 16), torch.randn(rows, 16))
+
+
+def compiled(model: nn.Module, batch: Any, *, budget: str | int = "100%", **options: Any) -> planner.PlannedStep:
+    return planner.compile(model, F.mse_loss, batch, budget=budget, kernels="inductor", passes=1, **options)
+
+
+def assert_as_torch_compile(step: planner.PlannedStep, model: nn.Module, batch: Batch) -> None:
+    plain = by_torch_compile(lambda x, y: F.mse_loss(model(x), y))
+    assert outcome(plain, model, batch, seed=1).differences(outcome(step, model, batch, seed=1)) == ()
+
+
+def test_a_share_of_the_peak_and_bytes_are_budgets() -> None:
+    model, batch = model_and_batch()
+    whole = compiled(model, batch)
+    assert whole.plan.graph.provenance["kernels"] == "inductor"
+    assert whole.plan.budget_bytes == whole.plan.graph.store_all_peak_bytes
+    assert (whole.plan.eager.beside, whole.plan.eager.identical, whole.plan.eager.failure) == ("torch.compile", True, "")
+    assert_as_torch_compile(whole, model, batch)
+    for budget in ("95%", int(0.95 * whole.plan.budget_bytes)):
+        part = compiled(model, batch, budget=budget)
+        assert part.plan.measured_peak_bytes <= part.plan.budget_bytes == int(0.95 * whole.plan.budget_bytes)
+        assert_as_torch_compile(part, model, batch)
+
+
+def test_without_the_comparison() -> None:
+    model, batch = model_and_batch()
+    step = compiled(model, batch, compare_eager=False)
+    assert step.plan.eager is None
+    assert_as_torch_compile(step, model, batch)
+
+
+@pytest.mark.parametrize("variant", ["default", "keep"])
+def test_a_plan_comes_out_of_the_cache(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor_compiler, "_time_beside", lambda step: step.plan.graph.provenance["variant"] != variant)
+    monkeypatch.setattr(inductor_compiler, "_WORTH_IT", -1.0 if variant != "default" else 1.0)
+    model, batch = model_and_batch()
+    first = compiled(model, batch, cache=tmp_path)
+    assert first.plan.graph.provenance["variant"] == variant
+    monkeypatch.setattr(InductorCompiler, "solve", lambda *_: pytest.fail("solved again"))
+    again = compiled(model, batch, cache=tmp_path)
+    assert again.plan == first.plan
+    assert len(list(tmp_path.iterdir())) == 1
+    assert_as_torch_compile(again, model, batch)
+
+
+def test_kernels_of_eager_pytorch_have_a_plan_of_their_own(tmp_path: Path) -> None:
+    model, batch = model_and_batch()
+    compiled(model, batch, cache=tmp_path)
+    planner.compile(model, F.mse_loss, batch, budget="100%", passes=1, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_plans_again_for_another_shape() -> None:
+    model, batch = model_and_batch()
+    step = compiled(model, batch, budget="1MB", replan=True)
+    assert_as_torch_compile(step, model, batch)
+    _, other = model_and_batch(32)
+    with pytest.warns(UserWarning, match=r"planned again: input 0 of the batch is float32\[32, 16\]"):
+        step(*other).backward()
+    assert step.plan.graph.provenance["kernels"] == "inductor"
+    model.zero_grad()
+    assert_as_torch_compile(step, model, other)
+
+
+def test_plans_inside_a_training_loop() -> None:
+    model, batch = model_and_batch()
+    check_options({"kernels": "inductor"})
+    plans = BatchPlans(unwrap(model), "100%", {"kernels": "inductor", "passes": 1})
+    step = plans.step(F.mse_loss, batch, optimizer=torch.optim.AdamW(model.parameters()), accumulate=True)
+    assert step.plan.graph.provenance["kernels"] == "inductor"
+    assert (step.plan.graph.provenance["optimizer"], step.plan.graph.provenance["accumulate"]) == ("adamw", True)
+    assert_as_torch_compile(step, model, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernels": "triton"}, "kernels is 'triton': choose eager or inductor"),
+        ({"kernels": "inductor", "dynamic": True}, "Inductor compiles other kernels for each size, .* replan=True makes a plan"),
+    ],
+)
+def test_what_is_refused_before_work(options: dict[str, Any], said: str) -> None:
+    model, batch = model_and_batch()
+    with pytest.raises(PlannerError, match=f"^{said}"):
+        planner.compile(model, F.mse_loss, batch, budget="100%", **options)
+
+
+def test_a_budget_that_nothing_meets_is_one_clear_error() -> None:
+    model, batch = model_and_batch()
+    with pytest.raises(InfeasibleError, match=r"^budget 1\.00 kB is below .*, the least") as raised:
+        compiled(model, batch, budget="1kB")
+    assert "\n" not in str(raised.value)
+
+
+class Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        return hidden if hidden.sum().item() > 0 else -hidden
+
+
+class Chooses(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        return hidden[hidden > 0].sum() * torch.ones_like(hidden)
+
+
+@pytest.mark.parametrize("kind", [Branches, Chooses])
+def test_what_depends_on_data_is_one_clear_error(kind: type[nn.Linear]) -> None:
+    said = r"^the step takes branches on data, or has shapes that depend on data, .*: plan with kernels='eager'$"
+    with pytest.raises(TraceError, match=said):
+        compiled(kind(16, 16), model_and_batch()[1])
+
+
+def configurations() -> list[dict[str, Any]]:
+    return [config.get_config_copy() for config in (dynamo_config, functorch_config, inductor_config)]
+
+
+def test_planning_leaves_no_trace() -> None:
+    torch.manual_seed(7)
+    model, loss_fn, batch = everything()
+    before = configurations()
+    assert_no_trace(model, lambda: planner.compile(model, loss_fn, batch, budget="100%", kernels="inductor", passes=1))
+    assert configurations() == before
+
+
+def test_a_step_that_computes_nothing_that_can_be_compiled_is_refused() -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight.view(())
+
+    with pytest.raises(TraceError, match=r"^the step computes nothing that Inductor could compile: plan with kernels='eager'$"):
+        planner.compile(Idle(), None, (torch.ones(3),), budget="100%", kernels="inductor", passes=1)

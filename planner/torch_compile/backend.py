@@ -17,7 +17,6 @@ from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
 from graphs.cost.devices import DEVICES, Device, get_device
 from graphs.errors import PlannerError
 from graphs.torch_private.capture import (
-    CompileContext,
     InstructionTranslator,
     InstructionTranslatorBase,
     aot_autograd,
@@ -25,13 +24,12 @@ from graphs.torch_private.capture import (
     functorch_config,
     innermost_backend,
 )
+from graphs.torch_private.core import pytree
 from planner.solving import solve
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
-from planner.torch_compile.partition import capture_joint, split
-from planner.torch_compile.planned_graph import PlannedGraph
-from planner.torch_compile.rest_of_step import kept_bytes
+from planner.torch_compile.partition import capture_joint
+from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps
 from planner.torch_compile.shared_budget import SharedBudget
-from solvers.tolerance import WIDENING
 
 _OPTIONS = ("budget", "compile", "roofline", "time_limit", "tolerance")
 _COMPILERS = ("eager", "inductor")
@@ -55,28 +53,25 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
     budget = _budget(_checked(options))
+    if budget.options.get("compile") == "inductor":
+        return _compile_kernels(module, inputs, budget)
     # As training loops do it: backward() is called outside autocast.
-    with functorch_config.patch(backward_pass_autocast="off"):
-        if budget.options.get("compile") == "inductor":
-            return _compile_kernels(module, inputs, budget)
+    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         return _compile(module, inputs, budget)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
     """`module` with eager PyTorch's kernels, in the order of schedules that may change from step to step."""
-    planned: list[PlannedGraph] = []
-    more = getattr(module, "compile_subgraph_reason", None)
-    scope = InstructionTranslator.current_tx().f_locals.values()
-    model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
+    planned: list[PlannedOps] = []
+    add = _adding(module, inputs, budget)
 
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = _device(joint, budget.options)
         captured = capture_joint(joint, device, measure="roofline" not in budget.options)
-        graph = PlannedGraph(joint, captured, num_fwd_outputs)
-        held = [*inputs, *module.parameters(), *module.buffers()]
-        budget.add(graph, held, model, more=more is not None and more.graph_break)
+        graph = PlannedOps(joint, captured, num_fwd_outputs)
+        add(graph)
         planned.append(graph)
         return graph.interface()
 
@@ -86,30 +81,52 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     def backward(_: fx.GraphModule, __: object) -> Callable[..., Any]:
         return planned[0].backward
 
-    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
-    with ops_as_eager():
-        compiled: Callable[..., Any] = compiler(module, inputs)
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)(module, inputs)
     return compiled
 
 
-def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
-    """`module` with Inductor's kernels, for a schedule that stays."""
-    from planner.torch_compile.inductor import compile_kernels  # importing Inductor takes a second
+def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
+    """What plans a graph within the budget, when it is known; asked for before Dynamo is left."""
+    more = getattr(module, "compile_subgraph_reason", None)
+    scope = InstructionTranslator.current_tx().f_locals.values()
+    model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
+    held = [*inputs, *module.parameters(), *module.buffers()]
+    return lambda graph: budget.add(graph, held, model, more=more is not None and more.graph_break)
 
-    context = CompileContext.try_get()
-    frame = None if context is None or context.compile_id is None else context.compile_id.frame_id
-    options = budget.options
+
+def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
+    """`module` with Inductor's kernels, likewise."""
+    from graphs.torch_private.inductor import compile_fx  # importing Inductor takes a second
+    from planner.torch_compile.planned_kernels import PlannedKernels, capture_kernels
+
+    if not _trains(module):
+        return compile_fx(module, inputs)  # type: ignore[return-value]
+    captured, add = capture_kernels(module, inputs), _adding(module, inputs, budget)
+    planned: list[PlannedKernels] = []
 
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        captured = capture_joint(joint, _device(joint, options), measure=False)
-        graph, limit, tolerance = captured.graph, options.get("time_limit", 60.0), options.get("tolerance", WIDENING)
-        schedule = solve(graph, budget.left_for(frame, graph), time_limit_s=limit, tolerance=tolerance).schedule
-        budget.keep(frame, graph.static_bytes + kept_bytes(graph, schedule))
-        return split(joint, captured, schedule, forward_outputs=num_fwd_outputs)
+        graph = PlannedKernels(joint, captured, num_fwd_outputs)
+        add(graph)
+        planned.append(graph)
+        return graph.interface()
 
-    return compile_kernels(module, inputs, partition)
+    compiler = aot_autograd(
+        fw_compiler=lambda *_: planned[0].forward,
+        bw_compiler=lambda *_: planned[0].backward,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Any] = compiler(module, inputs)
+    return compiled
+
+
+def _trains(module: fx.GraphModule) -> bool:
+    """Whether a backward pass may come."""
+    returned = pytree.tree_leaves(module.graph.output_node().args)
+    values = (node.meta.get("example_value") for node in returned if isinstance(node, fx.Node))
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _budget(options: Mapping[str, Any]) -> SharedBudget:
@@ -150,6 +167,8 @@ def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:
             raise PlannerError(f"option {name!r} is {value!r}: must be a number")
     if given.get("compile", "eager") not in _COMPILERS:
         raise PlannerError(f"option 'compile' is {given['compile']!r}: choose from {', '.join(_COMPILERS)}")
+    if given.get("compile") == "inductor" and "roofline" in given:
+        raise PlannerError("option 'roofline' models ATen's ops, and Inductor's kernels are measured: leave it out")
     if not isinstance(given.get("budget"), str | int):
         raise PlannerError(
             'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'

@@ -35,10 +35,8 @@ class Emitter:
         origins: Mapping[fx.Node, int],
         *,
         after_forward: bool,
-        as_eager: bool = False,
     ) -> None:
         self.after_forward = after_forward
-        self.as_eager = as_eager
         self.module = module
         self.captured = captured
         self.origins = origins
@@ -72,10 +70,10 @@ class Emitter:
 
     def _compute(self, op: int, node: fx.Node) -> None:
         target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
-        args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node) if self.as_eager else {}))
-        if self.as_eager and (drawn := drawn_in_place(node)):
+        args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node)))
+        if drawn := drawn_in_place(node):
             target, args = drawn[0], (self.graph.call_function(to_be_filled, (args[0], tuple(drawn[1]))), *args[1:])
-        made = self.graph.call_function(called(target) if self.as_eager else target, args, kwargs)  # type: ignore[arg-type]
+        made = self.graph.call_function(called(target), args, kwargs)
         made.meta = dict(node.meta)
         for tensor, path in self.captured.program.calls[op].outputs:
             gone = target is aten._native_batch_norm_legit.no_stats and path in _NEW_STATISTICS
@@ -105,7 +103,7 @@ class Emitter:
                 self.env[tensor] = self.graph.node_copy(given)
             return self.env[tensor]
         copied = self.graph.node_copy(given, self.value)
-        copied.target = called(copied.target) if self.as_eager else copied.target
+        copied.target = called(copied.target)
         return copied
 
     def finish_forward(self, returned: Sequence[tuple[object, object]], saved: Sequence[fx.Node | None]) -> fx.GraphModule:

@@ -55,16 +55,20 @@ def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool) -> C
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
     separate_biases(module.graph)
     layouts_as_eager(module.graph)
-    statics = _Placeholders(placeholders, where)
+    statics = Placeholders(placeholders, where)
     generator = torch.default_generator
     lowered = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
     captured = drawn_once(lowered)
     graph = profile_ops(captured, where, device) if measure else model_times(captured, device)
-    mutated = {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
-    return replace(captured, graph=_once(graph, mutated))
+    return replace(captured, graph=once(graph, mutated_inputs(module, statics)))
 
 
-class _Placeholders(StaticTensors):
+def mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:
+    """The inputs of a joint graph that are overwritten behind its forward pass."""
+    return {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
+
+
+class Placeholders(StaticTensors):
     """The inputs of a joint graph."""
 
     def __init__(self, placeholders: Sequence[fx.Node], device: torch.device) -> None:
@@ -77,13 +81,15 @@ class _Placeholders(StaticTensors):
                 self.by_desc[desc] = self.add(Kind.INPUT, node.name, value)
 
     def find(self, desc: AOTInput) -> int:
+        """As the base class's."""
         return self.by_desc[desc]
 
     def tangent(self, value: torch.Tensor) -> int:
+        """As the base class's, of which there may be several here."""
         return self.add(Kind.INPUT, self.names[id(value)], value)
 
 
-def _once(graph: Graph, mutated: set[int]) -> Graph:
+def once(graph: Graph, mutated: set[int]) -> Graph:
     """`graph` with ops that are executed once only, where they read an input that is overwritten behind the forward pass."""
     ops = tuple(replace(op, recomputable=op.recomputable and not mutated.intersection(op.inputs)) for op in graph.ops)
     return Graph(ops, graph.tensors, graph.kept, graph.provenance)
@@ -95,8 +101,7 @@ def split(
     schedule: Schedule,
     *,
     forward_outputs: int,
-    slots: Sequence[int] | None = None,
-    as_eager: bool = False,
+    slots: Sequence[int],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward module of `schedule`, as AOTAutograd calls them.
 
@@ -106,23 +111,20 @@ def split(
     Args:
         module, captured, schedule: the joint graph, and how to run it.
         forward_outputs: how many of its outputs are not gradients.
-        slots: a tensor for each place among what is saved, where None stands for what is not; by default the places
-            are those of what is.
-        as_eager: to be executed op by op, with the kernels and layouts of eager PyTorch, and not compiled.
+        slots: a tensor for each place among what is saved, where None stands for what is not.
     """
     cut = boundary(captured.graph, schedule)
     origins, returned = _origins(module, captured), outputs(module.graph)
     read = _read_later(captured, origins, schedule.steps[cut:], [value for value, _ in returned[forward_outputs:]])
-    forward = Emitter(module, captured, origins, after_forward=False, as_eager=as_eager)
+    forward = Emitter(module, captured, origins, after_forward=False)
     for node in _inputs(module, tangents=False):
         forward.input(node)
     forward.run(schedule.steps[:cut])
     saved = {t: value for t, value in forward.env.items() if t in read}
-    places = tuple(saved) if slots is None else tuple(slots)
-    first = forward.finish_forward(returned[:forward_outputs], [saved.get(t) for t in places])
+    first = forward.finish_forward(returned[:forward_outputs], [saved.get(t) for t in slots])
 
-    backward = Emitter(module, captured, origins, after_forward=True, as_eager=as_eager)
-    for t in places:
+    backward = Emitter(module, captured, origins, after_forward=True)
+    for t in slots:
         backward.saved(t, saved.get(t))
     for node in _inputs(module, tangents=True):
         backward.input(node)

@@ -5,7 +5,8 @@ for each tensor that any plan may save, and one that says by which plan the forw
 plan of its own forward pass, whatever came after.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,29 +18,38 @@ from graphs.torch_private.capture import boxed_nop
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
 
+Pass = Callable[[list[Any]], Any]  # empties the list of its arguments
 
-class PlannedGraph:
+
+class PlannedGraph(ABC):
     """One of the graphs of a compiled model.
 
     Attributes:
-        module: the joint graph.
         captured: what is planned of it.
         tangents: its static tensors that are gradients of its outputs.
-        outputs: how many tensors the forward module returns besides what it saves.
+        outputs: how many tensors the forward pass returns besides what it saves.
+        slots: a tensor for each place among what is saved.
         lean: a schedule that keeps little between the passes; None as long as none was looked for.
         watch: called with what a forward pass gets; returns what is to be called with what it returns, and with the
             tensor that dies with what it saves.
     """
 
-    def __init__(self, module: fx.GraphModule, captured: Capture, outputs: int) -> None:
-        self.module = module
+    def __init__(self, captured: Capture, *, tangents: Sequence[int], slots: Sequence[int], outputs: int) -> None:
         self.captured = captured
-        self.tangents = partition.tangents(module, captured)
+        self.tangents = tuple(tangents)
         self.outputs = outputs
+        self.slots = tuple(slots)
         self.lean: Schedule | None = None
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
-        self._slots = partition.slots(module, captured)
-        self._passes: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        self._passes: list[tuple[Pass, Pass]] = []
+
+    @abstractmethod
+    def passes(self, schedule: Schedule) -> tuple[Pass, Pass]:
+        """The forward and the backward pass by `schedule`: with what is saved, None for what is not, in place of `slots`."""
+
+    @abstractmethod
+    def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """What AOTAutograd sees of the two passes: among what is saved is one more at the end."""
 
     @property
     def schedule(self) -> Schedule:
@@ -48,20 +58,13 @@ class PlannedGraph:
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        forward, backward = partition.split(
-            self.module, self.captured, schedule, forward_outputs=self.outputs, slots=self._slots, as_eager=True
-        )
-        self._passes.append((boxed_nop(forward, []), boxed_nop(backward, [])))
+        self._passes.append(self.passes(schedule))
         self._schedule = schedule
 
     @property
     def kept_bytes(self) -> int:
         """What is in memory between the passes, besides what is static."""
         return kept_bytes(self.captured.graph, self._schedule)
-
-    def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """What AOTAutograd sees of the two passes."""
-        return partition.interface(self.module, self.captured, self._slots, forward_outputs=self.outputs)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """A forward pass as AOTAutograd calls it; empties `args`."""
@@ -75,9 +78,28 @@ class PlannedGraph:
 
     def backward(self, args: list[Any]) -> Any:
         """A backward pass as AOTAutograd calls it; empties `args`."""
-        number = args.pop(len(self._slots)).shape[0]
+        number = args.pop(len(self.slots)).shape[0]
         return self._passes[number][1](args)
 
     # AOTAutograd hands over its arguments in a list that the callee empties.
     forward._boxed_call = True  # type: ignore[attr-defined]
     backward._boxed_call = True  # type: ignore[attr-defined]
+
+
+class PlannedOps(PlannedGraph):
+    """One that runs eager PyTorch's kernels."""
+
+    def __init__(self, module: fx.GraphModule, captured: Capture, outputs: int) -> None:
+        """Plan for `module`, the joint graph, which was `captured`."""
+        tangents, slots = partition.tangents(module, captured), partition.slots(module, captured)
+        super().__init__(captured, tangents=tangents, slots=slots, outputs=outputs)
+        self._module = module
+
+    def passes(self, schedule: Schedule) -> tuple[Pass, Pass]:
+        """See ``PlannedGraph``."""
+        forward, backward = partition.split(self._module, self.captured, schedule, forward_outputs=self.outputs, slots=self.slots)
+        return boxed_nop(forward, []), boxed_nop(backward, [])
+
+    def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """See ``PlannedGraph``."""
+        return partition.interface(self._module, self.captured, self.slots, forward_outputs=self.outputs)

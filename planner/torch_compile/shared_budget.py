@@ -14,7 +14,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.errors import InfeasibleError, LimitError
-from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
@@ -54,7 +53,6 @@ class SharedBudget:
         self._solve = solve
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
-        self._kept_by_frame: dict[object, int] = {}
         self._learning = True
         self._known: dict[PlannedGraph, Seen] = {}
 
@@ -165,19 +163,6 @@ class SharedBudget:
                 together = Together(order, seen, self.whole(order, seen), self.leaving, limit_s=self.limit_s)
                 together.warn_of_first_step()
                 together.plan()
-
-    def left_for(self, frame: object, graph: Graph) -> int:
-        """Bytes for a graph whose plan stays as it is, beside what those of other frames keep."""
-        whole = solving.budget_in_bytes(self.options["budget"], solving.summarize(graph).store_all_peak_bytes)
-        others = sum(kept for other, kept in self._kept_by_frame.items() if other != frame)
-        if self._in_percent or not others:
-            return whole
-        self._warn(max(0, whole - others), whole, others)
-        return max(1, whole - others)
-
-    def keep(self, frame: object, size_bytes: int) -> None:
-        """Note what such a graph keeps until the backward pass, static bytes included: the most of any shape."""
-        self._kept_by_frame[frame] = max(self._kept_by_frame.get(frame, 0), size_bytes)
 
     def _warn(self, room: int, whole: int, others: int) -> None:
         warnings.warn(

@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-inductor bench-executor bench-training try-models gpu clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-executor bench-training try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -31,8 +31,8 @@ demo: $(STAMP) ## plan and run a small GPT at several budgets
 bench-solve: $(STAMP) ## solve public and zoo instances, into results/solve (ARGS='--suites zoo --fresh')
 	$(BIN)/python -m benchmarks.solve $(ARGS)
 
-bench-inductor: $(STAMP) ## Inductor's kernels under our schedule and under PyTorch's memory budget, into results/inductor
-	$(BIN)/python -m benchmarks.inductor $(ARGS)
+bench-compiled: $(STAMP) ## plans over Inductor's kernels beside torch.compile and its memory budget, into results/compiled (ARGS='--models gpt2 --fresh')
+	$(BIN)/python -m benchmarks.compiled $(ARGS)
 
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
 	$(BIN)/python -m benchmarks.executor $(ARGS)
@@ -44,15 +44,16 @@ try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500
 	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/planner/training/test_random_models.py
 
-results: bench-solve ## all under results/ but Inductor's table, in about an hour (ARGS=--fresh to do all anew)
+results: bench-solve ## all under results/ but results/compiled, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 	$(BIN)/python -m benchmarks.executor
 	$(BIN)/python -m benchmarks.training --device cpu
 	$(BIN)/python examples/demo.py
 
-results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models and train two of them at half of the memory
+results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models, train two of them at half of the memory, and plan over Triton's kernels
 	$(BIN)/python -m benchmarks.compare --suites cuda $(ARGS)
 	$(BIN)/python -m benchmarks.training --device cuda
+	$(BIN)/python -m benchmarks.compiled --device cuda --out results/compiled/cuda
 
 gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or results/gpu (ARGS='--steps tests'); nothing is installed
 	$(PYTHON) -m benchmarks.gpu $(if $(OUT),--out $(OUT)) $(ARGS)

@@ -20,6 +20,7 @@ from planner.report.tables import as_markdown
 STEPS: Mapping[str, tuple[str, ...]] = {
     "tests": ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"),
     "training": ("benchmarks.training", "--device", "cuda", "--out", "{results}/training/cuda"),
+    "compiled": ("benchmarks.compiled", "--device", "cuda", "--out", "{results}/compiled/cuda"),
     "compare": ("benchmarks.compare", "--suites", "cuda", "--out", "{results}/compare"),
 }
 

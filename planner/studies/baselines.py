@@ -153,23 +153,33 @@ def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
     return tuple(save_list.has(target) and i not in skipped for i, target in enumerate(targets))
 
 
-def memory_budget(fraction: float, backend: str = "aot_eager") -> Method:
+def torch_compile(mode: str | None = None) -> Method:
+    """``torch.compile`` with Inductor, at one of its modes; it draws random numbers of its own."""
+
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        compiled: Step = torch.compile(own_code(TrainingStep(model, loss_fn)), mode=mode, fullgraph=True, dynamic=False)
+        return compiled
+
+    return Method("torch.compile" if mode is None else f"torch.compile {mode}", prepare)
+
+
+def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: bool = True) -> Method:
     """``torch.compile`` with ``activation_memory_budget``: `fraction` of the bytes that are saved for the backward.
 
-    Its random numbers are those of eager PyTorch, also in Inductor, so that gradients can be compared. A graph
-    that cannot be captured whole is an error, for the rest would run without the budget. Below 1 and with random
-    ops, such as dropout, gradients are wrong (torch 2.11 to 2.13: what is recomputed draws other numbers).
+    A graph that cannot be captured whole is an error, for the rest would run without the budget. Where random ops, such as
+    dropout, are recomputed, gradients are wrong (torch 2.11 to 2.13: other numbers are drawn), whosever numbers they are.
 
     Args:
         fraction: from 0 to 1; 1 is ``torch.compile`` by default.
         backend: ``aot_eager``, or ``inductor``, which needs a C++ compiler for the CPU.
+        eager_random: random numbers are those of eager PyTorch, also in Inductor, so that gradients can be compared with its.
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         compiled = torch.compile(own_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
 
         def run(*args: object, **kwargs: object) -> Any:
-            with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=True):
+            with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=eager_random):
                 return compiled(*args, **kwargs)
 
         return run

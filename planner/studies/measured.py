@@ -89,6 +89,11 @@ class Benchmark:
         self._steps[method.name] = step
         return measured
 
+    def compare_with(self, name: str) -> None:
+        """Compare what is entered from here on with the results of one that was entered, in place of eager PyTorch's."""
+        model, _, batch = self._workload
+        self._reference = measure.outcome(self._steps[name], model, batch, seed=self._seed)
+
     def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
         """Seconds of a forward and backward pass of those that were entered, turn by turn; see ``measure.turn_times``."""
         model, _, batch = self._workload

@@ -18,6 +18,7 @@ from planner.studies.baselines import (
     eager,
     memory_budget,
     sac,
+    torch_compile,
     unnamed_lists,
 )
 from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
@@ -109,6 +110,31 @@ def test_wrong_gradients_are_told() -> None:
     assert row.exactness is Exactness.WRONG
     assert row.gradient_error == pytest.approx(0.01, rel=1e-3)
     assert "loss" in row.differences
+
+
+def test_another_method_may_be_what_others_are_compared_with() -> None:
+    def doubled(model: nn.Module, loss_fn: object) -> object:
+        step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
+        return lambda *batch: 2 * step(*batch)[0]
+
+    benchmark = Benchmark(gpt2())
+    twice, again = (Method(name, doubled) for name in ("twice", "again"))  # type: ignore[arg-type]
+    assert benchmark.enter(twice).exactness is Exactness.WRONG
+    benchmark.compare_with("twice")
+    assert benchmark.enter(again).exactness is Exactness.IDENTICAL
+    assert benchmark.enter(eager()).exactness is Exactness.WRONG
+
+
+@pytest.mark.slow
+def test_inductor_draws_numbers_of_its_own_or_those_of_eager() -> None:
+    benchmark = Benchmark(gpt2())
+    default = benchmark.enter(torch_compile())
+    assert default.error is None
+    assert default.exactness is Exactness.WRONG  # another mask, the same distribution
+    assert benchmark.enter(memory_budget(1.0, "inductor")).exactness is Exactness.ROUNDED
+    benchmark.compare_with("torch.compile")
+    assert benchmark.enter(memory_budget(0.5, "inductor", eager_random=False)).exactness is not None
+    assert benchmark.enter(memory_budget(1.0, "inductor", eager_random=False)).exactness is Exactness.IDENTICAL
 
 
 class Steep(nn.Module):

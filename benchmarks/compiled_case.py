@@ -1,0 +1,203 @@
+"""Plans over Inductor's kernels and over ATen's beside ``torch.compile`` and PyTorch's Memory Budget API, with real tensors.
+
+At each budget ``torch.compile`` and all that run within it take turns. What each setting of the Memory Budget API was measured
+to take is a budget too.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+import planner
+from benchmarks.compiled_rows import ATEN, OURS, PEAK_OF, REFERENCE, Row
+from benchmarks.kept_captures import KeptCaptures
+from graphs.errors import BudgetError, LimitError, PlannerError
+from graphs.units import format_bytes
+from graphs.zoo import Workload
+from planner import api
+from planner.runtime.machine import commit
+from planner.runtime.measure import device_name
+from planner.solving import order_for
+from planner.studies.baselines import Method, memory_budget, torch_compile
+from planner.studies.measured import Benchmark, Measured
+from planner.training.step import PlannedStep
+from solvers.clock import WallClock
+from solvers.least import least_budget
+
+_LEAST_S = 5.0  # for finding the least budget that would do, of each graph
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a comparison is made.
+
+    Attributes:
+        shares: of the reference's peak, that are budgets.
+        fractions: of the Memory Budget API.
+        time_limit_s: for each solve.
+        repeats: turns that are timed.
+        seed: of random numbers.
+    """
+
+    shares: Sequence[float] = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+    fractions: Sequence[float] = (1.0, 0.75, 0.5, 0.25, 0.0)
+    time_limit_s: float = 20.0
+    repeats: int = 31
+    seed: int = 0
+
+
+def compare_compiled(workload: Workload, name: str, settings: Settings, *, on_row: Callable[[Row], None]) -> list[Row]:
+    """The rows of one model; the reference alone, with its error, where ``torch.compile`` does not run.
+
+    Args:
+        workload: real tensors; its model in the mode it is trained in.
+        name: of the model.
+        settings: how.
+        on_row: told each row as soon as all but its time is known.
+    """
+    comparison = _Comparison(workload, name, settings, on_row)
+    reference = comparison.enter(torch_compile())
+    if reference.measured_peak_bytes is None:
+        return comparison.timed()
+    budgets = {f"{share:.0%}": int(share * reference.measured_peak_bytes) for share in settings.shares}
+    for budget, size in budgets.items():
+        comparison.plan(ATEN, budget, size)
+    comparison.refer_to(reference)
+    if comparison.on_cuda:
+        comparison.enter(torch_compile("reduce-overhead"))
+    baselines = [comparison.enter(memory_budget(f, "inductor", eager_random=False)) for f in settings.fractions]
+    peaks = {f"{PEAK_OF}{row.method}": row.measured_peak_bytes for row in baselines if row.measured_peak_bytes is not None}
+    for budget, size in (budgets | peaks).items():
+        comparison.plan(OURS, budget, size)
+    return comparison.timed()
+
+
+class _Comparison:
+    """Ways to run the step of one model, and what is known of them."""
+
+    def __init__(self, workload: Workload, name: str, settings: Settings, on_row: Callable[[Row], None]) -> None:
+        self._workload = workload
+        self._settings = settings
+        self._on_row = on_row
+        self._benchmark = Benchmark(workload, seed=settings.seed)
+        self._models = {ATEN: KeptCaptures(workload.model), OURS: KeptCaptures(workload.model)}
+        self._rows: list[tuple[Row, str]] = []  # and what each is timed as
+        self._planned: dict[tuple[str, int], tuple[Row, str]] = {}
+        self._least: dict[str, int] = {}
+        device = next(workload.model.parameters()).device
+        self.on_cuda = device.type == "cuda"
+        self._blank = Row(
+            model=name,
+            method="",
+            budget="",
+            budget_bytes=None,
+            predicted_peak_bytes=None,
+            measured_peak_bytes=None,
+            time_s=None,
+            ratio=None,
+            peer_ratio=None,
+            variant="",
+            gap=None,
+            plan_s=None,
+            compile_s=None,
+            least_bytes=None,
+            bits="",
+            error="",
+            repeats=None,
+            seed=settings.seed,
+            machine=device_name(device),
+            commit=commit(),
+            torch=torch.__version__,
+        )
+
+    def enter(self, method: Method) -> Row:
+        """Run what PyTorch has itself."""
+        row = _with(replace(self._blank, method=method.name), self._benchmark.enter(method))
+        return self._add(row, method.name)
+
+    def refer_to(self, row: Row) -> None:
+        """Compare what is entered from here on with the method of `row`."""
+        self._benchmark.compare_with(row.method)
+        self._rows = [(replace(r, bits="") if r == row else r, name) for r, name in self._rows]
+
+    def plan(self, method: str, budget: str, budget_bytes: int) -> None:
+        """Plan for a budget, and run the plan; what was planned for as many bytes is taken again."""
+        if (method, budget_bytes) not in self._planned:
+            self._planned[method, budget_bytes] = self._plan(method, budget_bytes)
+        row, name = self._planned[method, budget_bytes]
+        self._add(replace(row, budget=budget), name)
+
+    def timed(self) -> list[Row]:
+        """All rows, with the times of what runs: the reference, and all for one budget, take turns."""
+        rows = [row for row, _ in self._rows]
+        groups: dict[str, list[int]] = {}
+        for i, row in enumerate(rows):
+            if row.measured_peak_bytes is not None:
+                groups.setdefault(row.peer or row.budget or row.method, []).append(i)
+        for group in groups.values():
+            names = dict.fromkeys((REFERENCE, *(self._rows[i][1] for i in group)))
+            times = self._benchmark.times(list(names), repeats=self._settings.repeats)
+            for i in group:
+                rows[i] = _timed(rows[i], times[self._rows[i][1]], times)
+        return rows
+
+    def _add(self, row: Row, name: str) -> Row:
+        self._rows.append((row, name))
+        self._on_row(row)
+        return row
+
+    def _plan(self, method: str, budget_bytes: int) -> tuple[Row, str]:
+        model, limit_s = self._models[method], self._settings.time_limit_s
+        row = replace(self._blank, method=method, budget_bytes=budget_bytes)
+        name = f"{method} {format_bytes(budget_bytes)}"
+        begin, asked_s, kept_s = time.perf_counter(), model.asked_s, model.kept_s
+        try:
+            step = planner.compile(
+                model, *self._workload[1:], budget=budget_bytes, kernels=method.split()[1], time_limit_s=limit_s
+            )
+        except PlannerError as error:
+            least = self._least_bytes(method) if isinstance(error, (BudgetError, LimitError)) else None
+            return replace(row, error=str(error), least_bytes=least), name
+        plan_s = time.perf_counter() - begin + model.kept_s - kept_s
+        row = replace(
+            row,
+            predicted_peak_bytes=step.plan.peak_bytes,
+            variant=str(step.plan.graph.provenance.get("variant", "")),
+            gap=step.plan.gap,
+            plan_s=plan_s,
+            compile_s=model.asked_s - asked_s,
+        )
+        return _with(row, self._benchmark.enter(_as_method(name, step))), name
+
+    def _least_bytes(self, method: str) -> int:
+        """The least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
+        if method not in self._least:
+            graphs = [
+                api.with_times(captured, *self._workload, passes=1).graph for captured in self._models[method].captures.values()
+            ]
+            orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
+            self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)
+        return self._least[method]
+
+
+def _as_method(name: str, step: PlannedStep) -> Method:
+    return Method(name, lambda *_: step)
+
+
+def _timed(row: Row, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> Row:
+    """`row` with its `own` times; others on the machine disturb all steps of a turn alike, so ratios are taken there."""
+
+    def ratio(other: str) -> float:
+        return median(one / others for one, others in zip(own, times[other], strict=True))
+
+    peer_ratio = ratio(row.peer) if row.peer else None
+    return replace(row, time_s=median(own), ratio=ratio(REFERENCE), peer_ratio=peer_ratio, repeats=len(own))
+
+
+def _with(row: Row, measured: Measured) -> Row:
+    if measured.error is not None:
+        return replace(row, error=measured.error)
+    return replace(row, measured_peak_bytes=measured.peak_bytes, bits=str(measured.exactness))

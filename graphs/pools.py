@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 DEVICE = "device"  # the pool whose capacity is the budget
-COMPUTE = "compute"  # the stream that owns it
+HOST = "host"
+COMPUTE = "compute"  # the stream that owns the device's
 HOST_TO_DEVICE = "host_to_device"
 DEVICE_TO_HOST = "device_to_host"
 COLLECTIVES = "collectives"

@@ -1,0 +1,122 @@
+"""Offload: a tensor goes to the host, its memory on the device is free meanwhile, and it comes back before it is read.
+
+Two optional ops for a tensor t: copy-out makes ``t@host`` from t, on the channel from the device to the host; copy-in is a
+second producer of t, on the channel back. A channel carries one copy at a time, both work beside the computation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from graphs.errors import GraphError
+from graphs.ir import Graph, Op, Tensor
+from graphs.options.surroundings import Surroundings
+from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
+
+# What is smaller is not worth a copy: PCIe carries it in 20 us, about what it takes to start and to wait for it.
+LEAST_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """How a tensor goes to the host and comes back.
+
+    Attributes:
+        host_tensor: its copy there.
+        out_op, in_op: ids of the two ops.
+        out_s, in_s: seconds of each.
+    """
+
+    host_tensor: int
+    out_op: int
+    in_op: int
+    out_s: float
+    in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The round trips that a graph offers.
+
+    Attributes:
+        trips: by tensor, in ascending order.
+        host_bytes: what the host holds at most, None where all of them together fit.
+    """
+
+    trips: Mapping[int, RoundTrip]
+    host_bytes: int | None
+
+
+def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
+    """`graph` with a round trip for each tensor that the step makes and reads on the device and does not keep.
+
+    Tensors of less than ``LEAST_BYTES`` stay, unless the graph has only such.
+
+    Raises:
+        GraphError: the graph has choices already.
+    """
+    if not graph.plain:
+        raise GraphError("offload is added to a graph that has choices already: add it first, and once")
+    made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
+    made = [t for t in made if graph.consumers[t.id]]
+    large = [t for t in made if t.size_bytes >= LEAST_BYTES]
+    ops, tensors = list(graph.ops), list(graph.tensors)
+    for t in large or made:
+        time_s = t.size_bytes / surroundings.link_bytes_per_s
+        out, back, copy = len(ops), len(ops) + 1, len(tensors)
+        phase = graph.ops[t.producers[0]].phase
+        ops += (
+            Op(out, f"copy_out_{t.name}", "copy_out", (t.id,), (copy,), time_s, 0, phase, stream=DEVICE_TO_HOST, optional=True),
+            Op(back, f"copy_in_{t.name}", "copy_in", (copy,), (t.id,), time_s, 0, phase, stream=HOST_TO_DEVICE, optional=True),
+        )
+        tensors[t.id] = replace(t, producers=(*t.producers, back))
+        tensors.append(Tensor(copy, f"{t.name}@host", t.size_bytes, (out,), t.kind, t.shape, t.dtype, pool=HOST))
+    # The stream that fills the host's memory owns it: nothing else waits for room there.
+    pools = (*graph.pools, Pool(HOST, DEVICE_TO_HOST, surroundings.host_bytes))
+    return Graph(tuple(ops), tuple(tensors), graph.kept, graph.provenance, pools)
+
+
+def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
+    """The inverse of ``offloaded``: the program alone, with the same ids, and the round trips (None: there are none).
+
+    Raises:
+        GraphError: the graph has choices other than these.
+    """
+    if graph.plain:
+        return graph, None
+    host = next((pool for pool in graph.pools if pool.name == HOST), None)
+    program = graph.program
+    made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
+    trips: dict[int, RoundTrip] = {}
+    optional = graph.ops[len(program) :]
+    for out, back in zip(optional[::2], optional[1::2], strict=False):
+        if _is_round_trip(graph, out, back):
+            trips[out.inputs[0]] = RoundTrip(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
+    only_these = len(graph.ops) == len(program) + 2 * len(trips) and len(graph.tensors) == made + len(trips)
+    if (
+        not only_these
+        or len(graph.pools) != 2
+        or host is None
+        or host.owner != DEVICE_TO_HOST
+        or graph.static_bytes_by_pool[HOST]
+    ):
+        raise GraphError(
+            f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(optional)} optional ops, which are "
+            "not just round trips of single tensors to the host: schedules are found for graphs without other choices"
+        )
+    tensors = tuple(replace(t, producers=t.producers[:1]) for t in graph.tensors[:made])
+    total = sum(tensors[t].size_bytes for t in trips)
+    limited = host.capacity_bytes is not None and total > host.capacity_bytes
+    copies = Copies(MappingProxyType(dict(sorted(trips.items()))), host.capacity_bytes if limited else None)
+    return Graph(program, tensors, graph.kept, graph.provenance), copies
+
+
+def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:
+    """Whether two optional ops are the way of one tensor to the host and back, on a channel each."""
+    if len(out.inputs) != 1 or len(out.outputs) != 1 or (back.inputs, back.outputs) != (out.outputs, out.inputs):
+        return False
+    t, copy = graph.tensors[out.inputs[0]], graph.tensors[out.outputs[0]]
+    places = (t.pool, copy.pool, out.stream, back.stream) == (DEVICE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE)
+    made = len(t.producers) == 2 and t.producers[1] == back.id and copy.producers == (out.id,)
+    again = out.recomputable and back.recomputable and not out.stands_for and not back.stands_for
+    return places and made and again and t.id not in graph.kept and copy.size_bytes == t.size_bytes and out.exact and back.exact

@@ -1,0 +1,101 @@
+"""Options of a graph: optional ops that are added by name."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphs.errors import GraphError
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.ir import Graph, Op, Tensor
+from graphs.options import OPTIONS, with_options
+from graphs.options.offload import LEAST_BYTES, offloaded, without_copies
+from graphs.options.surroundings import Surroundings
+from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import training_chain
+
+AROUND = Surroundings(link_bytes_per_s=25e9, host_bytes=10**12)
+
+
+def mixed() -> Graph:
+    """A static tensor, two large ones of which one is kept, a small one, and one that nobody reads."""
+    sizes = (9 * LEAST_BYTES, 4 * LEAST_BYTES, LEAST_BYTES - 1, 3 * LEAST_BYTES, 2 * LEAST_BYTES)
+    names = ("state", "large", "small", "kept", "unread")
+    tensors = tuple(Tensor(i, name, size, (i - 1,) if i else ()) for i, (name, size) in enumerate(zip(names, sizes, strict=True)))
+    reads = ((0,), (1,), (1, 2), (3,))
+    ops = tuple(Op(i, f"op{i}", "f", inputs, (i + 1,), 1.0) for i, inputs in enumerate(reads))
+    return Graph(ops, tensors, frozenset({3}))
+
+
+def test_a_large_tensor_may_go_and_come_back() -> None:
+    graph = with_options(mixed(), ("offload",), AROUND)
+    assert graph.program == mixed().ops
+    out, back = graph.ops[4:]
+    assert (out.stream, back.stream) == (DEVICE_TO_HOST, HOST_TO_DEVICE)
+    assert graph.streams == (COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE)
+    assert out.inputs == back.outputs == (1,) and out.outputs == back.inputs == (5,)
+    assert out.time_s == back.time_s == 4 * LEAST_BYTES / 25e9
+    assert graph.tensors[1].producers == (0, back.id)
+    assert (graph.tensors[5].name, graph.tensors[5].pool) == ("large@host", HOST)
+    assert graph.pools[1].capacity_bytes == 10**12
+    assert graph.time_s == mixed().time_s
+
+
+def test_of_small_tensors_all_may() -> None:
+    graph = random_graph(3, 12)
+    read = [t for t in graph.tensors if t.producers and t.id not in graph.kept and graph.consumers[t.id] and t.size_bytes]
+    _, copies = without_copies(offloaded(graph, AROUND))
+    assert copies is not None and list(copies.trips) == [t.id for t in read]
+
+
+@pytest.mark.parametrize("graph", [mixed(), training_chain(5), random_graph(7, 15)], ids=["mixed", "chain", "random"])
+def test_the_program_comes_back_without_its_copies(graph: Graph) -> None:
+    found, copies = without_copies(graph_from_dict(graph_to_dict(offloaded(graph, AROUND))))
+    assert (found.ops, found.tensors, found.kept) == (graph.ops, graph.tensors, graph.kept)
+    assert copies is not None and copies.host_bytes is None  # there is room for all of them
+    assert without_copies(graph) == (graph, None)
+
+
+def test_a_host_that_holds_only_some_is_a_limit() -> None:
+    graph = training_chain(5)
+    sizes = [graph.tensors[t].size_bytes for t in without_copies(offloaded(graph, AROUND))[1].trips]  # type: ignore[union-attr]
+    for capacity, limit in ((sum(sizes), None), (sum(sizes) - 1, sum(sizes) - 1), (0, 0)):
+        _, copies = without_copies(offloaded(graph, replace(AROUND, host_bytes=capacity)))
+        assert copies is not None and copies.host_bytes == limit
+
+
+def test_nothing_to_send_is_an_option_too() -> None:
+    ops = (Op(0, "op0", "f", (), (0,), 1.0),)
+    program = Graph(ops, (Tensor(0, "t0", 8, (0,)),), frozenset({0}))
+    found, copies = without_copies(offloaded(program, AROUND))
+    assert found == program and copies is not None and not copies.trips
+
+
+def test_other_choices_are_not_taken_for_round_trips() -> None:
+    graph = offloaded(mixed(), AROUND)
+    out, back = graph.ops[4:]
+    for changed in (replace(out, stream=COMPUTE), replace(out, recomputable=False), replace(out, differs="rounding")):
+        with pytest.raises(GraphError, match="2 optional ops, which are not just round trips of single tensors"):
+            without_copies(replace(graph, ops=(*graph.ops[:4], changed, back)))
+    for pools in (
+        (*graph.pools[:1], replace(graph.pools[1], owner=HOST_TO_DEVICE)),
+        (*graph.pools, replace(graph.pools[1], name="disk")),
+    ):
+        with pytest.raises(GraphError, match="not just round trips"):
+            without_copies(replace(graph, pools=pools))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(GraphError, match="there is no option 'compress' of a graph: choose of offload"):
+        with_options(mixed(), ("compress",), AROUND)
+    with pytest.raises(GraphError, match="choices already"):
+        with_options(mixed(), ("offload", "offload"), AROUND)
+    for speed in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(GraphError, match="must be above 0"):
+            Surroundings(speed)
+    with pytest.raises(GraphError, match="must be 0 or more"):
+        Surroundings(1.0, -1)
+
+
+def test_each_option_has_a_line_about_it() -> None:
+    assert all(option.description for option in OPTIONS.values())

@@ -256,7 +256,7 @@ def check_sums(graph: Graph) -> None:
 
 
 def check_plain(graph: Graph) -> None:
-    """Refuse a graph with choices that what asks does not know: solvers and the executor, as yet.
+    """Refuse a graph with choices that what asks does not know: the executor, as yet, and solvers other than the exact one.
 
     Raises:
         GraphError: it has several pools or streams, or optional ops.
@@ -265,6 +265,6 @@ def check_plain(graph: Graph) -> None:
         return
     optional = len(graph.ops) - len(graph.program)
     raise GraphError(
-        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {optional} optional ops: schedules are found, "
-        "shown and run for graphs with one of each and none optional; leave the choices out of the graph"
+        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {optional} optional ops: this takes "
+        "graphs with one of each and none optional; leave the choices out of the graph"
     )

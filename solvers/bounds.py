@@ -1,5 +1,6 @@
 """What schedules need: lower bounds on the least feasible budget, in one order of the ops and in any, and what sets them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from graphs.ir import Graph
@@ -42,19 +43,23 @@ class LeastBudget:
     need: Need
 
 
-def least_budget_bound(graph: Graph) -> LeastBudget:
+def least_budget_bound(graph: Graph, movable: Collection[int] = ()) -> LeastBudget:
     """The least budget that the needs of single ops do not refute, where ops are first executed in program order.
 
     A first execution of op v has in memory its inputs, outputs and workspace; the kept tensors made
     before; and every tensor made before and read after it whose producer cannot be executed again. At a
     given budget that includes producers which would take more than the budget. The least feasible budget
     may be higher.
+
+    Args:
+        graph: one without choices.
+        movable: tensors that may be elsewhere until they are read, though nothing makes them again.
     """
-    need = need_at(graph, None)
-    low, high = need.total_bytes, need_at(graph, 0).total_bytes
+    need = need_at(graph, None, movable)
+    low, high = need.total_bytes, need_at(graph, 0, movable).total_bytes
     while low < high:  # budgets below `low` are refuted, `high` is not
         middle = (low + high) // 2
-        found = need_at(graph, middle)
+        found = need_at(graph, middle, movable)
         if found.total_bytes > middle:
             low, need = middle + 1, found
         else:
@@ -62,10 +67,13 @@ def least_budget_bound(graph: Graph) -> LeastBudget:
     return LeastBudget(low, need)
 
 
-def need_at(graph: Graph, budget_bytes: int | None) -> Need:
-    """The largest need when nothing that takes more than `budget_bytes` (None: no limit) is executed again."""
+def need_at(graph: Graph, budget_bytes: int | None, movable: Collection[int] = ()) -> Need:
+    """The largest need when nothing that takes more than `budget_bytes` (None: no limit) is executed again.
+
+    `movable` as in ``least_budget_bound``.
+    """
     sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
-    held = _held_bytes(graph, sizes, budget_bytes)
+    held = _held_bytes(graph, sizes, budget_bytes, movable)
     best: Need | None = None
     for op in graph.ops:
         inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
@@ -76,7 +84,7 @@ def need_at(graph: Graph, budget_bytes: int | None) -> Need:
     return best
 
 
-def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None) -> list[int]:
+def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None, movable: Collection[int]) -> list[int]:
     """For each op the bytes outside its inputs and outputs that must be in memory when it is first executed."""
     change = [0] * (len(graph.ops) + 1)
     kept_bytes = 0
@@ -89,7 +97,7 @@ def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None) -> lis
         fixed = not op.recomputable or (budget_bytes is not None and again > budget_bytes)
         for t in op.outputs:
             readers = graph.consumers[t]
-            end = len(graph.ops) if t in graph.kept else readers[-1] if fixed and readers else op.id + 1
+            end = len(graph.ops) if t in graph.kept else readers[-1] if fixed and readers and t not in movable else op.id + 1
             change[op.id + 1] += sizes[t]
             change[max(end, op.id + 1)] -= sizes[t]
             # Those that read it have it among their inputs.

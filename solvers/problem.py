@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
+from graphs.options.offload import Copies, without_copies
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
 
@@ -13,7 +14,9 @@ class Problem:
     """What the models need to know of a graph, for one budget.
 
     Attributes:
-        graph: where it comes from.
+        whole: where it comes from.
+        graph: the same without round trips to the host; ops and tensors have the same ids.
+        copies: these round trips, None if there are none.
         capacity_bytes: M, the budget less the static bytes.
         time_s: c_i for each op.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
@@ -29,7 +32,9 @@ class Problem:
             that writes in place what it reads (n: no limit).
     """
 
+    whole: Graph
     graph: Graph
+    copies: Copies | None
     capacity_bytes: int
     time_s: tuple[float, ...]
     inputs: tuple[tuple[int, ...], ...]
@@ -70,7 +75,12 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     Args:
         repeatable: ops that may be executed again; all that the graph allows if None. With fewer, what the
             models find are schedules of the graph still, but no bounds.
+
+    Raises:
+        GraphError: the graph has choices other than round trips to the host.
     """
+    whole = graph
+    graph, copies = without_copies(whole)
     allowed = [op.recomputable and (repeatable is None or op.id in repeatable) for op in graph.ops]
     produced = [not t.static for t in graph.tensors]
     sizes = tuple(t.size_bytes if produced[t.id] else 0 for t in graph.tensors)
@@ -80,7 +90,9 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     again = tuple(own[op.id] + sum(sizes[t] for t in op.outputs if kept[t]) for op in graph.ops)
     last_use, last_worth = _uses(graph, allowed)
     return Problem(
+        whole=whole,
         graph=graph,
+        copies=copies,
         capacity_bytes=budget_bytes - graph.static_bytes,
         time_s=tuple(op.time_s for op in graph.ops),
         inputs=inputs,
@@ -116,8 +128,12 @@ def without_small(problem: Problem, share: float) -> Problem:
         total += size
         small.add(t)
     kept = tuple(always or t in small for t, always in enumerate(problem.kept))
+    copies = problem.copies
+    if copies is not None:
+        copies = replace(copies, trips={t: trip for t, trip in copies.trips.items() if t not in small})
     return replace(
         problem,
+        copies=copies,
         capacity_bytes=problem.capacity_bytes - total,
         sizes=tuple(0 if t in small else size for t, size in enumerate(problem.sizes)),
         kept=kept,

@@ -26,10 +26,11 @@ def solve(request: Request) -> Result:
     ``BoundParams.most_bytes``), for the same versions of the libraries and processors of the same arithmetic.
     """
     search = Search(request)
-    least = least_budget_bound(request.graph)
+    program, copies = search.problem.graph, search.problem.copies
+    least = least_budget_bound(program, () if copies is None else copies.trips)
     settled = request.tolerance.first
     if request.budget_bytes < least.budget_bytes:
-        status, message = Status.INFEASIBLE, too_small_message(request.graph, request.budget_bytes, least)
+        status, message = Status.INFEASIBLE, too_small_message(program, request.budget_bytes, least)
     else:
         run(search)
         settled = search.settled_for()

@@ -59,7 +59,7 @@ def run(search: Search) -> None:
         while beside.running and not search.enough():
             search.tell()
             beside.wait(0.05)
-        if not (search.solved() or search.stopped()):
+        if search.problem.copies is None and not (search.solved() or search.stopped()):
             _decide(search)
     finally:
         search.halted = True

@@ -18,7 +18,7 @@ from solvers.windows.solution.decode import Choice, Order, Trial, try_out
 from solvers.windows.solution.encode import without_needless
 
 _TELL_S = 0.4
-_WORK_PER_EXECUTION = 1e-5  # of trying an order out
+WORK_PER_EXECUTION = 1e-5  # of trying an order out
 
 
 class Search:
@@ -170,12 +170,14 @@ class Search:
         return trial
 
     def _tried(self, order: Order) -> Trial:
-        self.clock.spend(_WORK_PER_EXECUTION * len(order.computed))
+        self.clock.spend(WORK_PER_EXECUTION * len(order.computed))
         return try_out(self.problem, order)
 
     def _improved(self, trial: Trial, detail: Discretization) -> Trial:
         """`trial` less what is needless."""
-        pass_work = _WORK_PER_EXECUTION * len(trial.order.computed)
+        if self.problem.copies is not None:
+            return trial
+        pass_work = WORK_PER_EXECUTION * len(trial.order.computed)
         should_stop = self.spending(pass_work, self.stopped)
         return without_needless(self.problem, detail, trial, self.budget_bytes, should_stop, self.params.refinement.passes)
 

@@ -115,6 +115,7 @@ class NeighbourhoodParams:
         tight_share: of the budget, that an op takes which has a window of its own.
         windows: about so many at first, or more in small graphs: so many that
         size: is windows times ops.
+        even_windows: parts of equal time that windows split the step into where there are round trips.
         choices: of what one op may want to be executed again before it, times windows;
         few_choices: in any case.
         whole_limit: for a model with nothing fixed;
@@ -138,6 +139,7 @@ class NeighbourhoodParams:
     tight_share: float = 0.85
     windows: int = 120
     size: int = 120_000
+    even_windows: int = 12
     choices: int = 2_000
     few_choices: int = 15
     whole_limit: float = 5.0
@@ -231,12 +233,31 @@ class RefinementParams:
         most_pieces: but of no more than so many.
         nearly: share of the budget: what takes as much is likely to be next over it.
         passes: over an order, each leaving out what it can.
+        most_waits: of the places where a schedule with round trips waits for a copy, those of the longest waits.
     """
 
     piece: int = 12
     most_pieces: int = 8
     nearly: float = 0.9
     passes: int = 8
+    most_waits: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTripParams:
+    """Of schedules in which tensors go to the host and come back.
+
+    Attributes:
+        capacities, slower: shares of the memory, and times as slow a link, that the coarse model is solved for.
+        weight: of the link beside memory in which of these come first.
+        limit, gap: of each of these models; the gap is a share of the step.
+    """
+
+    capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
+    slower: tuple[float, ...] = (1.0, 1.1, 1.2)
+    weight: float = 0.2
+    limit: float = 3.0
+    gap: float = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +271,7 @@ class WindowsParams:
     random_keys: RandomKeyParams = field(default_factory=RandomKeyParams)
     relax_and_fix: RelaxAndFixParams = field(default_factory=RelaxAndFixParams)
     segments: SegmentParams = field(default_factory=SegmentParams)
+    round_trips: RoundTripParams = field(default_factory=RoundTripParams)
     refinement: RefinementParams = field(default_factory=RefinementParams)
 
     def recorded(self) -> dict[str, object]:

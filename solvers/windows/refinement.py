@@ -14,9 +14,9 @@ from solvers.windows.formulation.draft import POLL_EVERY, StoppedError
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_ordered, build_relaxation
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import Choice, expand, late_writers, order_of, read_choice
-from solvers.windows.solution.encode import choice_of, start_values
-from solvers.windows.solution.refine import refined, with_stages_in_order
+from solvers.windows.solution.decode import Choice, decoded, late_writers, read_choice
+from solvers.windows.solution.encode import choice_of_trial, start_values
+from solvers.windows.solution.refine import refined, where_it_waits, with_stages_in_order
 
 _WORK_PER_ENTRY = 2e-6  # of building a model
 
@@ -118,7 +118,7 @@ def _solve_model(search: Search, model: Model, clock: Clock, *, is_relaxation: b
 
     start = None
     if search.best is not None:
-        start = start_values(model, choice_of(search.problem, model.detail, search.best.order.computed))
+        start = start_values(model, choice_of_trial(search.problem, model.detail, search.best))
     params = search.params.bound
     answer = solve_program(
         model.program,
@@ -146,11 +146,11 @@ def _solve_model(search: Search, model: Model, clock: Clock, *, is_relaxation: b
 def _offer(search: Search, model: Model, choice: Choice) -> Discretization:
     """Expand a solution and offer it; returns the model's detail, closer where it does not fit."""
     detail, params = model.detail, search.params.refinement
-    order = order_of(detail, expand(model.problem, detail, choice))
+    order = decoded(model.problem, detail, choice)
     if writers := late_writers(search.problem, order):
         return detail.split(writers)
     trial = search.offer(order, detail)
     if trial.peak_bytes <= search.budget_bytes:
-        return detail
+        return where_it_waits(detail, trial, params)
     closer = refined(detail, trial, search.budget_bytes, params)
     return with_stages_in_order(closer, trial, search.budget_bytes, params)

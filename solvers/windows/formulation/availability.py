@@ -4,11 +4,11 @@ from solvers.windows.formulation.draft import ModelDraft
 
 
 def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
-    """Row 1: S[k,t] + R[k,p(t)] >= 1 for old t, not kept, read by a new op of window k."""
+    """Row 1: S[k,t] + R[k,p(t)] >= 1 for old t, not kept, read by a new op of window k; V + Y in place of S, with copies."""
     read = {t for v in range(draft.starts[k], draft.detail.ends[k] + 1) for t in draft.problem.inputs[v]}
     for t in sorted(read):
         if draft.is_handed(k, t):
-            draft.add_one_of(_sources(draft, k, t))
+            draft.add_one_of(draft.sources(k, t))
 
 
 def add_inputs_of_repeated(draft: ModelDraft, k: int) -> None:
@@ -19,7 +19,7 @@ def add_inputs_of_repeated(draft: ModelDraft, k: int) -> None:
             continue
         for t in draft.problem.inputs[i]:
             if draft.is_handed(k, t):
-                draft.add_only_with(column, _sources(draft, k, t))
+                draft.add_only_with(column, draft.sources(k, t))
 
 
 def add_hand_over(draft: ModelDraft, k: int) -> None:
@@ -28,9 +28,4 @@ def add_hand_over(draft: ModelDraft, k: int) -> None:
         for t in draft.problem.outputs[i]:
             column = draft.handed.get((k + 1, t))
             if column is not None and column != draft.handed[k, t]:
-                draft.add_only_with(column, _sources(draft, k, t))
-
-
-def _sources(draft: ModelDraft, k: int, t: int) -> list[int]:
-    """Columns of S[k,t] and, where p(t) may be executed again in window k, of R[k,p(t)]."""
-    return [draft.handed[k, t], *draft.repeat(k, t)]
+                draft.add_only_with(column, draft.room(k, t))

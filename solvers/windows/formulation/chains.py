@@ -12,6 +12,8 @@ for old x and z this holds for every schedule, whatever the order inside the win
     P[x,z] >= R[z] - S[k,t]                     t in out(x) and in(z): z finds t only if x has made it
     P[x,z] >= P[x,y] + R[z] - 1 - S[k,u]        u in in(z), made by an old y other than x
     G[t,z] >= wanted(t) + P[x,z] - 1 - D[x]     wanted(t): S[k+1,t], or 1 if the window is {v} and v reads t
+
+With round trips to the host, A[k,t] is added to S[k,t] and A[k,u] to S[k,u] above, and taken from the last row.
 """
 
 from solvers.windows.formulation.draft import ModelDraft
@@ -58,6 +60,8 @@ class _Chains:
             return None
         column = draft.column(integer=False)
         columns, values = [column, after, self.executed_twice(k, x)], [1.0, -1.0, 1.0]
+        if (k, t) in draft.taken:
+            columns, values = [*columns, draft.taken[k, t]], [*values, 1.0]
         if read:
             draft.rows.add(columns, values, 0.0, float("inf"))
         elif handed is not None:
@@ -86,15 +90,15 @@ class _Chains:
             y = problem.producers[u]
             if y < x or problem.kept[u]:
                 continue
-            handed = draft.handed[k, u]
+            there = [draft.handed[k, u], *([draft.taken[k, u]] if (k, u) in draft.taken else [])]
             earlier = None if y == x else self.comes_after(k, x, y)
             if y != x and earlier is None:
                 continue
             if column is None:
                 column = draft.column(integer=False)
             if earlier is None:
-                draft.rows.add([column, repeated, handed], [1.0, -1.0, 1.0], 0.0, float("inf"))
+                draft.rows.add([column, repeated, *there], [1.0, -1.0] + [1.0] * len(there), 0.0, float("inf"))
             else:
-                draft.rows.add([column, earlier, repeated, handed], [1.0, -1.0, -1.0, 1.0], -1.0, float("inf"))
+                draft.rows.add([column, earlier, repeated, *there], [1.0, -1.0, -1.0] + [1.0] * len(there), -1.0, float("inf"))
         self.follows[key] = column
         return column

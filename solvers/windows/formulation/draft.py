@@ -1,6 +1,6 @@
 """A program in the making: its columns and rows as they come, and what the columns mean."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +57,11 @@ def dense(draft: "ModelDraft", k: int, columns: list[int], values: list[float]) 
     return columns, values
 
 
+def _found(columns: Mapping[tuple[int, int], int], key: tuple[int, int]) -> list[int]:
+    column = columns.get(key)
+    return [] if column is None else [column]
+
+
 class ModelDraft:
     """Columns and rows of a program of `problem`, at the windows of `detail`. Families of rows add to it.
 
@@ -64,6 +69,7 @@ class ModelDraft:
         first_window: the first that is modelled.
         starts: for each window its first op.
         again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
+        taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``copies.py``; none without round trips.
         memory_unit: bytes, the unit of the memory rows.
     """
 
@@ -86,6 +92,11 @@ class ModelDraft:
         self.handed: dict[tuple[int, int], int] = {}
         self.twice: dict[tuple[int, int], int] = {}
         self.lasting: dict[tuple[int, int], int] = {}
+        self.taken: dict[tuple[int, int], int] = {}
+        self.fetched: dict[tuple[int, int], int] = {}
+        self.valid: dict[tuple[int, int], int] = {}
+        self.stored: dict[tuple[int, int], int] = {}
+        self.hosted: dict[tuple[int, int], int] = {}
         self.cost: list[float] = []
         self.lower: list[float] = []
         self.upper: list[float] = []
@@ -104,8 +115,23 @@ class ModelDraft:
 
     def repeat(self, k: int, t: int) -> list[int]:
         """Column of the further execution of p(t) in window k, if there is one."""
-        column = self.again.get((k, self.problem.producers[t]))
-        return [] if column is None else [column]
+        return _found(self.again, (k, self.problem.producers[t]))
+
+    def sources(self, k: int, t: int) -> list[int]:
+        """Columns of what lets old t be read in window k: S[k,t] or V[k,t], and R[k,p(t)] and Y[k,t] where there are."""
+        return [self.valid.get((k, t), self.handed[k, t]), *self.brought(k, t)]
+
+    def brought(self, k: int, t: int) -> list[int]:
+        """Columns of R[k,p(t)] and Y[k,t], where there are: what makes t readable in window k that was not."""
+        return [*self.repeat(k, t), *_found(self.fetched, (k, t))]
+
+    def room(self, k: int, t: int) -> list[int]:
+        """Columns of what gives old t its memory in window k: S[k,t], and those of ``made_anew``."""
+        return [self.handed[k, t], *self.made_anew(k, t)]
+
+    def made_anew(self, k: int, t: int) -> list[int]:
+        """Columns of R[k,p(t)] and A[k,t], where there are: what takes memory for t in window k that was free."""
+        return [*self.repeat(k, t), *_found(self.taken, (k, t))]
 
     def is_handed(self, k: int, t: int) -> bool:
         """Whether t, wanted in window k, must come from before it or be made again: it is old, and not kept."""
@@ -127,7 +153,7 @@ class ModelDraft:
 
     def model(self) -> Model:
         """What has been collected."""
-        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program())
+        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program(), self.taken)
 
     def program(self) -> Milp:
         """The same as arrays."""

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from solvers.highs.program import Milp
 from solvers.problem import Problem
@@ -59,6 +59,7 @@ class Model:
     handed: dict[tuple[int, int], int]  # S
     twice: dict[tuple[int, int], int]  # D, see ``chains.py``
     program: Milp
+    taken: dict[tuple[int, int], int] = field(default_factory=dict)  # A, see ``copies.py``
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ def add_memory_inside(draft: ModelDraft) -> None:
     """Row 6 for `detail.firsts`: own(v) + sum over other t, p(t) < v, of b_t h_t <= M for v inside window k.
 
     h_t = 1                                t is kept
-        = 1 - R[k,p(t)], or 1 - Q[k,p(t)]  t has a consumer c, v < c <= e_k: it is there unless it is made again
+        = 1 - R[k,p(t)], or 1 - Q[k,p(t)]  t has a consumer c, v < c <= e_k: it is there unless it is made again;
+          - Y[k,t]                         or is fetched from the host
         = H[k,t]                           otherwise, if t can be handed on
     """
     problem = draft.problem
@@ -57,7 +58,7 @@ def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list
     again(x) = bytes(io(x)) + w_x, and the kept outputs of x once more, which are in memory already and made a second time.
 
     h_t = 1                t is kept
-        = 1 - R[k,p(t)]    the window is {v}, and v reads t
+        = 1 - R[k,p(t)]    the window is {v}, and v reads t (- Y[k,t])
         = H[k,t]           otherwise, if t can be handed on
     """
     problem, start = draft.problem, draft.starts[k]
@@ -89,8 +90,8 @@ def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Container[
             taken += size
         elif t in read:
             taken += size
-            columns += (repeat := draft.repeat(k, t))
-            values += [-size] * len(repeat)
+            columns += (anew := draft.brought(k, t))
+            values += [-size] * len(anew)
         elif (k + 1, t) in draft.handed:
             columns.append(_lasts(draft, k, t))
             values.append(size)
@@ -98,11 +99,11 @@ def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Container[
 
 
 def _lasts(draft: ModelDraft, k: int, t: int) -> int:
-    """Column of H[k,t] >= S[k+1,t] - R[k,p(t)]: S itself where p(t) is not executed again."""
-    repeat = draft.repeat(k, t)
-    if not repeat:
+    """Column of H[k,t] >= S[k+1,t] - R[k,p(t)] - A[k,t]: S itself where p(t) is not executed again, nor t fetched."""
+    anew = draft.made_anew(k, t)
+    if not anew:
         return draft.handed[k + 1, t]
     if (k, t) not in draft.lasting:
         column = draft.lasting[k, t] = draft.column(integer=False)
-        draft.rows.add([column, draft.handed[k + 1, t], repeat[0]], [1.0, -1.0, 1.0], 0.0, np.inf)
+        draft.rows.add([column, draft.handed[k + 1, t], *anew], [1.0, -1.0] + [1.0] * len(anew), 0.0, np.inf)
     return draft.lasting[k, t]

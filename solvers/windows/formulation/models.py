@@ -5,7 +5,7 @@ into runs; op e_k is the last one of window k. Window k lasts from the end of th
 e_(k-1) to the end of that of e_k. With an op per window this is Checkmate's formulation (Jain et
 al., MLSys 2020); with fewer windows it is smaller, and its optimum is a lower bound all the same.
 
-Objective: minimise the sum of c_i over R and Q, and over D.
+Objective: minimise the sum of c_i over R and Q, and over D, and of what the compute stream waits.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from solvers.problem import Problem
 from solvers.windows.formulation.availability import add_hand_over, add_inputs_of_new, add_inputs_of_repeated
 from solvers.windows.formulation.chains import add_memory_of_chains
+from solvers.windows.formulation.copies import add_channels, add_copies
 from solvers.windows.formulation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
 from solvers.windows.formulation.in_stage import add_memory_in_order
@@ -22,7 +23,7 @@ from solvers.windows.formulation.variables import every_op, variables
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Rows 1 to 9 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
+    """Rows 1 to 13 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
 
     Raises:
         StoppedError: `should_stop`, which is polled, was True.
@@ -30,11 +31,13 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
     return compose(
         ModelDraft(problem, detail, should_stop=should_stop),
         variables(every_op),
+        add_copies,
         window_rows,
         add_spans,
         add_memory_inside,
         add_memory_of_repeats,
         add_memory_of_chains,
+        add_channels,
     )
 
 

@@ -1,6 +1,8 @@
 """Row 8: rows 1 to 3 for spans of windows. A relaxation.
 
     U[w,i]  op i, old in the first window of the span w (consecutive windows), is executed again in it
+    E[w,t]  memory for t is taken anew in the span, to be filled from the host
+    F[w,t]  the part of a copy-in of t that is done in the span
 
 It follows from rows 1 to 3 for whole numbers, but not for fractions, where half a tensor could serve again in
 every window.
@@ -32,6 +34,7 @@ class _Span:
         self.last = last
         self.start, self.end = draft.starts[first], draft.detail.ends[last]
         self.columns: dict[int, int | None] = {}
+        self.copied: dict[tuple[bool, int], int | None] = {}
 
     def add(self) -> None:
         self.add_inputs_of_new()
@@ -57,19 +60,47 @@ class _Span:
                     draft.add_only_with(column, self.sources(t))
 
     def add_hand_over(self) -> None:
-        """S[last+1,t] <= S[first,t] + U[p(t)] for old t."""
+        """S[last+1,t] <= S[first,t] + U[p(t)] for old t (+ E[t]); V likewise, + F[t]."""
         draft = self.draft
         for i in range(self.start):
             for t in draft.problem.outputs[i]:
                 column = draft.handed.get((self.last + 1, t))
-                if column is not None:
+                if column is None:
+                    continue
+                if (self.first, t) not in draft.taken:
                     draft.add_only_with(column, self.sources(t))
+                    continue
+                again = self.again(draft.problem.producers[t])
+                room = [draft.handed[self.first, t], again, self.copy(t, whole=False)]
+                draft.add_only_with(column, [source for source in room if source is not None])
+                draft.add_only_with(draft.valid[self.last + 1, t], self.sources(t))
 
     def sources(self, t: int) -> list[int]:
-        """Columns of S[first,t] and, where p(t) may be executed again in the span, of U[p(t)]."""
-        column = self.again(self.draft.problem.producers[t])
-        handed = self.draft.handed[self.first, t]
-        return [handed] if column is None else [handed, column]
+        """Columns of S[first,t] or V[first,t] and, where there may be one in the span, of U[p(t)] and F[t]."""
+        draft = self.draft
+        handed = draft.valid.get((self.first, t), draft.handed[self.first, t])
+        again = self.again(draft.problem.producers[t])
+        return [column for column in (handed, again, self.copy(t, whole=True)) if column is not None]
+
+    def copy(self, t: int, *, whole: bool) -> int | None:
+        """Column of F[t] (`whole`) or E[t], old t; None where nothing is copied in.
+
+        F <= sum of Y, E <= sum of A, both over the span; E and, where the host holds all, F <= W[first,t] + sum of X.
+        """
+        key = (whole, t)
+        draft, windows = self.draft, range(self.first, self.last + 1)
+        if key not in self.copied:
+            parts = draft.fetched if whole else draft.taken
+            columns = [parts[k, t] for k in windows if (k, t) in parts]
+            self.copied[key] = None
+            if columns:
+                column = self.copied[key] = draft.column(integer=False)
+                draft.add_only_with(column, columns)
+                copies = draft.problem.copies
+                if not whole or (copies is not None and copies.host_bytes is None):
+                    stored = [draft.stored[k, t] for k in windows if (k, t) in draft.stored]
+                    draft.add_only_with(column, [draft.hosted[self.first, t], *stored])
+        return self.copied[key]
 
     def again(self, i: int) -> int | None:
         """Column of U[i] <= sum of R[k,i] over the span, None where i cannot be executed again there."""

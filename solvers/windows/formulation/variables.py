@@ -7,7 +7,8 @@
     S[k,t]  tensor t, made before window k, is handed over: it is in memory when e_(k-1) executes
             and stays until window k begins; kept tensors have S = 1 and no variable
 
-Families of rows add their own: H (``memory.py``), U (``spans.py``), D, P and G (``chains.py``), W (``in_stage.py``).
+Families of rows add their own: H (``memory.py``), U (``spans.py``), D, P and G (``chains.py``), W (``in_stage.py``);
+A, Y, V, X and another W (``copies.py``).
 """
 
 from collections.abc import Callable, Iterable
@@ -61,7 +62,10 @@ def _add_handed(draft: ModelDraft, k: int) -> None:
 
 
 def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
-    """Whether old t is neither made nor read in window k: handed into it, it is handed on, or was for nothing."""
+    """Whether old t is neither made, read nor copied in window k: handed into it, it is handed on, or was for nothing."""
+    copies = draft.problem.copies
+    if copies is not None and t in copies.trips:
+        return False
     if k <= draft.first_window or (k, draft.problem.producers[t]) in draft.again:
         return False  # what enters the first window may be settled, wanted or not
     start, end = draft.starts[k], draft.detail.ends[k]

@@ -19,9 +19,9 @@ from solvers.windows.formulation.models import build_relaxation
 from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, tight_windows
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import solve_part
-from solvers.windows.solution.decode import Choice, Trial, expand, late_writers, order_of, read_choice
-from solvers.windows.solution.encode import choice_of, start_values
-from solvers.windows.solution.refine import refined, with_stages_in_order
+from solvers.windows.solution.decode import Choice, Trial, decoded, late_writers, order_of, read_choice
+from solvers.windows.solution.encode import choice_of_trial, start_values
+from solvers.windows.solution.refine import refined, where_it_waits, with_stages_in_order
 
 Columns = list[int]
 
@@ -44,7 +44,7 @@ class Neighbourhoods:
         trials = self.coarse_trials()
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
         detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
-        self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
+        self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends, *self.even_ends()})))
         fresh, before_s = self.detail, self.search.best_s()
         self.restart(self.params.whole_limit)
         # What was solved for the least capacity is not as good, but nearly fits.
@@ -52,6 +52,15 @@ class Neighbourhoods:
             self.search.tell("repairing a coarse solution")
             self.detail = fresh
             self.settle(trials[-1])
+
+    def even_ends(self) -> set[int]:
+        """Ops that split the step into parts of equal time, where round trips are to be hidden in them."""
+        problem = self.search.problem
+        if problem.copies is None:
+            return set()
+        done_s = np.cumsum(problem.time_s)
+        parts = np.linspace(0.0, done_s[-1], self.params.even_windows + 1)[1:-1]
+        return {int(op) for op in np.searchsorted(done_s, parts) if op < problem.ops - 1}
 
     def coarse_trials(self) -> list[Trial]:
         """What solutions of coarse models look like, for several capacities."""
@@ -67,7 +76,7 @@ class Neighbourhoods:
                 break
             choice = read_choice(model, answer.values)
             self.known.learn(choice)
-            order = order_of(coarse, expand(small, coarse, choice))
+            order = decoded(small, coarse, choice)
             if not late_writers(search.problem, order):
                 trials.append(search.offer(order, coarse))
         return trials
@@ -157,7 +166,7 @@ class Neighbourhoods:
 
     def placed(self, model: Model, trial: Trial) -> "_Placed":
         """What `trial` is in `model`."""
-        return _Placed(trial, model, start_values(model, choice_of(self.small, model.detail, trial.order.computed)))
+        return _Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
 
     def in_windows(self, best: "_Placed", size: int) -> Columns:
         """Columns of `size` windows that follow each other, most often of such as execute much again."""
@@ -180,6 +189,7 @@ class Neighbourhoods:
         return [
             *(column for (_, i), column in best.model.again.items() if i in ops),
             *(column for (_, t), column in best.model.handed.items() if producers[t] in ops),
+            *(column for (_, t), column in best.model.taken.items() if producers[t] in ops),
         ]
 
     def settle(self, trial: Trial) -> bool:
@@ -190,22 +200,28 @@ class Neighbourhoods:
         search, budget_bytes = self.search, self.search.budget_bytes
         ahead = 1
         for _ in range(self.params.rounds):
-            if trial.peak_bytes <= budget_bytes:
+            fits = trial.peak_bytes <= budget_bytes
+            if fits and not any(trial.waits_s):
                 return True
-            closer = refined(self.detail, trial, budget_bytes, search.params.refinement, ahead=ahead)
-            closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
+            if fits:
+                closer = where_it_waits(self.detail, trial, search.params.refinement)
+            else:
+                closer = refined(self.detail, trial, budget_bytes, search.params.refinement, ahead=ahead)
+                closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
             closer = replace(closer, chains=frozenset())
             if closer == self.detail or search.enough():
-                return False
+                return fits
             self.detail = closer
             self.known.learn_order(trial.order)
             model = self.model()
             choice = self.around(model, trial)
             looked = None if choice is None else self.look(model, choice)
             if looked is None:
-                return False
+                return fits
             # What costs the same has probably but moved what does not fit to an earlier op.
             ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + self.params.open_gap) else 1
+            if fits and looked.time_s >= trial.time_s:
+                return True
             trial = looked
         return trial.peak_bytes <= budget_bytes
 
@@ -214,6 +230,7 @@ class Neighbourhoods:
         search, problem = self.search, self.search.problem
         order = order_of(model.detail, trial.order.computed)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
+        over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
         placed = self.placed(model, trial)
         much = problem.units(trial.time_s - problem.base_s * (1 - self.params.much))
         windows = len(model.detail.ends)
@@ -233,7 +250,7 @@ class Neighbourhoods:
 
     def look(self, model: Model, choice: Choice) -> Trial | None:
         """What a solution expands to; None if that would read what has been written over."""
-        order = order_of(model.detail, expand(self.small, model.detail, choice))
+        order = decoded(model.problem, model.detail, choice)
         if writers := late_writers(self.search.problem, order):
             self.detail = replace(model.detail, ends=tuple(sorted({*model.detail.ends, *writers})))
             return None
@@ -253,15 +270,20 @@ class _Placed:
     start: Floats
 
     def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
-        """(window, op) that is executed again, and what that costs."""
-        return ((key, self.model.program.cost[column]) for key, column in self.model.again.items() if self.start[column] > 0.5)
+        """(window, op) that is executed again, and what that costs; or whose output is fetched, and what that takes."""
+        model, problem = self.model, self.model.problem
+        yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
+        if problem.copies is not None:
+            for (k, t), column in model.taken.items():
+                if self.start[column] > 0.5:
+                    yield (k, problem.producers[t]), problem.units(problem.copies.trips[t].in_s)
 
 
 def _fixed_but_for(placed: _Placed, opened: Columns) -> Milp:
     """The program with its choices fixed as in `placed`, but for the columns `opened`."""
     model, start = placed.model, placed.start
     fixed = np.zeros(len(start), dtype=bool)
-    fixed[[*model.again.values(), *model.handed.values()]] = True
+    fixed[[*model.again.values(), *model.handed.values(), *model.taken.values()]] = True
     fixed[opened] = False
     fixed &= ~np.isnan(start)
     lower, upper = model.program.lower.copy(), model.program.upper.copy()
@@ -274,6 +296,7 @@ def _columns_of(model: Model, windows: Container[int]) -> Columns:
     return [
         *(column for (k, _), column in model.again.items() if k in windows),
         *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
+        *(column for (k, _), column in model.taken.items() if k in windows),
     ]
 
 

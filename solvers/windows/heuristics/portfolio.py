@@ -10,6 +10,7 @@ from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
 from solvers.windows.heuristics.random_keys import RandomKeys
 from solvers.windows.heuristics.relax_and_fix import advance
+from solvers.windows.heuristics.round_trips import polishing, variations
 from solvers.windows.heuristics.segments import improvements
 from solvers.windows.incumbent import Search
 from solvers.windows.params import PortfolioParams
@@ -38,6 +39,9 @@ class Portfolio:
     def find(self) -> None:
         """Look for schedules."""
         search, params = self.search, self.params
+        if search.problem.copies is not None:
+            self.find_round_trips()
+            return
         began = search.clock.now
         self.neighbourhoods.begin()  # the first of the restarts
         began_with = search.clock.now - began
@@ -56,6 +60,16 @@ class Portfolio:
         while not (exhausted or search.enough()):
             detail, exhausted = refine(search, detail, limit, is_relaxation=False)
             limit *= 2
+
+    def find_round_trips(self) -> None:
+        """The same where tensors may go to the host: in the ways that know of it."""
+        search = self.search
+        trying = variations(search, self.coarse)
+        self.take_turns([trying], should_stop=lambda: search.best is not None or search.enough())
+        if search.best is None:
+            self.neighbourhoods.begin()
+        near = self.neighbourhoods
+        self.take_turns([trying, polishing(search), near.reopenings(), near.exchanges(), near.restarts()])
 
     def take_turns(
         self,

@@ -13,9 +13,11 @@ with one column for all the windows between two uses, see ``variables.py``.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from solvers.problem import Problem
+from solvers.windows.formulation.copies import add_channels, add_copies
 from solvers.windows.formulation.draft import Family, ModelDraft, Terms
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.in_stage import add_memory_in_order
@@ -27,10 +29,11 @@ from solvers.windows.solution.decode import Choice, Order, Trial
 
 
 class CandidateSet:
-    """What solutions and schedules have executed again."""
+    """What solutions and schedules have executed again, or sent to the host."""
 
     def __init__(self) -> None:
         self.ops: set[int] = set()
+        self.tensors: set[int] = set()
         self.pairs: set[tuple[int, int]] = set()  # (new op, op executed again just before it)
         self.factor = 1
 
@@ -42,9 +45,11 @@ class CandidateSet:
     def learn(self, choice: Choice) -> None:
         """Take note of a solution."""
         self.ops.update(*choice.again)
+        self.tensors.update(*choice.taken)
 
     def learn_order(self, order: Order) -> None:
         """Take note of a schedule."""
+        self.tensors.update(t for t, _ in order.away)
         again: list[int] = []
         for op, first in zip(order.computed, order.first, strict=True):
             if first:
@@ -56,12 +61,18 @@ class CandidateSet:
 
 def build_restricted(problem: Problem, detail: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
     """The model that looks for schedules, with the choices that are `known`."""
+    if problem.copies is not None:
+        trips = {t: trip for t, trip in problem.copies.trips.items() if t in known.tensors}
+        problem = replace(problem, copies=replace(problem.copies, trips=trips))
     return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known, params))
 
 
 def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
     """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
-    return variables(_Near(known, params)), window_rows, add_memory_inside, add_memory_of_repeats, add_memory_in_order
+    return (
+        *(variables(_Near(known, params)), add_copies, window_rows, add_memory_inside, add_memory_of_repeats),
+        *(add_memory_in_order, add_channels),
+    )
 
 
 class _Near:

@@ -2,14 +2,15 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from graphs.schedule import Compute, Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Model
+from solvers.windows.solution.copies import timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +22,27 @@ class Choice:
         handed: for each window the tensors handed over into it (S; kept ones are not listed), and after the
             last one those handed on to what follows.
         twice: (window, op) for ops executed more than once more (D).
+        taken: for each window the tensors that come from the host in it (A); empty without round trips.
     """
 
     again: tuple[frozenset[int], ...]
     handed: tuple[frozenset[int], ...]
     twice: frozenset[tuple[int, int]] = frozenset()
+    taken: tuple[frozenset[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Ops in order of execution; for each the window it belongs to, and whether it is the first time."""
+    """Ops in order of execution; for each the window it belongs to, and whether it is the first time.
+
+    Attributes:
+        away: (tensor, position) where a tensor comes back from the host before that execution reads it.
+    """
 
     computed: tuple[int, ...]
     windows: tuple[int, ...]
     first: tuple[bool, ...]
+    away: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,9 @@ class Trial:
     """An order, its schedule, and what that takes.
 
     Attributes:
-        memory_bytes: for each execution the memory during it, static bytes included.
+        memory_bytes: for each execution the memory during it, static bytes included; copies are no executions.
+        waits_s: for each execution what the computation waits before it; empty where it never does.
+        ends: for each execution the number of steps until what goes after it at once is gone; empty likewise.
     """
 
     order: Order
@@ -50,6 +60,8 @@ class Trial:
     time_s: float
     peak_bytes: int
     memory_bytes: tuple[int, ...]
+    waits_s: tuple[float, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 def read_choice(model: Model, values: Floats) -> Choice:
@@ -62,11 +74,26 @@ def read_choice(model: Model, values: Floats) -> Choice:
     for (k, t), column in model.handed.items():
         if values[column] > 0.5:
             handed[k].add(t)
-    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)))
+    if model.problem.copies is None:
+        return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)))
+    taken: list[set[int]] = [set() for _ in model.detail.ends]
+    for (k, t), column in model.taken.items():
+        if values[column] > 0.5:
+            taken[k].add(t)
+    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), taken=tuple(map(frozenset, taken)))
 
 
 def try_out(problem: Problem, order: Order) -> Trial:
-    """The schedule with the shortest lives that executes in this order, judged."""
+    """The schedule with the shortest lives that executes in this order, judged.
+
+    With round trips, tensors live longer than that while they go to the host, and are there before they are read.
+    """
+    if problem.copies is not None:
+        found = timed(problem, order.computed, order.away)
+        order, schedule = replace(order, away=found.away), Schedule(tuple(found.steps))
+        simulation = simulate(problem.whole, schedule)
+        memory = tuple(taken + problem.graph.static_bytes for taken in found.memory_bytes)
+        return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory, tuple(found.waits_s), tuple(found.ends))
     schedule = schedule_of(problem.graph, order.computed)
     simulation = simulate(problem.graph, schedule)
     memory = tuple(
@@ -86,7 +113,7 @@ def late_writers(problem: Problem, order: Order) -> set[int]:
     return late
 
 
-def order_of(detail: Discretization, computed: Sequence[int]) -> Order:
+def order_of(detail: Discretization, computed: Sequence[int], away: frozenset[tuple[int, int]] = frozenset()) -> Order:
     """`computed` with the windows of `detail` marked; first executions come in program order."""
     windows: list[int] = []
     first: list[bool] = []
@@ -95,7 +122,42 @@ def order_of(detail: Discretization, computed: Sequence[int]) -> Order:
         first.append(op == done)
         windows.append(detail.window_of(done))
         done += op == done
-    return Order(tuple(computed), tuple(windows), tuple(first))
+    return Order(tuple(computed), tuple(windows), tuple(first), away)
+
+
+def decoded(problem: Problem, detail: Discretization, choice: Choice) -> Order:
+    """The order that a solution of a model says, with what is away meanwhile."""
+    order = order_of(detail, expand(problem, detail, choice))
+    return order if problem.copies is None else replace(order, away=_away(problem, choice, order))
+
+
+def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int, int]]:
+    """What comes back from the host: where it is read, but was not handed over all the time since it was read before.
+
+    What comes back though it was handed over is away for the longest time that it is not read.
+    """
+    assert problem.copies is not None
+    away: set[tuple[int, int]] = set()
+    seconds = list(accumulate((problem.time_s[op] for op in order.computed), initial=0.0))
+    gaps: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    last: dict[int, int] = {}
+    for place, op in enumerate(order.computed):
+        window = order.windows[place]
+        for t in problem.inputs[op]:
+            if t in problem.copies.trips and t in last:
+                since = order.windows[last[t]]
+                if not all(t in choice.handed[k] for k in range(since + 1, window + 1)):
+                    away.add((t, place))
+                for k in range(since, window + 1):
+                    gaps.setdefault((k, t), []).append((seconds[place] - seconds[last[t]], place))
+            last[t] = place
+        last.update((t, place) for t in problem.outputs[op])
+    for k, taken in enumerate(choice.taken):
+        for t in taken:
+            found = gaps.get((k, t), [])
+            if found and not any((t, place) in away for _, place in found):
+                away.add((t, max(found)[1]))
+    return frozenset(away)
 
 
 def expand(problem: Problem, detail: Discretization, choice: Choice, *, first_window: int = 0) -> tuple[int, ...]:
@@ -125,6 +187,8 @@ class _Expansion:
     def window(self, k: int) -> None:
         start, end = self.detail.start_of(k), self.detail.ends[k]
         self.there = {t for t in self.kept if self.problem.producers[t] < start} | self.choice.handed[k]
+        if self.choice.taken:
+            self.there.update(t for t in self.choice.taken[k] if self.problem.producers[t] < start)
         self.pending = set(self.choice.again[k])
         wanted_on = self.choice.handed[k + 1]
         gone = self.gaps(k)

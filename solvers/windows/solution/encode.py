@@ -39,6 +39,40 @@ def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int])
     return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice))
 
 
+def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Choice:
+    """What R, Q, S and A are for a trial."""
+    if problem.copies is None:
+        return choice_of(problem, detail, trial.order.computed)
+    order = order_of(detail, trial.order.computed)
+    again, handed, taken = ([set[int]() for _ in range(len(detail.ends) + 1)] for _ in range(3))
+    twice: set[tuple[int, int]] = set()
+    executed = {end: place for place, end in enumerate(trial.ends)}
+    back = {trip.in_op: t for t, trip in problem.copies.trips.items()}
+    live: set[int] = set()
+    window = 0
+    for index, step in enumerate(trial.schedule.steps):
+        if not isinstance(step, Compute):
+            live.discard(step.tensor)
+        elif step.op in back:
+            live.add(back[step.op])
+            taken[window].add(back[step.op])
+        elif step.op < problem.ops:
+            live.update(problem.outputs[step.op])
+        place = executed.get(index + 1)
+        if place is None:
+            continue
+        op, window = order.computed[place], order.windows[place]
+        if not order.first[place]:
+            if op in again[window]:
+                twice.add((window, op))
+            again[window].add(op)
+        elif op == detail.ends[window]:
+            window += 1
+            handed[window] = {t for t in live if not problem.kept[t]}
+    freeze = tuple(map(frozenset, handed))
+    return Choice(tuple(map(frozenset, again[:-1])), freeze, frozenset(twice), tuple(map(frozenset, taken[:-1])))
+
+
 def start_values(model: Model, choice: Choice) -> Floats:
     """`choice` as values to start a solve from; NaN for the variables it says nothing about."""
     values = np.full(len(model.program.cost), np.nan)
@@ -48,6 +82,8 @@ def start_values(model: Model, choice: Choice) -> Floats:
         values[column] = t in choice.handed[k]
     for pair, column in model.twice.items():
         values[column] = pair in choice.twice
+    for (k, t), column in model.taken.items():
+        values[column] = t in choice.taken[k]
     return values
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.params import RefinementParams
@@ -53,6 +54,14 @@ def refined(
                 chains.update((v, x, op) for x in _executed_again_before(trial, step))
     closer = replace(detail, firsts=frozenset(firsts), repeats=frozenset(repeats), chains=frozenset(chains))
     return closer.split(ends)
+
+
+def where_it_waits(detail: Discretization, trial: Trial, params: RefinementParams) -> Discretization:
+    """`detail` with windows that end at the first executions that `trial` waits longest for, or before which it does."""
+    new = [op for op, first in zip(trial.order.computed, trial.order.first, strict=True) if first]
+    done = list(accumulate(trial.order.first, initial=0))
+    waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
+    return detail.split({new[done[place]] for _, place in waits[: params.most_waits]}) if waits else detail
 
 
 def _executed_again_before(trial: Trial, step: int) -> list[int]:

@@ -1,0 +1,156 @@
+"""Round trips to the host: variables, and rows 10 to 13. Relaxations; nothing is added where a graph offers none.
+
+    A[k,t]  memory for t is taken anew in window k, to be filled from the host
+    Y[k,t]  the part of a copy-in of t that is done in window k
+    V[k,t]  the part of t that is valid when window k begins; V <= S, which says that its memory is taken
+    X[k,t]  the part of a copy-out of t that is done in window k
+    W[k,t]  the part of t@host that is there when window k begins
+    stall[k] >= 0  the time that the compute stream waits in window k
+
+Memory is counted in the order of issue and copies as time goes by: what is issued in a window may be copied in later ones.
+"""
+
+from bisect import bisect_left
+from itertools import accumulate
+
+import numpy as np
+
+from graphs.options.offload import Copies
+from solvers.windows.formulation.draft import ModelDraft
+
+_PARTS = 8  # of a window, between which row 13 looks
+
+
+def add_copies(draft: ModelDraft) -> None:
+    """The variables, and rows 10 to 12 for every window."""
+    copies = draft.problem.copies
+    if copies is None:
+        return
+    for k in range(draft.windows):
+        for t in copies.trips:
+            _add_variables(draft, k, t)
+    for k in range(draft.windows):
+        for t in copies.trips:
+            if (k, t) in draft.taken:
+                add_copy_in(draft, copies, k, t)
+            if (k, t) in draft.stored:
+                add_copy_out(draft, k, t)
+        add_host_memory(draft, copies, k)
+
+
+def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
+    """X[k,t] while t may be read later; A and Y where it may also be away before; V and W where it is old."""
+    problem = draft.problem
+    maker, start, end = problem.producers[t], draft.starts[k], draft.detail.ends[k]
+    if maker > end or problem.last_use[t] < start:
+        return
+    draft.stored[k, t] = draft.column(integer=False)
+    if maker < end and problem.last_use[t] > maker:
+        draft.taken[k, t] = draft.column()
+        draft.fetched[k, t] = draft.column(integer=False)
+    if maker < start:
+        draft.hosted[k, t] = draft.column(integer=False)
+        if (k - 1, t) in draft.taken:
+            draft.valid[k, t] = draft.column(integer=False)
+
+
+def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
+    """Row 10: what comes in, and what of it is valid.
+
+    Y[k,t] <= S[k,t] + A[k,t]                           (new t: no S)
+    A[k,t] <= W[k,t] + X[k,t], Y[k,t] likewise          (new t: no W; Y only where the host holds all that may go there)
+    V[k,t] <= S[k,t]                                    old t
+    V[k+1,t] <= V[k,t] + Y[k,t] + R[k,p(t)]             old t
+    V[k+1,t] + A[k,t] <= 1 + Y[k,t] + R[k,p(t)]         Q for new t
+    """
+    taken, fetched = draft.taken[k, t], draft.fetched[k, t]
+    old = (k, t) in draft.handed
+    draft.add_only_with(fetched, [draft.handed[k, t], taken] if old else [taken])
+    on_host = [draft.hosted[k, t], draft.stored[k, t]] if old else [draft.stored[k, t]]
+    draft.add_only_with(taken, on_host)
+    if copies.host_bytes is None:
+        draft.add_only_with(fetched, on_host)
+    if (k, t) in draft.valid:
+        draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
+    if (k + 1, t) in draft.valid:
+        valid, anew = draft.valid[k + 1, t], [fetched, *draft.repeat(k, t)]
+        if old:
+            draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew])
+        draft.rows.add([valid, taken, *anew], [1.0, 1.0] + [-1.0] * len(anew), -np.inf, 1.0)
+
+
+def add_copy_out(draft: ModelDraft, k: int, t: int) -> None:
+    """Row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
+    old = (k, t) in draft.hosted
+    if old:
+        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.repeat(k, t)])
+    if (k + 1, t) in draft.hosted:
+        earlier = [draft.hosted[k, t]] if old else []
+        draft.add_only_with(draft.hosted[k + 1, t], [*earlier, draft.stored[k, t]])
+
+
+def add_host_memory(draft: ModelDraft, copies: Copies, k: int) -> None:
+    """Row 12, where the host does not hold all that may go there: sum of b_t W[k,t] <= its capacity."""
+    held = [t for t in copies.trips if (k, t) in draft.hosted]
+    if copies.host_bytes is not None and held:
+        unit = max(1.0, copies.host_bytes / 1e3)
+        sizes = [draft.problem.sizes[t] / unit for t in held]
+        draft.rows.add([draft.hosted[k, t] for t in held], sizes, -np.inf, copies.host_bytes / unit)
+
+
+def add_channels(draft: ModelDraft) -> None:
+    """Row 13, for each window and direction: sum of seconds x Y, or X, <= T_k = c of its new ops + c (R + Q + D) + stall[k].
+
+    T_k is what the compute stream executes and waits in window k: a schedule takes the sum of them. At some new ops v of the
+    window also what is left of T_k for what v and later ops make, and what has passed of it when v is executed:
+
+    sum of out seconds x X[k,t] <= T_k - c of the new ops up to v                       new t, made by v or later
+    sum of in seconds x (1 - V[k,t] - R[k,p(t)]) <= T_k - c of the new ops from v on    old t, read by a new op up to v
+    """
+    if draft.problem.copies is None:
+        return
+    channels = _Channels(draft, draft.problem.copies)
+    for k in range(draft.windows):
+        channels.add_window(k)
+
+
+class _Channels:
+    def __init__(self, draft: ModelDraft, copies: Copies) -> None:
+        self.draft = draft
+        units = draft.problem.units
+        self.new = [units(time_s) for time_s in draft.problem.time_s]
+        self.out = {t: units(trip.out_s) for t, trip in copies.trips.items()}
+        self.back = {t: units(trip.in_s) for t, trip in copies.trips.items()}
+        self.most = sum(max(self.out[t], self.back[t]) for t in copies.trips)  # what both could wait for in a window
+        self.again: list[list[int]] = [[] for _ in range(draft.windows)]
+        for (k, _), column in (*draft.again.items(), *draft.twice.items()):
+            self.again[k].append(column)
+
+    def add_window(self, k: int) -> None:
+        draft, ops = self.draft, range(self.draft.starts[k], self.draft.detail.ends[k] + 1)
+        clock = [*self.again[k], draft.column(1.0, integer=False, upper=self.most)]
+        for parts, seconds in ((draft.stored, self.out), (draft.fetched, self.back)):
+            self.add(clock, ops, [(parts[k, t], of_t) for t, of_t in seconds.items() if (k, t) in parts])
+        for v in self.places(ops):
+            made = [t for i in range(v, ops.stop) for t in draft.problem.outputs[i] if (k, t) in draft.stored]
+            self.add(clock, range(v + 1, ops.stop), [(draft.stored[k, t], self.out[t]) for t in made])
+            inputs = sorted({t for i in range(ops.start, v + 1) for t in draft.problem.inputs[i]})
+            read = [t for t in inputs if t in self.back and (k, t) in draft.handed]
+            terms = [(column, -self.back[t]) for t in read for column in (self.valid(k, t), *draft.repeat(k, t))]
+            self.add(clock, range(ops.start, v), terms, sum(self.back[t] for t in read))
+
+    def valid(self, k: int, t: int) -> int:
+        """Column of V[k,t]: S[k,t] where nothing of t can have been fetched before."""
+        return self.draft.valid.get((k, t), self.draft.handed[k, t])
+
+    def places(self, ops: range) -> list[int]:
+        """Ops that split the seconds of `ops` into about `_PARTS` equal ones."""
+        done = list(accumulate(self.new[v] for v in ops))
+        return sorted({ops.start + bisect_left(done, done[-1] * part / _PARTS) for part in range(1, _PARTS)})
+
+    def add(self, clock: list[int], new: range, copied: list[tuple[int, float]], seconds: float = 0.0) -> None:
+        """The row seconds + sum of `copied` <= c of `new` + what else is in `clock`, where it could be broken."""
+        room = sum(self.new[v] for v in new) - seconds
+        if sum(max(0.0, value) for _, value in copied) > room:
+            columns, values = [column for column, _ in copied], [value for _, value in copied]
+            self.draft.rows.add([*columns, *clock], [*values, *(-self.draft.cost[column] for column in clock)], -np.inf, room)

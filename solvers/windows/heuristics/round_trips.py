@@ -1,0 +1,120 @@
+"""Ways to look for schedules in which tensors go to the host and come back.
+
+Solutions of coarse models know what to execute again and what to send, and that the channels have the time for it; not, in
+which order memory and channels are wanted within a window. Solved for a little less memory, or for a slower link, they
+often need not wait at all (``variations``). What is left of either is then used (``polishing``).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from graphs.options.offload import Copies
+from solvers.problem import Problem
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
+from solvers.windows.refinement import solve_part
+from solvers.windows.solution.copies import timed
+from solvers.windows.solution.decode import Trial, decoded, late_writers, order_of, read_choice
+
+Away = frozenset[tuple[int, int]]
+
+
+def variations(search: Search, coarse: Discretization) -> Iterator[None]:
+    """Offer solutions of the coarse model for less memory and slower links, the least changes first."""
+    params = search.params.round_trips
+    changes = [(share, slower) for share in params.capacities for slower in params.slower]
+    for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
+        search.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
+        problem = search.problem
+        varied = replace(problem, capacity_bytes=int(share * problem.capacity_bytes), copies=_slower(problem.copies, slower))
+        below = problem.units(search.best_s() - problem.base_s)
+        model = build_relaxation(varied, coarse)
+        answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below)
+        if answer.values is not None:
+            order = decoded(problem, coarse, read_choice(model, answer.values))
+            if not late_writers(problem, order):
+                search.offer(order, coarse)
+        yield
+
+
+def _slower(copies: Copies | None, times: float) -> Copies | None:
+    if copies is None:
+        return None
+    trips = {t: replace(trip, out_s=times * trip.out_s, in_s=times * trip.in_s) for t, trip in copies.trips.items()}
+    return replace(copies, trips=trips)
+
+
+def polishing(search: Search) -> Iterator[None]:
+    """Leave out a further execution or a copy of the best schedule, and keep or fetch what it made, until none can be."""
+    problem, static_bytes = search.problem, search.problem.graph.static_bytes
+    whole = Discretization((problem.ops - 1,))
+    done: Trial | None = None
+    while search.best is not done:
+        best = search.best_trial()
+        for computed, away in simpler(problem, best, search.budget_bytes):
+            search.tell("leaving out copies and executions")
+            search.clock.spend(WORK_PER_EXECUTION * len(computed))
+            found = timed(problem, computed, away)
+            if found.time_s < best.time_s and max(found.memory_bytes) + static_bytes <= search.budget_bytes:
+                search.offer(order_of(whole, computed, found.away), whole)
+            yield
+            if search.best is not best:
+                break
+        else:
+            done = best
+
+
+def simpler(problem: Problem, trial: Trial, budget_bytes: int) -> Iterator[tuple[Sequence[int], Away]]:
+    """Orders with one further execution less than `trial`, the longest first; then with one copy less, if it waits at all.
+
+    What an execution that is left out has made stays from its last use before, where `trial` leaves the room for it, or
+    is fetched.
+    """
+    assert problem.copies is not None
+    computed, away = trial.order.computed, trial.order.away
+    last_use, next_read = _uses(problem, computed)
+    memory = np.array(trial.memory_bytes)
+    again = [place for place, first in enumerate(trial.order.first) if not first]
+    for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
+        if not problem.time_s[computed[place]]:
+            break
+        wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
+        fewer = (*computed[:place], *computed[place + 1 :])
+        shifted = _without(problem, place, away, next_read)
+        stays = {
+            t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
+            for t in wanted
+        }
+        if all(stays.values()):
+            yield fewer, shifted
+        fetched = [t for t in wanted if not stays[t]]
+        if fetched and all(t in problem.copies.trips for t in fetched):
+            yield fewer, shifted.union((t, next_read[t, place] - 1) for t in fetched)
+    if any(trial.waits_s):
+        for pair in sorted(away, key=lambda pair: (problem.sizes[pair[0]], pair)):
+            yield computed, away - {pair}
+
+
+def _uses(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """For each tensor and position where it is read or made, its use before, and the next position that reads it so."""
+    last_use: dict[tuple[int, int], int] = {}
+    next_read: dict[tuple[int, int], int] = {}
+    last: dict[int, int] = {}
+    for place, op in enumerate(computed):
+        for t in problem.inputs[op]:
+            last_use[t, place] = last[t]
+            next_read[t, last[t]] = place
+            last[t] = place
+        for t in problem.outputs[op]:
+            last_use[t, place] = last.get(t, place)
+            last[t] = place
+    return last_use, next_read
+
+
+def _without(problem: Problem, place: int, away: Away, next_read: dict[tuple[int, int], int]) -> Away:
+    """`away` without the execution at `place`: what was fetched for it is fetched for the next that reads it."""
+    moved = {(t, next_read[t, place] if at == place else at) for t, at in away if at != place or (t, place) in next_read}
+    return frozenset((t, at - (at > place)) for t, at in moved)

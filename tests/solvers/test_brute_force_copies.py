@@ -1,0 +1,128 @@
+"""The exact solver with round trips to the host, against all schedules of small graphs on three streams."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.surroundings import Surroundings
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph
+from solvers.bounds import least_budget_bound
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
+from solvers.policies.store_all import store_all
+from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.result import Status
+from solvers.windows import solve
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.models import build_relaxation
+from tests.support.brute_force import fastest
+from tests.support.brute_force_copies import fastest_with_copies
+from tests.support.requests import ask
+
+TOLERANCE = 1e-3
+SLACK = 1e-6  # what HiGHS's arithmetic may be off by
+SEEDS = [
+    *(range(first, first + 25) for first in range(0, 150, 25)),
+    *(pytest.param(range(first, first + 100), marks=pytest.mark.slow) for first in range(1000, 4000, 100)),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small graph with round trips and a budget, and the best of all its schedules."""
+
+    seed: int
+    program: Graph
+    graph: Graph
+    budget_bytes: int
+    optimum: tuple[float, Schedule] | None
+
+
+def case(seed: int, most_ops: int) -> Case | None:
+    """None where a graph offers nothing to copy, or has too many schedules to try."""
+    draw = random.Random(seed)
+    program = random_graph(draw.randint(0, 10**6), draw.randint(3, most_ops))
+    host_bytes = draw.choice((None, None, draw.randint(3, 20)))
+    graph = with_options(program, ("offload",), Surroundings(draw.choice((1.0, 2.0, 4.0)), host_bytes))
+    copies = problem_of(graph, 1).copies
+    assert copies is not None
+    least = least_budget_bound(program, copies.trips).budget_bytes
+    peak = simulate(program, store_all(program)).peak_bytes
+    budget = max(1, least - (draw.random() < 0.2) + round((peak - least) * draw.random() ** 2))
+    try:
+        optimum = fastest_with_copies(graph, budget, most=100_000)
+    except TimeoutError:
+        return None
+    return Case(seed, program, graph, budget, optimum) if copies.trips else None
+
+
+def cases(seeds: range, most_ops: int) -> list[Case]:
+    return [found for seed in seeds if (found := case(seed, most_ops)) is not None]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_no_promise_is_broken(seeds: range) -> None:
+    met = copied = 0
+    found = cases(seeds, most_ops=4)
+    assert len(found) > len(seeds) / 2
+    for one in found:
+        result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=10))
+        assert result.status is not Status.ERROR and not (result.message and result.schedule), one.seed
+        if one.optimum is None:
+            assert result.schedule is None, one.seed
+            continue
+        best_s, _ = one.optimum
+        assert result.status is not Status.INFEASIBLE, one.seed
+        if result.schedule is None or result.bound_s is None or result.time_s is None:
+            continue
+        simulation = simulate(one.graph, result.schedule)
+        assert simulation.peak_bytes <= one.budget_bytes
+        assert result.bound_s <= best_s * (1 + SLACK) + SLACK, one.seed
+        assert result.time_s >= best_s * (1 - SLACK), one.seed
+        if result.status is Status.OPTIMAL:
+            assert result.time_s <= best_s * (1 + TOLERANCE) + SLACK, one.seed
+        met += result.time_s <= best_s * (1 + TOLERANCE) + SLACK
+        without = fastest(one.program, one.budget_bytes)
+        copied += without is None or result.time_s < without * (1 - TOLERANCE)
+    # Of these graphs nearly all are solved, and for some of them copies are what does it.
+    feasible = sum(one.optimum is not None for one in found)
+    assert met >= 0.9 * feasible
+    assert copied > 0
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_models_never_refute_what_exists(seeds: range) -> None:
+    """Rows 1 to 13 with everything in them."""
+    for one in cases(seeds, most_ops=5):
+        problem, n = problem_of(one.graph, one.budget_bytes), len(one.program.ops)
+        for ends in {tuple(range(n)), tuple(sorted({n // 2, n - 1})), (n - 1,)}:
+            pairs = frozenset((end, x) for end in ends for x in range(end))
+            chains = frozenset((end, x, z) for end, z in pairs for x in range(z))
+            spans = frozenset((first, last) for last in ends for first in range(last))
+            detail = Discretization(ends, frozenset(range(n)), pairs, chains, spans=spans)
+            answer = solve_program(build_relaxation(problem, detail).program, clock=WallClock(60))
+            if one.optimum is not None:
+                assert answer.outcome is Outcome.OPTIMAL, (one.seed, ends)
+                assert one.program.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= one.optimum[0] * (1 + SLACK) + SLACK
+
+
+def test_the_best_of_all_schedules_is_one() -> None:
+    """The judge of all others agrees with the brute force, which has clocks of its own."""
+    judged = 0
+    for one in cases(range(40), most_ops=4):
+        if one.optimum is None:
+            continue
+        best_s, schedule = one.optimum
+        simulation = simulate(one.graph, schedule)
+        assert simulation.time_s == pytest.approx(best_s)
+        assert simulation.peak_bytes <= one.budget_bytes
+        without = fastest(one.program, one.budget_bytes)
+        assert without is None or best_s <= without * (1 + SLACK)
+        judged += 1
+    assert judged > 20

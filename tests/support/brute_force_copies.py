@@ -1,0 +1,183 @@
+"""The optimum of small graphs with round trips to the host, by trying everything on three streams."""
+
+import heapq
+from dataclasses import dataclass, replace
+
+from graphs.ir import Graph
+from graphs.options.offload import without_copies
+from graphs.schedule import Compute, Free, Schedule, Step
+from tests.support.brute_force import may_repeat
+
+Times = tuple[tuple[int, float], ...]  # tensor and time, in ascending order
+
+
+@dataclass(frozen=True)
+class State:
+    """What has been issued: ops executed, tensors on the device and on the host, and the clocks.
+
+    Attributes:
+        freed: last tensor freed on the device (`host`: there), -1 after an op: frees are in ascending order, before an op
+            that takes memory.
+        clocks: compute, out, in.
+        ready: when tensors on the device are made or have come in; left: when the copy-out that reads them ends.
+        stored: when tensors on the host have come; back: when the copy-in that reads them ends.
+    """
+
+    done: int = 0
+    live: frozenset[int] = frozenset()
+    host: frozenset[int] = frozenset()
+    freed: int = -1
+    host_freed: int = -1
+    clocks: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    ready: Times = ()
+    left: Times = ()
+    stored: Times = ()
+    back: Times = ()
+
+
+def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) -> tuple[float, Schedule] | None:
+    """Time and steps of the fastest of all schedules with first executions in program order; None if none fits.
+
+    Only this is assumed: a tensor is freed when memory or its absence is wanted next, as a wait is no shorter before; and none
+    is copied to where it is.
+
+    Raises:
+        TimeoutError: more than `most` states.
+    """
+    search = _Search(graph, budget_bytes)
+    start = State()
+    queue: list[tuple[float, int, int, State, tuple[object, Step] | None]] = [(0.0, 0, 0, start, None)]
+    fronts: dict[object, list[tuple[float, ...]]] = {}
+    pushed = 0
+    while queue:
+        _, _, _, state, came = heapq.heappop(queue)
+        if state.done == len(search.program.ops) and state.freed < 0 and state.host_freed < 0:
+            return max(state.clocks), _traced(came)
+        key, times = _split(state)
+        front = fronts.setdefault(key, [])
+        if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in front):
+            continue
+        front.append(times)
+        for step, after in search.moves(state):
+            pushed += 1
+            if pushed > most:
+                raise TimeoutError
+            heapq.heappush(queue, (search.at_least(after), -after.done, pushed, after, (came, step)))
+    return None
+
+
+def _traced(came: object) -> Schedule:
+    steps: list[Step] = []
+    while came is not None:
+        came, step = came  # type: ignore[misc]
+        steps.append(step)
+    return Schedule(tuple(reversed(steps)))
+
+
+def _split(state: State) -> tuple[object, tuple[float, ...]]:
+    """What is compared for equality, and times: earlier is better."""
+    times = [*state.clocks]
+    for table, tensors in (
+        (state.ready, state.live),
+        (state.left, state.live),
+        (state.stored, state.host),
+        (state.back, state.host),
+    ):
+        found = dict(table)
+        times += [found.get(t, 0.0) for t in sorted(tensors)]
+    return (state.done, state.live, state.host, state.freed, state.host_freed), tuple(times)
+
+
+class _Search:
+    def __init__(self, graph: Graph, budget_bytes: int) -> None:
+        self.program, copies = without_copies(graph)
+        assert copies is not None
+        self.trips = copies.trips
+        self.host_bytes = next(pool.capacity_bytes for pool in graph.pools if pool.name == "host")
+        self.size = [0 if t.static else t.size_bytes for t in self.program.tensors]
+        self.room = budget_bytes - graph.static_bytes
+        times = [op.time_s for op in self.program.ops]
+        self.rest = [sum(times[done:]) for done in range(len(times) + 1)]
+
+    def at_least(self, state: State) -> float:
+        return max(state.clocks[0] + self.rest[state.done], *state.clocks[1:])
+
+    def moves(self, state: State) -> list[tuple[Step, State]]:
+        now, out, back = state.clocks
+        ready, left, stored, came = (dict(table) for table in (state.ready, state.left, state.stored, state.back))
+        used = sum(self.size[t] for t in state.live)
+        found: list[tuple[Step, State]] = []
+
+        def add(step: Step, *, freed: int = -1, host_freed: int = -1, **changes: object) -> None:
+            after = replace(state, freed=freed, host_freed=host_freed, **changes)  # type: ignore[arg-type]
+            found.append((step, _canonical(after)))
+
+        if state.host_freed < 0:
+            for t in sorted(state.live):
+                if t > state.freed and t not in self.program.kept:
+                    clock = max(now, ready.get(t, 0.0), left.get(t, 0.0))
+                    add(Free(t), freed=t, live=state.live - {t}, clocks=(clock, out, back))
+            for op in self.program.ops[: state.done + 1]:
+                made = set(op.outputs)
+                if op.id < state.done and not may_repeat(self.program, op.id, state.done):
+                    continue
+                if any(self.size_known(t) and t not in state.live for t in op.inputs):
+                    continue
+                if used + sum(self.size[t] for t in made) + op.workspace_bytes > self.room:
+                    continue
+                clock = max([now, *(ready.get(t, 0.0) for t in op.inputs)]) + op.time_s
+                new = dict.fromkeys(made - state.live, clock)
+                add(
+                    Compute(op.id),
+                    done=max(state.done, op.id + 1),
+                    live=state.live | made,
+                    clocks=(clock, out, back),
+                    ready=tuple({**ready, **new}.items()),
+                    left=tuple((t, s) for t, s in state.left if t not in new),
+                )
+            for t, trip in self.trips.items():
+                if t in state.host and t not in state.live and used + self.size[t] <= self.room:
+                    clock = max(back, now, stored.get(t, 0.0)) + trip.in_s
+                    add(
+                        Compute(trip.in_op),
+                        live=state.live | {t},
+                        clocks=(now, out, clock),
+                        ready=tuple({**ready, t: clock}.items()),
+                        left=tuple((u, s) for u, s in state.left if u != t),
+                        back=tuple({**came, t: max(clock, came.get(t, 0.0))}.items()),
+                    )
+        if state.freed < 0 and state.done < len(self.program.ops):
+            taken = sum(self.size[t] for t in state.host)
+            for t in sorted(state.host):
+                if t > state.host_freed and self.host_bytes is not None:
+                    clock = max(out, stored.get(t, 0.0), came.get(t, 0.0))
+                    add(Free(self.trips[t].host_tensor), host_freed=t, host=state.host - {t}, clocks=(now, clock, back))
+            for t, trip in self.trips.items():
+                full = self.host_bytes is not None and taken + self.size[t] > self.host_bytes
+                if t in state.live and t not in state.host and not full:
+                    clock = max(out, ready.get(t, 0.0)) + trip.out_s
+                    add(
+                        Compute(trip.out_op),
+                        host=state.host | {t},
+                        clocks=(now, clock, back),
+                        left=tuple({**left, t: clock}.items()),
+                        stored=tuple({**stored, t: clock}.items()),
+                        back=tuple((u, s) for u, s in state.back if u != t),
+                    )
+        return found
+
+    def size_known(self, t: int) -> bool:
+        return not self.program.tensors[t].static
+
+
+def _canonical(state: State) -> State:
+    """Without times that cannot matter any more: they are in the past of every stream that would wait for them."""
+    now, out, back = state.clocks
+    return replace(
+        state,
+        clocks=(now, out, max(back, now)),
+        ready=tuple(sorted((t, s) for t, s in state.ready if t in state.live and s > min(now, out))),
+        left=tuple(sorted((t, s) for t, s in state.left if t in state.live and s > now)),
+        stored=tuple(sorted((t, s) for t, s in state.stored if t in state.host and s > now)),
+        back=tuple(sorted((t, s) for t, s in state.back if t in state.host and s > out)),
+    )

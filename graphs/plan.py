@@ -14,11 +14,12 @@ class GraphSummary:
 
     Attributes:
         fingerprint: ``Graph.fingerprint``.
-        ops, tensors: how many.
+        ops, tensors: how many the program has.
         static_bytes: bytes in memory throughout.
         store_all_peak_bytes: peak without recomputation.
         time_s: seconds of the step without recomputation.
         provenance: ``Graph.provenance``.
+        optional_ops, optional_tensors: how many it has besides the program's.
     """
 
     fingerprint: str
@@ -28,6 +29,8 @@ class GraphSummary:
     store_all_peak_bytes: int
     time_s: float
     provenance: Mapping[str, object] = field(default_factory=dict)
+    optional_ops: int = 0
+    optional_tensors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,16 @@ class Plan:
     def gap(self) -> float | None:
         """(time - bound) / bound of the whole step; None without a bound."""
         return relative_gap(self.time_s, self.bound_s)
+
+    @property
+    def recomputed(self) -> int:
+        """Executions of the program's ops beyond the first of each."""
+        return sum(op < self.graph.ops for op in self.schedule.computed) - self.graph.ops
+
+    @property
+    def copied(self) -> int:
+        """Executions of optional ops: copies to other pools and back."""
+        return sum(op >= self.graph.ops for op in self.schedule.computed)
 
     @property
     def overhead(self) -> float:

@@ -50,6 +50,18 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
     return min(int(size), UNLIMITED_BYTES)
 
 
+def parse_rate(text: str) -> float:
+    """Bytes a second from ``25GB/s``.
+
+    Raises:
+        BudgetError: not an amount of memory, `/s`.
+    """
+    amount, slash, unit = text.strip().rpartition("/")
+    if not slash or unit.strip() != "s" or amount.strip().endswith("%"):
+        raise BudgetError(f"{text!r} is not a rate: write 25GB/s")
+    return float(parse_budget(amount, peak_bytes=0))
+
+
 def format_bytes(size_bytes: int | float) -> str:
     """`size_bytes` with a decimal unit and two decimals: ``8.41 GB``."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

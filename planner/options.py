@@ -5,7 +5,7 @@ import math
 import re
 
 from graphs.errors import BudgetError, ModelError
-from graphs.units import parse_budget
+from graphs.units import parse_budget, parse_rate
 from planner.models.workload import ModelSpec, parse_spec
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -19,6 +19,19 @@ def budget(text: str) -> str:
     except BudgetError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def rate(text: str) -> float:
+    """Bytes a second."""
+    try:
+        return parse_rate(text)
+    except BudgetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names of options of a graph, separated by commas."""
+    return tuple(part.strip() for part in text.split(","))
 
 
 def size(text: str) -> int:

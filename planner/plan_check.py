@@ -10,6 +10,7 @@ from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
+from planner.choices import with_recorded
 from planner.solving import check_same_graph, summarize
 from solvers.policies.store_all import store_all
 from solvers.result import Status, is_within
@@ -51,12 +52,26 @@ def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
     if path is None or not path.is_file():
         return
     try:
-        graph = read_graph(path)
+        graph = with_recorded(read_graph(path), plan.settings)
+    except MismatchError:
+        raise
     except PlannerError:
         return  # it is read for this check only
     found = summarize(graph)
     if found.fingerprint == plan.graph.fingerprint and not _summary_differences(plan.graph, found):
         check_plan(graph, plan)
+
+
+def refuse_choices(plan: Plan, what: str) -> None:
+    """Refuse a plan of a graph with options, where what is to be done with it is not known of these.
+
+    Raises:
+        PlannerError: it has some.
+    """
+    if options := plan.settings.get("options"):
+        raise PlannerError(
+            f"the plan was solved with the options {options}, with which no plan is {what} yet: solve without them"
+        )
 
 
 def check_sizes(graph: Graph, plan: Plan) -> None:
@@ -67,6 +82,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
             take without any workspace; or its times and its bound contradict each other or the schedule.
         ScheduleError: its schedule does not run on the graph.
     """
+    refuse_choices(plan, "run")
     check_same_graph(plan.graph, summarize(graph))
     more_bytes = plan.graph.static_bytes - graph.static_bytes
     peaks = (
@@ -80,8 +96,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
                 f"the plan says {what} of {_exact(said_bytes)}, but its tensors alone take {_exact(least_bytes)}: its file was "
                 "edited; solve again"
             )
-    again = len(plan.schedule.computed) - len(graph.ops)
-    if wrong := [*_time_differences(plan, again), *_bound_differences(plan, plan.time_s)]:
+    if wrong := [*_time_differences(plan, plan.recomputed), *_bound_differences(plan, plan.time_s)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
 
 

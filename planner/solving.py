@@ -2,19 +2,23 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph, check_sums
+from graphs.options.offload import without_copies
 from graphs.plan import GraphSummary, Plan
+from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
+from planner.choices import choices_of
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.policies.store_all import store_all
-from solvers.registry import get_solver
+from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
 from solvers.result import Progress, Result, Status
 from solvers.tolerance import WIDENING, Tolerance
@@ -34,6 +38,9 @@ def solve(
     time_limit_s: float = 3600.0,
     work_limit: float | None = None,
     reorder: bool | None = None,
+    options: Sequence[str] = (),
+    link: str | float | None = None,
+    host_budget: str | int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Plan:
@@ -53,6 +60,8 @@ def solve(
             run and on slower machines, and comes later, as one thread works at a time.
         reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
+        options: choices that the graph is given, names in ``graphs.options``: ``offload``. For the solver ``windows``.
+        link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``.
         on_progress: called as the solve advances.
         should_stop: polled; once True, the best schedule so far is the answer.
 
@@ -65,6 +74,11 @@ def solve(
     clock = clock_of(time_limit_s, work_limit)
     run = get_solver(solver)
     tolerance = Tolerance.of(tolerance)
+    choices = choices_of(options, link, host_budget)
+    if choices is not None:
+        if not SOLVERS[solver].copies:
+            raise PlannerError(f"the solver {solver!r} recomputes only: leave the options out, or take the solver 'windows'")
+        graph = choices.offered(graph)
 
     def solve_in(order: Reordering) -> Result:
         return order.result_of_source(run(Request(order.graph, budget_bytes, tolerance, clock, on_progress, should_stop)))
@@ -79,7 +93,8 @@ def solve(
         result = result if other.status is Status.INFEASIBLE else other
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, clock, should_stop))
-    return _plan_from(result, summary)
+    recorded = {} if choices is None else choices.recorded
+    return _plan_from(replace(result, graph=graph, settings={**result.settings, **recorded}), summary, graph)
 
 
 def clock_of(time_limit_s: float, work_limit: float | None = None) -> Clock:
@@ -101,20 +116,23 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
 
 
 def summarize(graph: Graph) -> GraphSummary:
-    """What a plan says about the graph it is for.
+    """What a plan says about the graph it is for: of its program, whatever else it offers.
 
     Raises:
         GraphError: its sizes or times sum to more than can be counted, or it has choices that no solver knows.
     """
     check_sums(graph)
+    program, _ = without_copies(graph)
     return GraphSummary(
         fingerprint=graph.fingerprint,
-        ops=len(graph.ops),
-        tensors=len(graph.tensors),
+        ops=len(program.ops),
+        tensors=len(program.tensors),
         static_bytes=graph.static_bytes,
-        store_all_peak_bytes=simulate(graph, store_all(graph)).peak_bytes,
+        store_all_peak_bytes=simulate(program, store_all(program)).peak_bytes,
         time_s=graph.time_s,
         provenance=graph.provenance,
+        optional_ops=len(graph.ops) - len(program.ops),
+        optional_tensors=len(graph.tensors) - len(program.tensors),
     )
 
 
@@ -155,18 +173,19 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: C
     It takes up to some seconds, of those that are left: worth it here, where a person is told, and not in solvers, which are
     asked many times.
     """
-    proved_bytes = least_budget_bound(graph).budget_bytes
+    program, copies = without_copies(graph)
+    proved_bytes = least_budget_bound(program, () if copies is None else copies.trips).budget_bytes
     if budget_bytes >= proved_bytes:
         return ""
     if left(clock) <= 0:
         return ""
     limited = clock.part(_WOULD_DO)
-    evicting = least_evicting_schedule(graph, limited, should_stop=should_stop, proved_bytes=proved_bytes)
-    schedule = evicting or store_all(graph)
-    return f" A schedule is known for {format_bytes(simulate(graph, schedule).peak_bytes)}."
+    evicting = least_evicting_schedule(program, limited, should_stop=should_stop, proved_bytes=proved_bytes)
+    schedule = evicting or store_all(program)
+    return f" A schedule is known for {format_bytes(simulate(program, schedule).peak_bytes)}."
 
 
-def _plan_from(result: Result, summary: GraphSummary) -> Plan:
+def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
     if result.status is Status.LIMIT:
         raise LimitError(result.message)
     if result.schedule is None or result.peak_bytes is None or result.time_s is None:
@@ -190,4 +209,13 @@ def _plan_from(result: Result, summary: GraphSummary) -> Plan:
         seconds=result.seconds,
         settings=result.settings,
         versions=result.versions,
+        pool_peaks_bytes=_other_peaks(graph, result.schedule),
     )
+
+
+def _other_peaks(graph: Graph, schedule: Schedule) -> dict[str, int]:
+    """Most bytes by pool, of the pools besides the device's."""
+    if graph.plain:
+        return {}
+    peaks = simulate(graph, schedule).pool_peaks_bytes
+    return {pool.name: peak for pool, peak in zip(graph.pools[1:], peaks[1:], strict=True)}

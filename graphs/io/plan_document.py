@@ -44,6 +44,8 @@ class _Summary(Struct, forbid_unknown_fields=True):
     store_all_peak_bytes: Natural
     time_s: Seconds
     provenance: dict[str, object]
+    optional_ops: Natural = 0
+    optional_tensors: Natural = 0
 
 
 class _Difference(Struct, forbid_unknown_fields=True):
@@ -175,7 +177,8 @@ def _pair_of(step: Step) -> tuple[_StepKind, int]:
 
 def _step_of(pair: tuple[_StepKind, int], position: int, graph: _Summary, source: str) -> Step:
     kind, target = pair
-    what, count = ("ops", graph.ops) if kind is _StepKind.COMPUTE else ("tensors", graph.tensors)
+    ops, tensors = graph.ops + graph.optional_ops, graph.tensors + graph.optional_tensors
+    what, count = ("ops", ops) if kind is _StepKind.COMPUTE else ("tensors", tensors)
     if target >= count:
         refuse(source, f"steps[{position}]", pair, f"one of the {count} {what} of the graph")
     return Compute(target) if kind is _StepKind.COMPUTE else Free(target)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
 from graphs.cost.devices import DEVICES
 from graphs.optimizers import OPTIMIZERS
+from graphs.options import OPTIONS
 from planner import options
+from planner.choices import LINK
 from planner.models.tracing import Tracing
 from planner.visible import visible, visible_lines
 
@@ -93,6 +95,26 @@ def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
         action=argparse.BooleanOptionalAction,
         default=default,
         help=f"first look for an order of the ops that needs less memory, at no cost in time (default: {said})",
+    )
+
+
+def add_choices(parser: Parser) -> None:
+    """Options of a graph, and what is said of the machine for them."""
+    offered = "; ".join(f"{name}: {option.description}" for name, option in OPTIONS.items())
+    parser.add_argument(
+        "--options", type=options.names, default=(), metavar="NAMES", help=f"choices besides recomputing ({offered})"
+    )
+    parser.add_argument(
+        "--link",
+        type=options.rate,
+        metavar="RATE",
+        help=f"what is copied to the host a second, and back at the same time, beside a training step (default: {LINK})",
+    )
+    parser.add_argument(
+        "--host-budget",
+        type=options.budget,
+        metavar="SIZE",
+        help="memory of the host for what is there: 64GB, or 50%% of what is free (default: 50%%)",
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError
 from planner import options
-from planner.cli.arguments import DONE, Commands, add_command, add_quiet, add_reorder, print_json, print_text
+from planner.cli.arguments import DONE, Commands, add_choices, add_command, add_quiet, add_reorder, print_json, print_text
 from solvers.registry import SOLVERS
 from solvers.tolerance import WIDENING
 
@@ -30,7 +30,8 @@ def add(commands: Commands) -> None:
         "1 anything else\n\n"
         "examples:\n"
         "  planner solve model.json --budget 8GB -o plan.json\n"
-        "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%",
+        "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%\n"
+        "  planner solve model.json --budget 60% --options offload --link 50GB/s --host-budget 64GB",
     )
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
     parser.add_argument(
@@ -72,6 +73,7 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="with --solver checkmate: write its program as well, for other solvers (.lp or .mps)",
     )
+    add_choices(parser)
     add_reorder(parser, default=None, said="with --solver windows")
     add_quiet(parser)
 
@@ -101,6 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
             time_limit_s=arguments.time_limit,
             work_limit=arguments.work_limit,
             reorder=arguments.reorder,
+            options=arguments.options,
+            link=arguments.link,
+            host_budget=arguments.host_budget,
             on_progress=progress,
             should_stop=interrupt,
         )

@@ -33,7 +33,9 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "settings": dict(plan.settings),
         "versions": dict(plan.versions),
         "steps": len(plan.schedule.steps),
-        "recomputed": len(plan.schedule.computed) - plan.graph.ops,
+        "recomputed": plan.recomputed,
+        "copied": plan.copied,
+        "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
         "graph": summary_data(asdict(plan.graph)),
     }
 
@@ -49,12 +51,17 @@ def plan_text(plan: Plan) -> str:
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
         *_eager_lines(plan),
-        ("overhead", f"{100 * plan.overhead:z.2f}%, {len(plan.schedule.computed) - plan.graph.ops:,} ops recomputed"),
+        *((f"{visible(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
+        ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_copied(plan)}"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
         ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_tolerated(plan)}"),
         ("status", f"{plan.status}, by {visible(plan.solver)} in {plan.seconds:.2f} s"),
     ]
     return aligned(lines)
+
+
+def _copied(plan: Plan) -> str:
+    return f", {plan.copied:,} copies" if plan.copied else ""
 
 
 def _tolerated(plan: Plan) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.options.offload import offloaded, without_copies
+from graphs.options.surroundings import Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
@@ -59,6 +61,7 @@ class GraphFacts:
     time_s_by_phase: Mapping[str, float]
     reordered_peak_bytes: int
     least_budget_bytes: int
+    least_budget_offload_bytes: int
     least_budget_any_order_bytes: int
     least_budget_op: str
     least_budget_reason: str
@@ -67,8 +70,11 @@ class GraphFacts:
 
 
 def graph_facts(graph: Graph) -> GraphFacts:
-    """The facts of `graph`, with the largest ops and tensors first."""
+    """The facts of `graph`, with the largest ops and tensors first; what it offers besides its program is left out."""
     summary = summarize(graph)
+    graph, copies = without_copies(graph)
+    if copies is None:
+        _, copies = without_copies(offloaded(graph, Surroundings(1.0)))
     order = reordered(graph).graph
     least = least_budget_bound(order)
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
@@ -80,6 +86,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
         reordered_peak_bytes=simulate(order, store_all(order)).peak_bytes,
         least_budget_bytes=least.budget_bytes,
+        least_budget_offload_bytes=least_budget_bound(order, () if copies is None else copies.trips).budget_bytes,
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
@@ -107,6 +114,7 @@ def graph_text(facts: GraphFacts) -> str:
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
         ("peak", f"{format_bytes(summary.store_all_peak_bytes)} without recomputation{_reordered(facts)}"),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
+        ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} in that order"),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [

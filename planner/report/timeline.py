@@ -10,7 +10,7 @@ from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.plan import Plan
 from graphs.schedule import Compute, Free
 from graphs.simulate import Simulation
-from planner.plan_check import check_plan
+from planner.plan_check import check_plan, refuse_choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class Timeline:
     simulation: Simulation = field(init=False)
 
     def __post_init__(self) -> None:
+        refuse_choices(self.plan, "shown")
         object.__setattr__(self, "simulation", check_plan(self.graph, self.plan))
 
     @cached_property

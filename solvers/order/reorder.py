@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graphs.ir import Graph, Op
+from graphs.options.offload import without_copies
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
@@ -53,8 +54,12 @@ def reordered(graph: Graph, clock: Clock | None = None) -> Reordering:
 
     Ops stay in their phase. Ops that draw random numbers, or may do what the graph does not show, keep their
     order among each other, and the readers of what is written in place their side of the write. In the new
-    order keeping everything has no higher peak, and the least budget no higher lower bound.
+    order keeping everything has no higher peak, and the least budget no higher lower bound. Copies to the host, where the
+    graph offers them, have no place in the order.
     """
+    if not graph.plain:
+        program, _ = without_copies(graph)
+        return permuted(graph, (*reordered(program, clock).original, *range(len(program.ops), len(graph.ops))))
     before, after = constraints(graph)
     should_stop = (lambda: False) if clock is None else partial(_stopped, clock, _WORK_PER_MOVE * len(graph.ops))
     order = sifted(graph, before, after, should_stop=should_stop)
@@ -81,9 +86,12 @@ def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
         GraphError: not a topological order, or it mixes phases.
     """
     place = {op: position for position, op in enumerate(order)}
-    ops = tuple(replace(graph.ops[op], id=position) for position, op in enumerate(order))
+    ops = tuple(
+        replace(graph.ops[op], id=position, stands_for=tuple(sorted(place[p] for p in graph.ops[op].stands_for)))
+        for position, op in enumerate(order)
+    )
     tensors = tuple(replace(t, producers=tuple(place[p] for p in t.producers)) for t in graph.tensors)
-    return Reordering(graph, Graph(ops, tensors, graph.kept, graph.provenance), tuple(order))
+    return Reordering(graph, Graph(ops, tensors, graph.kept, graph.provenance, graph.pools), tuple(order))
 
 
 def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:

@@ -1,0 +1,149 @@
+"""The option offload, from what a user says to a plan in a file."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from graphs.errors import BudgetError, GraphError, InfeasibleError, MismatchError, PlannerError
+from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.surroundings import Surroundings
+from graphs.pools import HOST
+from graphs.synthetic.random_graphs import random_training_step
+from planner import api, solve
+from planner.choices import LINK, choices_of
+from planner.plan_check import check_plan, check_with_its_graph
+from planner.report.graph_facts import graph_facts
+from planner.report.timeline import Timeline
+from solvers.order.reorder import reordered
+from tests.support.command import call, refused
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def step() -> Graph:
+    return random_training_step(5, 30)
+
+
+def once(graph: Graph) -> Graph:
+    """The same step where no op may run again: memory is won by the host alone."""
+    ops = tuple(replace(op, recomputable=False) for op in graph.ops)
+    return Graph(ops, graph.tensors, graph.kept, graph.provenance)
+
+
+def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
+    recomputing = solve(step, "40%", time_limit_s=5)
+    both = solve(step, "40%", options=["offload"], link=10e9, host_budget=GB * 64, time_limit_s=5)
+    sending = solve(once(step), "40%", options=["offload"], link=10e9, host_budget=GB * 64, time_limit_s=5)
+    assert both.time_s < min(recomputing.time_s, sending.time_s)
+    assert both.copied and both.recomputed and not recomputing.copied
+    assert sending.recomputed == 0 < recomputing.recomputed
+    assert both.bound_s is not None and both.bound_s <= both.time_s
+    offered = with_options(step, ["offload"], Surroundings(10e9, GB * 64))
+    simulation = check_plan(offered, both)
+    assert simulation.peak_bytes == both.peak_bytes <= both.budget_bytes
+    assert both.pool_peaks_bytes == {HOST: simulation.pool_peaks_bytes[1]}
+    assert 0 < both.pool_peaks_bytes[HOST] <= GB * 64
+    assert (both.graph.ops, both.graph.tensors) == (len(step.ops), len(step.tensors))
+    assert both.graph.optional_ops == 2 * both.graph.optional_tensors == len(offered.ops) - len(step.ops)
+    assert both.settings["options"] == ["offload"]
+    assert (both.settings["link_bytes_per_s"], both.settings["host_budget_bytes"]) == (10e9, GB * 64)
+
+
+def test_a_graph_that_offers_it_is_solved_as_it_is(step: Graph) -> None:
+    offered = with_options(step, ["offload"], Surroundings(50e9))
+    plan = solve(offered, "60%", time_limit_s=5)
+    assert plan.copied
+    check_plan(offered, plan)
+
+
+def test_a_slower_link_is_worse(step: Graph) -> None:
+    times = [solve(step, "60%", options=["offload"], link=f"{rate}GB/s", time_limit_s=5).time_s for rate in (50, 10, 1)]
+    assert times[0] <= times[1] * 1.005 and times[1] < times[2]
+
+
+def test_a_host_without_room_is_none(step: Graph) -> None:
+    plan = solve(step, "60%", options=["offload"], link=50e9, host_budget=0, time_limit_s=5)
+    assert plan.copied == 0 and plan.pool_peaks_bytes == {HOST: 0}
+    little = solve(step, "60%", options=["offload"], link=50e9, host_budget=10**8, time_limit_s=5)
+    assert little.pool_peaks_bytes[HOST] <= 10**8
+
+
+def test_the_same_work_gives_the_same_plan(step: Graph) -> None:
+    plans = [solve(step, "60%", options=["offload"], link=50e9, host_budget=GB, work_limit=3) for _ in range(2)]
+    assert plans[0].schedule == plans[1].schedule and plans[0].bound_s == plans[1].bound_s
+
+
+def test_what_nothing_fits_is_proved(step: Graph) -> None:
+    with pytest.raises(InfeasibleError, match="least any schedule of this graph"):
+        solve(step, "1%", options=["offload"])
+
+
+def test_reordering_keeps_what_is_offered(step: Graph) -> None:
+    offered = with_options(step, ["offload"], Surroundings(1e9))
+    order = reordered(offered)
+    n = len(step.ops)
+    assert order.original[:n] == reordered(step).original and order.original[n:] == tuple(range(n, len(offered.ops)))
+    assert order.graph.ops[n:] == offered.ops[n:] and order.graph.pools == offered.pools
+
+
+def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
+    facts = graph_facts(once(step))
+    assert facts.least_budget_offload_bytes < facts.least_budget_bytes
+    offered = with_options(once(step), ["offload"], Surroundings(1e9))
+    assert replace(graph_facts(offered), summary=facts.summary) == facts
+
+
+def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:
+    choices = choices_of(["offload"])
+    assert choices is not None and choices.surroundings.host_bytes is not None
+    assert choices.surroundings.link_bytes_per_s == 25e9 and LINK == "25GB/s"
+    assert choices.surroundings.host_bytes == pytest.approx(psutil.virtual_memory().available / 2, rel=0.1)
+    assert choices_of([]) is None
+
+
+def test_what_is_refused(step: Graph) -> None:
+    with pytest.raises(PlannerError, match="there is no option 'compress': choose of offload"):
+        solve(step, "60%", options=["compress"])
+    with pytest.raises(PlannerError, match="link and host_budget given, but no option that copies"):
+        solve(step, "60%", link=1e9, host_budget=GB)
+    with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
+        solve(step, "60%", solver="dtr", options=["offload"])
+    for link in ("25GB", "25/s", "50%/s", "fast"):
+        with pytest.raises(BudgetError, match=r"25GB|unit"):
+            solve(step, "60%", options=["offload"], link=link)
+    with pytest.raises(GraphError, match="must be above 0"):
+        solve(step, "60%", options=["offload"], link=0)
+
+
+def test_the_command_writes_a_plan_that_is_read_and_checked(
+    step: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"
+    write_graph(step, graph_file)
+    asked = ("--options", "offload", "--link", "50GB/s", "--host-budget", "1GB", "--time-limit", "10", "--quiet")
+    said = call(capsys, "solve", graph_file, "--budget", "60%", *asked, "-o", plan_file)
+    assert said.code == 0 and " copies" in said.out and "host memory" in said.out
+    plan = read_plan(plan_file)
+    assert plan.copied and plan.settings["host_budget_bytes"] == GB
+    data = json.loads(call(capsys, "info", plan_file, "--json").out)
+    assert (data["copied"], data["recomputed"], data["pool_peaks_bytes"]) == (plan.copied, plan.recomputed, plan.pool_peaks_bytes)
+    assert "with offload" in call(capsys, "info", graph_file).out
+    # Edited figures and settings are found out: the graph in the file is given what the settings say.
+    write_plan(replace(plan, pool_peaks_bytes={HOST: 1}), plan_file)
+    refused(call(capsys, "info", plan_file), 1, "other pools")
+    with pytest.raises(MismatchError, match="no solve records"):
+        check_with_its_graph(replace(plan, settings={**plan.settings, "link_bytes_per_s": "fast"}), plan_file)
+
+
+def test_such_plans_are_not_run_or_shown_yet(step: Graph) -> None:
+    plan = solve(step, "60%", options=["offload"], link=50e9, time_limit_s=5)
+    with pytest.raises(PlannerError, match=r"solved with the options \['offload'\]"):
+        Timeline(step, plan)
+    with pytest.raises(PlannerError, match=r"solved with the options \['offload'\]"):
+        api.check_sizes(step, plan)

@@ -1,6 +1,6 @@
 """What to do, step by step: the one form in which every method's answer ends."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.errors import ScheduleError
@@ -36,13 +36,14 @@ class Schedule:
         return tuple(step.op for step in self.steps if isinstance(step, Compute))
 
 
-def schedule_of(graph: Graph, computed: Sequence[int]) -> Schedule:
+def schedule_of(graph: Graph, computed: Sequence[int], held: Mapping[int, Collection[int]] | None = None) -> Schedule:
     """The schedule that executes `computed` in this order and holds every tensor as briefly as possible.
 
     A tensor is freed after its last use before its next computation (or the end); kept tensors never.
 
     Args:
         computed: op ids in order of execution, recomputations included.
+        held: by position in `computed` tensors that stay until the op there is done, as if it read them.
 
     Raises:
         ScheduleError: an op id that is not in the graph.
@@ -56,9 +57,12 @@ def schedule_of(graph: Graph, computed: Sequence[int]) -> Schedule:
     first = {t: position for position in range(len(computed) - 1, -1, -1) for t in graph.ops[computed[position]].outputs}
     for position in range(len(computed) - 1, -1, -1):
         node = graph.ops[computed[position]]
-        dies = [t for t in (*node.inputs, *node.outputs) if not graph.tensors[t].static and t not in wanted]
+        stays = held.get(position, ()) if held else ()
+        used = dict.fromkeys((*node.inputs, *node.outputs, *stays)) if stays else (*node.inputs, *node.outputs)
+        dies = [t for t in used if not graph.tensors[t].static and t not in wanted]
         steps.extend(Free(t) for t in reversed(dies))
         steps.append(Compute(node.id))
         wanted.difference_update(t for t in node.outputs if t not in graph.kept or first[t] == position)
         wanted.update(node.inputs)
+        wanted.update(stays)
     return Schedule(tuple(reversed(steps)))

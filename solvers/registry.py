@@ -29,6 +29,7 @@ CHEN = "solvers.policies.chen"
 DTR = "solvers.policies.dtr"
 MEGENGINE = "solvers.policies.megengine"
 SAC = "solvers.policies.sac"
+OFFLOAD = "solvers.policies.offload"
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry(
@@ -60,6 +61,13 @@ SOLVERS: dict[str, Entry] = {
     "megengine": Entry(MEGENGINE, "MegEngine online: DTR with costs by bytes and small tensors spared, settings tried"),
     "megengine-static": Entry(
         MEGENGINE, "MegEngine with the step known: by next use, settings tried", {"rule": "megengine-static"}
+    ),
+    "save-on-cpu": Entry(f"{OFFLOAD}.save_on_cpu", "offload all that is saved, and wait (PyTorch's save_on_cpu)", copies=True),
+    "offload-activations": Entry(
+        f"{OFFLOAD}.offload_activations", "offload all that is saved, beside the computation (torchtune)", copies=True
+    ),
+    "deepspeed-offload": Entry(
+        f"{OFFLOAD}.deepspeed", "offload all that is large, then keep the largest that there is room for (DeepSpeed)", copies=True
     ),
 }
 

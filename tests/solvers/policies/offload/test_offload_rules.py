@@ -1,0 +1,83 @@
+"""Rules by which PyTorch, torchtune and DeepSpeed offload: small cases worked out by hand.
+
+The chain is f1, f2, f3, g3, g2, g1 of a second and a byte each; g3 reads f2 and f3, g2 reads f1 and g3. A copy takes a second.
+"""
+
+import pytest
+
+from graphs.synthetic.small import training_chain
+from solvers.policies.offload import deepspeed, offload_activations, save_on_cpu
+from solvers.policies.offload.deepspeed import DeepSpeedParams
+from solvers.policies.offload.moves import offer_of
+from solvers.policies.offload.offload_activations import OffloadActivationsParams
+from solvers.result import Reason, Result
+from tests.support.offers import check_by_both_judges, names, with_trips
+from tests.support.requests import ask
+
+CHAIN = with_trips(training_chain(3))
+
+
+def figures(result: Result) -> tuple[float | None, int | None]:
+    check_by_both_judges(CHAIN, result)
+    return result.time_s, result.peak_bytes
+
+
+def test_save_on_cpu_waits_for_every_copy() -> None:
+    result = save_on_cpu.solve(ask(CHAIN, 10))
+    # f1 and f2 are on the host when f2 and f3 are done with them; f3 at 4, f2 and f3 back at 6, f1 from 7 to 8.
+    assert figures(result) == (10.0, 3)
+    issued = "f1 copy_out_f1 f2 copy_out_f2 f3 copy_out_f3 copy_in_f2 copy_in_f3 g3 copy_in_f1 g2 g1"
+    assert names(CHAIN, result) == issued.split()
+    assert save_on_cpu.solve(ask(CHAIN, 2)).reason is Reason.MEMORY
+
+
+def test_what_the_host_has_no_room_for_stays() -> None:
+    graph = with_trips(training_chain(3), host_bytes=1)
+    result = save_on_cpu.solve(ask(graph, 10))
+    assert [name for name in names(graph, result) if name.startswith("copy")] == ["copy_out_f1", "copy_in_f1"]
+
+
+def test_offload_activations_has_a_stash_and_asks_an_op_ahead() -> None:
+    result = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(stash=1, least_bytes=1)))
+    # f3 is in the stash when g3 reads it. f2 comes from 3 to 4, then f1 while g3 is executed, and g2 has it at 5.
+    assert figures(result) == (7.0, 4)
+    issued = "f1 copy_out_f1 f2 copy_out_f2 f3 copy_out_f3 copy_in_f2 copy_in_f1 g3 g2 g1"
+    assert names(CHAIN, result) == issued.split()
+
+
+def test_a_larger_stash_keeps_more() -> None:
+    # f1, f2 and f3 are stashed; only f1 is read after g3, at which the stash goes: at 4 its copies are long done.
+    result = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(least_bytes=1)))
+    assert figures(result) == (7.0, 4)
+    assert [name for name in names(CHAIN, result) if name.startswith("copy_in")] == ["copy_in_f1"]
+    small = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(least_bytes=2)))
+    assert figures(small) == (6.0, 4) and len(names(CHAIN, small)) == 6
+
+
+@pytest.mark.parametrize(
+    ("budget", "time_s", "peak", "floor"),
+    [
+        # All goes, which is waited for after f3, for it was made last; then 3 s of copies in, which nothing hides.
+        (3, 10.0, 3, "step"),
+        # Above the 2 bytes of the forward pass there is room for f1 and f2: only f3 goes and comes.
+        (4, 8.0, 4, "forward pass"),
+        # f3 as well: nothing goes.
+        (5, 6.0, 4, "forward pass"),
+    ],
+)
+def test_deepspeed_keeps_the_largest_that_there_is_room_for(budget: int, time_s: float, peak: int, floor: str) -> None:
+    result = deepspeed.solve(ask(CHAIN, budget, params=DeepSpeedParams(least_bytes=1)))
+    assert figures(result) == (time_s, peak)
+    assert result.settings["floor"] == floor
+
+
+def test_deepspeed_brings_back_early_where_memory_allows() -> None:
+    graph = with_trips(training_chain(4))
+    offer = offer_of(graph)
+    assert offer is not None
+    plan = deepspeed._Plan(offer, [0])
+    # f1 is read by g2, two ops into the backward pass: asked for before g3, a second earlier, where 3 bytes are in use.
+    tight, roomy = (plan.early(budget_bytes=budget).computed for budget in (3, 4))
+    copy_in = offer.trips[0].in_op
+    assert tight.index(copy_in) == tight.index(6) - 1
+    assert roomy.index(copy_in) == roomy.index(5) - 1

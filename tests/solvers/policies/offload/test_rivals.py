@@ -1,0 +1,83 @@
+"""Policies that offload, all alike: two judges accept what they do, none is below the proved bound, and who cannot says so."""
+
+import pytest
+
+from graphs.simulate import simulate
+from graphs.synthetic.small import training_chain
+from solvers.policies.offload.deepspeed import DeepSpeedParams
+from solvers.policies.offload.offload_activations import OffloadActivationsParams
+from solvers.policies.store_all import store_all
+from solvers.problem import problem_of
+from solvers.registry import get_solver
+from solvers.result import Reason, Status
+from solvers.windows import solve as solve_exactly
+from tests.support.offers import check_by_both_judges, offered, random_step, small_gpt
+from tests.support.requests import ask
+
+UNLIMITED = 10**15
+# With parameters that suit tensors of a few bytes.
+RIVALS = {
+    "save-on-cpu": None,
+    "offload-activations": OffloadActivationsParams(stash=2, least_bytes=1),
+    "deepspeed-offload": DeepSpeedParams(least_bytes=1),
+}
+WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_is_found_runs_by_both_judges(name: str) -> None:
+    found = copied = 0
+    for seed in range(60):
+        graph, program = offered(seed), random_step(seed)
+        peak = simulate(program, store_all(program)).peak_bytes
+        for budget in (UNLIMITED, peak, int(0.8 * peak)):
+            result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+            assert result.status in {Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT}
+            if result.schedule is not None:
+                check_by_both_judges(graph, result)
+                found += 1
+                copied += any(graph.ops[op].optional for op in result.schedule.computed)
+    assert found > 60 and copied > 20
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_none_is_below_the_bound(name: str) -> None:
+    compared = 0
+    for seed in range(100, 140):
+        graph, program = offered(seed, most_ops=8), random_step(seed, most_ops=8)
+        peak = simulate(program, store_all(program)).peak_bytes
+        budget = UNLIMITED if name in WITHOUT_BUDGET else int(0.85 * peak)
+        result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+        if result.peak_bytes is None or result.time_s is None:
+            continue
+        exact = solve_exactly(ask(graph, result.peak_bytes, time_limit_s=3))
+        assert exact.status is not Status.INFEASIBLE, seed
+        assert exact.bound_s is None or exact.bound_s <= result.time_s * (1 + 1e-6), seed
+        compared += 1
+    assert compared > 5
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_transformer_takes_less_memory(name: str) -> None:
+    graph = small_gpt()
+    program = problem_of(graph, 1).graph
+    kept = simulate(program, store_all(program)).peak_bytes
+    budget = kept if name in WITHOUT_BUDGET else int(0.85 * kept)
+    result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+    assert result.schedule is not None and result.peak_bytes is not None and result.time_s is not None
+    assert result.peak_bytes < kept and result.time_s >= program.time_s
+    assert simulate(graph, result.schedule).pool_peaks_bytes[1] > 0
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_graph_without_round_trips_is_not_for_them(name: str) -> None:
+    result = get_solver(name)(ask(training_chain(5), UNLIMITED))
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
+    assert "offers no round trips to the host" in result.message
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_does_not_fit_is_said(name: str) -> None:
+    graph = small_gpt()
+    result = get_solver(name)(ask(graph, graph.static_bytes + 1))
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)

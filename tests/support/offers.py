@@ -1,0 +1,63 @@
+"""Graphs that offer round trips to the host, and what holds for every answer to them."""
+
+import random
+from dataclasses import replace
+
+from graphs.ir import Graph, Phase
+from graphs.options import with_options
+from graphs.options.surroundings import Surroundings
+from graphs.pools import DEVICE
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.transformer import TransformerSize, transformer
+from solvers.result import Result
+from tests.support.event_judge import judged, runs
+
+
+def with_trips(graph: Graph, bytes_per_s: float = 1.0, host_bytes: int | None = None) -> Graph:
+    return with_options(graph, ("offload",), Surroundings(bytes_per_s, host_bytes))
+
+
+def random_step(seed: int, most_ops: int = 12) -> Graph:
+    """A random graph of which the second half is a backward pass, with modules ``h.0`` to ``h.2`` in the first."""
+    draw = random.Random(seed)
+    graph = random_graph(draw.randint(0, 10**6), draw.randint(4, most_ops))
+    n = len(graph.ops)
+    ops = [replace(op, phase=Phase.BACKWARD) if 2 * op.id >= n else replace(op, module=f"h.{6 * op.id // n}") for op in graph.ops]
+    return replace(graph, ops=tuple(ops))
+
+
+def offered(seed: int, most_ops: int = 12) -> Graph:
+    """The same with round trips, now and then to a host that is a limit."""
+    draw = random.Random(seed)
+    return with_trips(
+        random_step(seed, most_ops), draw.choice((0.5, 1.0, 2.0, 8.0)), draw.choice((None, None, draw.randint(3, 30)))
+    )
+
+
+def small_gpt(layers: int = 3, bytes_per_s: float = 50e9) -> Graph:
+    """A transformer with module paths like those of a traced one, and round trips."""
+    graph = transformer(TransformerSize(layers=layers, batch=2, sequence=256, width=256, heads=4, vocabulary=2048))
+    ops = []
+    for op in graph.ops:
+        block, _, rest = op.name.partition(".")
+        inside = block.startswith("block") and op.phase is Phase.FORWARD
+        ops.append(replace(op, module=f"model.h.{block.removeprefix('block')}.{rest}") if inside else op)
+    return with_trips(replace(graph, ops=tuple(ops)), bytes_per_s)
+
+
+def check_by_both_judges(graph: Graph, result: Result) -> None:
+    """The schedule runs by both, with the same peak and time, and is within its budget."""
+    assert result.schedule is not None
+    simulation = simulate(graph, result.schedule)
+    assert runs(graph, result.schedule.steps)
+    verdict = judged(graph, result.schedule)
+    assert verdict.peaks_bytes[DEVICE] == simulation.peak_bytes == result.peak_bytes
+    assert simulation.peak_bytes <= result.budget_bytes
+    assert abs(max(verdict.done_s.values()) - simulation.time_s) < 1e-9 and result.time_s == simulation.time_s
+
+
+def names(graph: Graph, result: Result) -> list[str]:
+    """Of the ops in the order in which they are issued."""
+    assert result.schedule is not None
+    return [graph.ops[op].name for op in result.schedule.computed]

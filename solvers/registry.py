@@ -69,6 +69,9 @@ SOLVERS: dict[str, Entry] = {
     "deepspeed-offload": Entry(
         f"{OFFLOAD}.deepspeed", "offload all that is large, then keep the largest that there is room for (DeepSpeed)", copies=True
     ),
+    "sac-and-offload": Entry(
+        f"{OFFLOAD}.sac_and_offload", "selective checkpointing, what is saved offloaded a layer late (torchtitan)", copies=True
+    ),
 }
 
 

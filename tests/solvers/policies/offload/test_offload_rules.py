@@ -1,12 +1,18 @@
-"""Rules by which PyTorch, torchtune and DeepSpeed offload: small cases worked out by hand.
+"""Rules by which PyTorch, torchtune, DeepSpeed and torchtitan offload: small cases worked out by hand.
 
 The chain is f1, f2, f3, g3, g2, g1 of a second and a byte each; g3 reads f2 and f3, g2 reads f1 and g3. A copy takes a second.
 """
 
+from dataclasses import replace
+
 import pytest
 
+from graphs.ir import Graph, Phase
+from graphs.schedule import Compute, Free, Schedule
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
-from solvers.policies.offload import deepspeed, offload_activations, save_on_cpu
+from solvers.policies.offload import deepspeed, offload_activations, sac_and_offload, save_on_cpu
 from solvers.policies.offload.deepspeed import DeepSpeedParams
 from solvers.policies.offload.moves import offer_of
 from solvers.policies.offload.offload_activations import OffloadActivationsParams
@@ -81,3 +87,60 @@ def test_deepspeed_brings_back_early_where_memory_allows() -> None:
     copy_in = offer.trips[0].in_op
     assert tight.index(copy_in) == tight.index(6) - 1
     assert roomy.index(copy_in) == roomy.index(5) - 1
+
+
+def three_layers() -> Graph:
+    """Forward f1 to f6 of a second and a byte, two in each of three layers, and f7; g7 to g1 read input, output and gradient.
+
+    The first of each layer is a matmul.
+    """
+    draft = Draft()
+    f: list[int] = []
+    for i in range(7):
+        f += draft.op(f"f{i + 1}", f[-1:], [1])
+    gradient: tuple[int, ...] = ()
+    for i in range(6, -1, -1):
+        gradient = draft.op(f"g{i + 1}", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
+    graph = draft.graph(gradient)
+    ops = (replace(op, module=f"h.{op.id // 2}") if op.id < 6 else op for op in graph.ops)
+    targets = {0: "aten.mm.default", 2: "aten.mm.default", 4: "aten.mm.default"}
+    return with_trips(replace(graph, ops=tuple(replace(op, target=targets.get(op.id, op.target)) for op in ops)))
+
+
+def tried_with(saves: str, share: float) -> tuple[Graph, Schedule]:
+    graph = three_layers()
+    offer = offer_of(graph)
+    assert offer is not None
+    candidates = list(sac_and_offload._trials(offer, (share,)))
+    (found,) = (c.schedule for c in candidates if c.settings["saves"] == saves and c.settings.get("level") == 1)
+    return graph, found
+
+
+def test_sac_and_offload_asks_a_layer_ahead() -> None:
+    graph, schedule = tried_with("matmul", 1.0)
+    issued = """f1 copy_out_f1 f2 copy_out_f2 f3 copy_out_f3 f4 copy_out_f4 f5 f6 f7
+        g7 copy_in_f4 copy_in_f3 g6 g5 copy_in_f2 copy_in_f1 g4 g3 g2 g1"""
+    assert [graph.ops[op].name for op in schedule.computed] == issued.split()
+    # What layer 0 alone reads goes after layer 1, and what layer 1 reads after layer 2.
+    frees = {name: schedule.steps[schedule.steps.index(Free(t)) - 1] for t, name in enumerate(("f1", "f2", "f3", "f4"))}
+    assert frees["f1"] == Compute(3)
+    assert {step.op if isinstance(step, Compute) else 5 for name, step in frees.items() if name != "f1"} == {5}
+    # Nothing is waited for: f4 is there at 9, f3 at 10, f2 at 11 and f1 at 12, when they are read.
+    simulation = simulate(graph, schedule)
+    assert (simulation.time_s, simulation.peak_bytes) == (14.0, 6)
+
+
+def test_sac_and_offload_sends_ends_of_layers_and_makes_the_rest_again() -> None:
+    graph, schedule = tried_with("nothing", 1.0)
+    issued = """f1 f2 copy_out_f2 f3 f4 copy_out_f4 f5 f6 f7
+        g7 copy_in_f4 f5 g6 g5 copy_in_f2 f3 g4 g3 f1 g2 g1"""
+    assert [graph.ops[op].name for op in schedule.computed] == issued.split()
+    # 14 ops, 3 again, and both copies in are waited for: their layers begin with their readers.
+    assert simulate(graph, schedule).time_s == 19.0
+
+
+def test_sac_and_offload_sends_the_largest_within_its_share() -> None:
+    graph, schedule = tried_with("nothing", 0.5)
+    assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == ["copy_out_f2", "copy_in_f2"]
+    graph, schedule = tried_with("matmul", 0.25)
+    assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == ["copy_out_f1", "copy_in_f1"]

@@ -20,6 +20,7 @@ RIVALS = {
     "save-on-cpu": None,
     "offload-activations": OffloadActivationsParams(stash=2, least_bytes=1),
     "deepspeed-offload": DeepSpeedParams(least_bytes=1),
+    "sac-and-offload": None,
 }
 WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
 
@@ -66,7 +67,8 @@ def test_a_transformer_takes_less_memory(name: str) -> None:
     result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
     assert result.schedule is not None and result.peak_bytes is not None and result.time_s is not None
     assert result.peak_bytes < kept and result.time_s >= program.time_s
-    assert simulate(graph, result.schedule).pool_peaks_bytes[1] > 0
+    simulation = simulate(graph, result.schedule)
+    assert simulation.pool_peaks_bytes[1] > 0 or simulation.recomputed > 0
 
 
 @pytest.mark.parametrize("name", RIVALS)

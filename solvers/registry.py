@@ -72,6 +72,8 @@ SOLVERS: dict[str, Entry] = {
     "sac-and-offload": Entry(
         f"{OFFLOAD}.sac_and_offload", "selective checkpointing, what is saved offloaded a layer late (torchtitan)", copies=True
     ),
+    "capuchin-swap": Entry(f"{OFFLOAD}.capuchin", "swap in order of measured free time (Capuchin)", copies=True),
+    "delta": Entry(f"{OFFLOAD}.delta", "DELTA online: evict the largest and stalest, swapped or recomputed", copies=True),
 }
 
 

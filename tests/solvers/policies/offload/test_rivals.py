@@ -21,6 +21,8 @@ RIVALS = {
     "offload-activations": OffloadActivationsParams(stash=2, least_bytes=1),
     "deepspeed-offload": DeepSpeedParams(least_bytes=1),
     "sac-and-offload": None,
+    "capuchin-swap": None,
+    "delta": None,
 }
 WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
 

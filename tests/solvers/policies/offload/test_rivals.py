@@ -11,7 +11,7 @@ from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
 from solvers.windows import solve as solve_exactly
-from tests.support.offers import check_by_both_judges, offered, random_step, small_gpt
+from tests.support.offers import check_by_both_judges, offered, random_step, small_gpt, with_trips
 from tests.support.requests import ask
 
 UNLIMITED = 10**15
@@ -23,14 +23,17 @@ RIVALS = {
     "sac-and-offload": None,
     "capuchin-swap": None,
     "delta": None,
+    "poet": None,
 }
+LARGE = [name for name in RIVALS if name != "poet"]  # take graphs of a hundred ops
 WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
 
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_what_is_found_runs_by_both_judges(name: str) -> None:
     found = copied = 0
-    for seed in range(60):
+    seeds = range(60) if name in LARGE else range(15)
+    for seed in seeds:
         graph, program = offered(seed), random_step(seed)
         peak = simulate(program, store_all(program)).peak_bytes
         for budget in (UNLIMITED, peak, int(0.8 * peak)):
@@ -40,7 +43,7 @@ def test_what_is_found_runs_by_both_judges(name: str) -> None:
                 check_by_both_judges(graph, result)
                 found += 1
                 copied += any(graph.ops[op].optional for op in result.schedule.computed)
-    assert found > 60 and copied > 20
+    assert found > len(seeds) and copied > len(seeds) / 3
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -60,7 +63,7 @@ def test_none_is_below_the_bound(name: str) -> None:
     assert compared > 5
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", LARGE)
 def test_a_transformer_takes_less_memory(name: str) -> None:
     graph = small_gpt()
     program = problem_of(graph, 1).graph
@@ -82,6 +85,6 @@ def test_a_graph_without_round_trips_is_not_for_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_what_does_not_fit_is_said(name: str) -> None:
-    graph = small_gpt()
-    result = get_solver(name)(ask(graph, graph.static_bytes + 1))
+    graph = with_trips(training_chain(5))
+    result = get_solver(name)(ask(graph, 2, params=RIVALS[name]))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)

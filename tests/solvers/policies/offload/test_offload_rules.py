@@ -144,3 +144,8 @@ def test_sac_and_offload_sends_the_largest_within_its_share() -> None:
     assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == ["copy_out_f2", "copy_in_f2"]
     graph, schedule = tried_with("matmul", 0.25)
     assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == ["copy_out_f1", "copy_in_f1"]
+
+
+def test_sac_and_offload_wants_blocks() -> None:
+    result = sac_and_offload.solve(ask(CHAIN, 10))
+    assert result.reason is Reason.INAPPLICABLE and "no blocks" in result.message

@@ -43,7 +43,7 @@ def test_what_is_found_runs_by_both_judges(name: str) -> None:
                 check_by_both_judges(graph, result)
                 found += 1
                 copied += any(graph.ops[op].optional for op in result.schedule.computed)
-    assert found > len(seeds) and copied > len(seeds) / 3
+    assert found > len(seeds) and copied > len(seeds) / 4
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -85,6 +85,6 @@ def test_a_graph_without_round_trips_is_not_for_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_what_does_not_fit_is_said(name: str) -> None:
-    graph = with_trips(training_chain(5))
-    result = get_solver(name)(ask(graph, 2, params=RIVALS[name]))
+    graph = small_gpt() if name in LARGE else with_trips(training_chain(5))
+    result = get_solver(name)(ask(graph, graph.static_bytes + 2, params=RIVALS[name]))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)

@@ -74,6 +74,11 @@ SOLVERS: dict[str, Entry] = {
     ),
     "capuchin-swap": Entry(f"{OFFLOAD}.capuchin", "swap in order of measured free time (Capuchin)", copies=True),
     "delta": Entry(f"{OFFLOAD}.delta", "DELTA online: evict the largest and stalest, swapped or recomputed", copies=True),
+    "auto-perf-maxing": Entry(
+        f"{OFFLOAD}.auto_perf",
+        "fractions of layers by an LP, tensors by an ILP each, corrected in rounds (torchtitan)",
+        copies=True,
+    ),
     "poet": Entry(
         f"{OFFLOAD}.poet", "POET's program: recompute or page, paging at no time (MILP, HiGHS), small graphs", copies=True
     ),

@@ -8,6 +8,7 @@ from graphs.options import with_options
 from graphs.options.surroundings import Surroundings
 from graphs.pools import DEVICE
 from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.result import Result
@@ -44,6 +45,24 @@ def small_gpt(layers: int = 3, bytes_per_s: float = 50e9) -> Graph:
         inside = block.startswith("block") and op.phase is Phase.FORWARD
         ops.append(replace(op, module=f"model.h.{block.removeprefix('block')}.{rest}") if inside else op)
     return with_trips(replace(graph, ops=tuple(ops)), bytes_per_s)
+
+
+def three_layers() -> Graph:
+    """Forward f1 to f6 of a second and a byte, two in each of three layers, and f7; g7 to g1 read input, output and gradient.
+
+    The first of each layer is a matmul.
+    """
+    draft = Draft()
+    f: list[int] = []
+    for i in range(7):
+        f += draft.op(f"f{i + 1}", f[-1:], [1])
+    gradient: tuple[int, ...] = ()
+    for i in range(6, -1, -1):
+        gradient = draft.op(f"g{i + 1}", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
+    graph = draft.graph(gradient)
+    ops = (replace(op, module=f"h.{op.id // 2}") if op.id < 6 else op for op in graph.ops)
+    targets = {0: "aten.mm.default", 2: "aten.mm.default", 4: "aten.mm.default"}
+    return with_trips(replace(graph, ops=tuple(replace(op, target=targets.get(op.id, op.target)) for op in ops)))
 
 
 def check_by_both_judges(graph: Graph, result: Result) -> None:

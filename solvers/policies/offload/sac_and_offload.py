@@ -16,7 +16,8 @@ from functools import partial
 
 from graphs.ir import Phase
 from solvers.policies.checkpoint_blocks import blockings
-from solvers.policies.offload.moves import Fetch, Moves, Offer, offloading_answer, schedule_with
+from solvers.policies.offload.layers import Layers
+from solvers.policies.offload.moves import Offer, offloading_answer, schedule_with
 from solvers.policies.replay import Candidate, failure, recompute_groups
 from solvers.policies.sac import ops_on, save_lists
 from solvers.request import Request
@@ -60,57 +61,12 @@ def _trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidate]:
             layers = Layers(offer, computed, way.blocks)
             for share in shares:
                 settings = {"saves": save_list.name, **way.settings, "share": share}
-                yield Candidate(schedule_with(offer, computed, layers.moves(share)), settings)
+                moves = layers.moves(_largest(offer, layers.may_go(), share))
+                yield Candidate(schedule_with(offer, computed, moves), settings)
 
 
-class Layers:
-    """Executions of a step by layers: blocks in the order of the forward pass, which is the beginning of `computed`."""
-
-    def __init__(self, offer: Offer, computed: Sequence[int], blocks: Sequence[str | None]) -> None:
-        self.offer, self.computed = offer, computed
-        forward = [op.id for op in offer.program.ops if op.phase is Phase.FORWARD]
-        number: dict[str, int] = {}
-        self.of_op = {op: number.setdefault(block, len(number)) for op in forward if (block := blocks[op]) is not None}
-        self.last_op = {layer: op for op, layer in self.of_op.items()}
-        self.last = max(self.last_op)
-        self.begin_backward = len(forward)
-        self.first_backward = self._first_backward()
-
-    def _first_backward(self) -> dict[int, int]:
-        """By layer the first position at which some of it is made again, or what is inside it is read."""
-        first: dict[int, int] = {}
-        inside: dict[int, int] = {}
-        for op, layer in self.of_op.items():
-            for t in self.offer.program.ops[op].outputs:
-                if all(self.of_op.get(r) == layer for r in self.offer.program.consumers[t] if r < self.begin_backward):
-                    inside[t] = layer
-        for position in range(self.begin_backward, len(self.computed)):
-            op = self.computed[position]
-            touched = [self.of_op[op]] if op in self.of_op else []
-            touched += [inside[t] for t in self.offer.program.ops[op].inputs if t in inside]
-            for layer in touched:
-                first.setdefault(layer, position)
-        return first
-
-    def moves(self, share: float) -> Moves:
-        """What is sent, within `share` of what may be."""
-        offer, again = self.offer, frozenset(self.computed[self.begin_backward :])
-        reads: dict[int, int] = {}
-        for position in range(self.begin_backward, len(self.computed)):
-            for t in offer.program.ops[self.computed[position]].inputs:
-                reads.setdefault(t, position)
-        # With a single layer none is the last.
-        layer = {t: self.of_op[op] for t in reads if t in offer.trips and (op := offer.made_at(t)) in self.of_op}
-        may_go = [t for t, of in layer.items() if offer.made_at(t) not in again and (of < self.last or not self.last)]
-        may_go.sort(key=lambda t: (-offer.size_bytes(t), offer.made_at(t), t))
-        room = int(share * sum(map(offer.size_bytes, may_go)))
-        capacity = room if offer.host_bytes is None else min(room, offer.host_bytes)
-        moves = Moves()
-        for t in replace(offer, host_bytes=capacity).fitting(may_go):
-            readers = [self.of_op[r] for r in offer.readers(t, forward=True) if r in self.of_op]
-            goes_in = min(max((layer[t], *readers)) + 1, self.last)
-            asked_in = min(layer[t] + 1, self.last)
-            moves.sent.append((t, offer.made_at(t)))
-            moves.held.append((t, self.last_op[goes_in]))
-            moves.fetches.append(Fetch(t, min(self.first_backward.get(asked_in, reads[t]), reads[t]), reads[t]))
-        return moves
+def _largest(offer: Offer, may_go: list[int], share: float) -> list[int]:
+    """The largest of `may_go` within `share` of them and what the host holds."""
+    room = int(share * sum(map(offer.size_bytes, may_go)))
+    capacity = room if offer.host_bytes is None else min(room, offer.host_bytes)
+    return replace(offer, host_bytes=capacity).fitting(sorted(may_go, key=lambda t: -offer.size_bytes(t)))

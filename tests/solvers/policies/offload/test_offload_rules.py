@@ -3,21 +3,18 @@
 The chain is f1, f2, f3, g3, g2, g1 of a second and a byte each; g3 reads f2 and f3, g2 reads f1 and g3. A copy takes a second.
 """
 
-from dataclasses import replace
-
 import pytest
 
-from graphs.ir import Graph, Phase
+from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
 from solvers.policies.offload import deepspeed, offload_activations, sac_and_offload, save_on_cpu
 from solvers.policies.offload.deepspeed import DeepSpeedParams
 from solvers.policies.offload.moves import offer_of
 from solvers.policies.offload.offload_activations import OffloadActivationsParams
 from solvers.result import Reason, Result
-from tests.support.offers import check_by_both_judges, names, with_trips
+from tests.support.offers import check_by_both_judges, names, three_layers, with_trips
 from tests.support.requests import ask
 
 CHAIN = with_trips(training_chain(3))
@@ -87,24 +84,6 @@ def test_deepspeed_brings_back_early_where_memory_allows() -> None:
     copy_in = offer.trips[0].in_op
     assert tight.index(copy_in) == tight.index(6) - 1
     assert roomy.index(copy_in) == roomy.index(5) - 1
-
-
-def three_layers() -> Graph:
-    """Forward f1 to f6 of a second and a byte, two in each of three layers, and f7; g7 to g1 read input, output and gradient.
-
-    The first of each layer is a matmul.
-    """
-    draft = Draft()
-    f: list[int] = []
-    for i in range(7):
-        f += draft.op(f"f{i + 1}", f[-1:], [1])
-    gradient: tuple[int, ...] = ()
-    for i in range(6, -1, -1):
-        gradient = draft.op(f"g{i + 1}", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
-    graph = draft.graph(gradient)
-    ops = (replace(op, module=f"h.{op.id // 2}") if op.id < 6 else op for op in graph.ops)
-    targets = {0: "aten.mm.default", 2: "aten.mm.default", 4: "aten.mm.default"}
-    return with_trips(replace(graph, ops=tuple(replace(op, target=targets.get(op.id, op.target)) for op in ops)))
 
 
 def tried_with(saves: str, share: float) -> tuple[Graph, Schedule]:

@@ -34,7 +34,7 @@ class AutoPerfParams:
     """
 
     rounds: int = 12
-    near: float = 0.005
+    near: float = 0.001
 
 
 def solve(request: Request) -> Result:

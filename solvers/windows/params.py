@@ -249,13 +249,15 @@ class RoundTripParams:
 
     Attributes:
         capacities, slower: shares of the memory, and times as slow a link, that the coarse model is solved for.
-        weight: of the link beside memory in which of these come first.
+        weight: of the link beside memory in which of these come first;
+        first: as many of them before any other way.
         limit, gap: of each of these models; the gap is a share of the step.
     """
 
     capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
     slower: tuple[float, ...] = (1.0, 1.1, 1.2)
     weight: float = 0.2
+    first: int = 5
     limit: float = 3.0
     gap: float = 5e-4
 

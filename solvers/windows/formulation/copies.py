@@ -16,9 +16,11 @@ from itertools import accumulate
 import numpy as np
 
 from graphs.options.offload import Copies
+from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.formulation.draft import ModelDraft
 
-_PARTS = 8  # of a window, between which row 13 looks
+_PARTS = 8  # row 13 looks at the halves of a window, the quarters next to its ends, and so on
+_LONG = 1e-3  # of the step: an op that takes as long is worth rows of what is over before it
 
 
 def add_copies(draft: ModelDraft) -> None:
@@ -105,7 +107,10 @@ def add_channels(draft: ModelDraft) -> None:
     window also what is left of T_k for what v and later ops make, and what has passed of it when v is executed:
 
     sum of out seconds x X[k,t] <= T_k - c of the new ops up to v                       new t, made by v or later
+    sum of out seconds x Z[k,t] <= the same - c of e_k                                  also for all t, with v = 0
     sum of in seconds x (1 - V[k,t] - R[k,p(t)]) <= T_k - c of the new ops from v on    old t, read by a new op up to v
+
+    Z[k,t] >= X[k,t] - S[k+1,t] for t outside io(e_k): what is gone when e_k is executed went out before.
     """
     if draft.problem.copies is None:
         return
@@ -131,22 +136,48 @@ class _Channels:
         clock = [*self.again[k], draft.column(1.0, integer=False, upper=self.most)]
         for parts, seconds in ((draft.stored, self.out), (draft.fetched, self.back)):
             self.add(clock, ops, [(parts[k, t], of_t) for t, of_t in seconds.items() if (k, t) in parts])
-        for v in self.places(ops):
+        gone = self.gone(k)
+        self.add(clock, ops[:-1], [(column, self.out[t]) for t, column in gone.items()])
+        for v in self.places(ops, late=True):
             made = [t for i in range(v, ops.stop) for t in draft.problem.outputs[i] if (k, t) in draft.stored]
-            self.add(clock, range(v + 1, ops.stop), [(draft.stored[k, t], self.out[t]) for t in made])
+            self.add(clock, ops[v + 1 - ops.start :], [(draft.stored[k, t], self.out[t]) for t in made])
+            self.add(clock, ops[v + 1 - ops.start : -1], [(gone[t], self.out[t]) for t in made if t in gone])
+        for v in self.places(ops, late=False):
             inputs = sorted({t for i in range(ops.start, v + 1) for t in draft.problem.inputs[i]})
             read = [t for t in inputs if t in self.back and (k, t) in draft.handed]
             terms = [(column, -self.back[t]) for t in read for column in (self.valid(k, t), *draft.repeat(k, t))]
             self.add(clock, range(ops.start, v), terms, sum(self.back[t] for t in read))
 
+    def gone(self, k: int) -> dict[int, int]:
+        """For t not in io(e_k) the column of Z[k,t] >= X[k,t] - S[k+1,t]: X itself where t is not handed on.
+
+        None where e_k is over so soon that it makes no difference, nor in the last window.
+        """
+        draft, end = self.draft, self.draft.detail.ends[k]
+        if k + 1 == draft.windows or self.new[end] < _LONG * OBJECTIVE_SCALE:
+            return {}
+        own = {*draft.problem.inputs[end], *draft.problem.outputs[end]}
+        columns: dict[int, int] = {}
+        for t in self.out:
+            if (k, t) not in draft.stored or t in own:
+                continue
+            columns[t] = draft.stored[k, t]
+            if (k + 1, t) in draft.handed:
+                columns[t] = draft.column(integer=False)
+                draft.add_only_with(draft.stored[k, t], [columns[t], draft.handed[k + 1, t]])
+        return columns
+
     def valid(self, k: int, t: int) -> int:
         """Column of V[k,t]: S[k,t] where nothing of t can have been fetched before."""
         return self.draft.valid.get((k, t), self.draft.handed[k, t])
 
-    def places(self, ops: range) -> list[int]:
-        """Ops that split the seconds of `ops` into about `_PARTS` equal ones."""
-        done = list(accumulate(self.new[v] for v in ops))
-        return sorted({ops.start + bisect_left(done, done[-1] * part / _PARTS) for part in range(1, _PARTS)})
+    def places(self, ops: range, *, late: bool) -> list[int]:
+        """Ops of the window before the last one: half of its time from its end (or beginning), a quarter, and so on."""
+        done = list(accumulate(self.new[v] for v in ops[:-1]))
+        shares = [2.0**-part for part in range(1, _PARTS)]
+        if not done:
+            return []
+        return sorted({ops.start + bisect_left(done, done[-1] * (1 - share if late else share)) for share in shares})
 
     def add(self, clock: list[int], new: range, copied: list[tuple[int, float]], seconds: float = 0.0) -> None:
         """The row seconds + sum of `copied` <= c of `new` + what else is in `clock`, where it could be broken."""

@@ -44,7 +44,7 @@ class Neighbourhoods:
         trials = self.coarse_trials()
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
         detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
-        self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends, *self.even_ends()})))
+        self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
         fresh, before_s = self.detail, self.search.best_s()
         self.restart(self.params.whole_limit)
         # What was solved for the least capacity is not as good, but nearly fits.
@@ -53,11 +53,14 @@ class Neighbourhoods:
             self.detail = fresh
             self.settle(trials[-1])
 
+    def begin_evenly(self) -> None:
+        """Take windows of equal time, in which round trips are hidden, instead."""
+        self.detail = self.coarse.split(self.even_ends())
+        self.detail = replace(self.detail, spans=frozenset())
+
     def even_ends(self) -> set[int]:
-        """Ops that split the step into parts of equal time, where round trips are to be hidden in them."""
+        """Ops that split the step into parts of equal time."""
         problem = self.search.problem
-        if problem.copies is None:
-            return set()
         done_s = np.cumsum(problem.time_s)
         parts = np.linspace(0.0, done_s[-1], self.params.even_windows + 1)[1:-1]
         return {int(op) for op in np.searchsorted(done_s, parts) if op < problem.ops - 1}

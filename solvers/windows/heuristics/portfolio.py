@@ -63,13 +63,17 @@ class Portfolio:
 
     def find_round_trips(self) -> None:
         """The same where tensors may go to the host: in the ways that know of it."""
-        search = self.search
-        trying = variations(search, self.coarse)
-        self.take_turns([trying], should_stop=lambda: search.best is not None or search.enough())
+        search, near = self.search, self.neighbourhoods
+        near.begin_evenly()
+        trying = variations(search, self.coarse, near.known)
+        for _ in range(search.params.round_trips.first):
+            if search.enough():
+                return
+            next(trying)
         if search.best is None:
-            self.neighbourhoods.begin()
-        near = self.neighbourhoods
-        self.take_turns([trying, polishing(search), near.reopenings(), near.exchanges(), near.restarts()])
+            near.begin()
+        ways = [trying, polishing(search), near.reopenings(), near.exchanges(), near.restarts()]
+        self.take_turns(ways if search.best is not None else [trying, near.restarts()])
 
     def take_turns(
         self,

@@ -14,6 +14,7 @@ from graphs.options.offload import Copies
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.heuristics.restricted import CandidateSet
 from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
 from solvers.windows.refinement import solve_part
 from solvers.windows.solution.copies import timed
@@ -22,8 +23,8 @@ from solvers.windows.solution.decode import Trial, decoded, late_writers, order_
 Away = frozenset[tuple[int, int]]
 
 
-def variations(search: Search, coarse: Discretization) -> Iterator[None]:
-    """Offer solutions of the coarse model for less memory and slower links, the least changes first."""
+def variations(search: Search, coarse: Discretization, known: CandidateSet) -> Iterator[None]:
+    """Offer solutions of the coarse model for less memory and slower links, the least changes first; `known` learns them."""
     params = search.params.round_trips
     changes = [(share, slower) for share in params.capacities for slower in params.slower]
     for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
@@ -34,7 +35,9 @@ def variations(search: Search, coarse: Discretization) -> Iterator[None]:
         model = build_relaxation(varied, coarse)
         answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below)
         if answer.values is not None:
-            order = decoded(problem, coarse, read_choice(model, answer.values))
+            choice = read_choice(model, answer.values)
+            known.learn(choice)
+            order = decoded(problem, coarse, choice)
             if not late_writers(problem, order):
                 search.offer(order, coarse)
         yield

@@ -1,10 +1,11 @@
 """From an order of executions, and where tensors come back from the host before they are read, to steps on three streams.
 
-When to copy is not asked of the model, which knows windows only. Out as soon as a tensor is made; in as late as it arrives in
-time, planned backwards over the channel, later where there is no room. A tensor goes once it is on the host, and where memory
-is called for before, the computation waits for that.
+When to copy is not asked of the model, which knows windows only. Out when the channel is free, of what is made by then what is to
+go first. In as late as it arrives in time, planned backwards over the channel, later where there is no room. A tensor goes once
+it is on the host, and where memory is called for before, the computation waits for that.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Stay:
     Attributes:
         read: the position it is first wanted at.
         fetched: it comes from the host; else an op makes it at `begin`.
-        leaves: it is copied out as soon as it is made.
+        leaves: it is copied out.
         after: where the stay before it ended, -1 if there is none.
     """
 
@@ -128,7 +129,9 @@ class _Run:
         self.on_host_s: dict[int, float] = {}
         self.host_bytes = 0
         self.here_again: dict[int, float] = {}  # what was copied in for the last time, and when that ends
-        self.lingering: dict[int, float] = {}  # tensors that go once they are on the host, and when that is
+        self.waiting: list[Stay] = []  # to be copied out
+        self.made_s: dict[int, float] = {}  # for these, when they were made
+        self.lingering: set[int] = set()  # tensors that go once they are on the host
         self.lingering_bytes = 0
 
     def _memory_bytes(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
@@ -183,24 +186,48 @@ class _Run:
             self.steps.append(Compute(op))
             self.now_s += problem.time_s[op]
             for stay in self.leaving[place]:
-                self._copy_out(stay)
+                self.made_s[stay.tensor] = self.now_s
+                self.waiting.append(stay)
+            next_s = self.now_s + (problem.time_s[self.computed[place + 1]] if place + 1 < len(self.computed) else 0.0)
+            while self.waiting and self.out_s < next_s:
+                self._send()
             for stay in self.ending[place]:
                 self._end(stay)
             ends.append(len(self.steps))
         return Timed(self.away, self.steps, memory_bytes, waits_s, ends, self.now_s)
 
     def _release(self, place: int) -> None:
-        """Free what lingers: all that is on the host by now, and what is in the way."""
+        """Free what lingers: all that is on the host by now, and what is in the way, as soon as it is there."""
         if not self.lingering:
             return
-        coming = {stay.tensor for stay in self.coming[place]}.union(self.problem.outputs[self.computed[place]])
-        for t, done_s in sorted(self.lingering.items(), key=lambda item: item[1]):
-            over = int(self.memory[place]) + self.lingering_bytes > self.problem.capacity_bytes
-            if done_s <= self.now_s or over or t in coming:
-                self.now_s = max(self.now_s, done_s)
-                del self.lingering[t]
-                self.lingering_bytes -= self.problem.sizes[t]
-                self.steps.append(Free(t))
+        for t in [t for t in self.lingering if self.on_host_s.get(t, math.inf) <= self.now_s]:
+            self._free(t)
+        for t in (*(stay.tensor for stay in self.coming[place]), *self.problem.outputs[self.computed[place]]):
+            while t in self.lingering and t not in self.on_host_s:
+                self._send()
+            if t in self.lingering:
+                self._free(t)
+        while self.lingering and int(self.memory[place]) + self.lingering_bytes > self.problem.capacity_bytes:
+            sent = [(self.on_host_s[t], t) for t in self.lingering if t in self.on_host_s]
+            if sent:
+                self._free(min(sent)[1])
+            else:
+                self._send()
+
+    def _free(self, t: int) -> None:
+        """Free what lingers, once it is on the host."""
+        self.now_s = max(self.now_s, self.on_host_s[t])
+        self.lingering.discard(t)
+        self.lingering_bytes -= self.problem.sizes[t]
+        self.steps.append(Free(t))
+
+    def _send(self) -> None:
+        """Issue a copy out: when the channel is free, what is to go first of all that is made by then."""
+        free_s = max(self.out_s, min(self.made_s[stay.tensor] for stay in self.waiting))
+        made = [stay for stay in self.waiting if self.made_s[stay.tensor] <= free_s]
+        stay = min(made, key=lambda stay: (stay.end, stay.begin, stay.tensor))
+        self.waiting.remove(stay)
+        self._copy_out(stay)
 
     def _copy_in(self, stay: Stay) -> None:
         t, trip = stay.tensor, self.copies.trips[stay.tensor]
@@ -216,7 +243,7 @@ class _Run:
             raise _HostFullError(t)
         self.host_bytes += self.problem.sizes[t]
         self.steps.append(Compute(trip.out_op))
-        self.out_s = max(self.out_s, self.now_s) + trip.out_s
+        self.out_s = max(self.out_s, self.made_s[t]) + trip.out_s
         self.on_host_s[t] = self.out_s
 
     def _make_room_on_host(self, most_bytes: int) -> bool:
@@ -230,8 +257,8 @@ class _Run:
 
     def _end(self, stay: Stay) -> None:
         t = stay.tensor
-        if stay.leaves and self.on_host_s[t] > self.now_s:
-            self.lingering[t] = self.on_host_s[t]
+        if stay.leaves and self.on_host_s.get(t, math.inf) > self.now_s:
+            self.lingering.add(t)
             self.lingering_bytes += self.problem.sizes[t]
         else:
             self.steps.append(Free(t))

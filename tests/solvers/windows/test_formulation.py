@@ -6,61 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.problem import Problem, problem_of
+from solvers.problem import problem_of
 from solvers.windows import formulation
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_relaxation
 from solvers.windows.solution.decode import order_of, try_out
 from solvers.windows.solution.encode import choice_of
+from tests.support.random_orders import everything, random_order, short_form
 
 ROOT = Path(__file__).parents[3]
-
-
-def random_order(draw: random.Random, problem: Problem) -> list[int]:
-    """Program order, with executions of earlier ops thrown in that may run again."""
-    computed: list[int] = []
-    for v in range(problem.ops):
-        again = [i for i in range(v) if problem.graph.ops[i].recomputable and problem.last_again[i] >= v]
-        chosen = [i for i in again if draw.random() < 0.5]
-        if draw.random() < 0.3:
-            chosen += draw.choices(again, k=min(2, len(again)))
-            draw.shuffle(chosen)
-        computed += [*chosen, v]
-    return computed
-
-
-def short_form(graph: Graph, computed: list[int]) -> list[int]:
-    """Rules 1 and 2 of the page, for as long as they leave something out."""
-    while (position := needless(graph, computed)) is not None:
-        computed = computed[:position] + computed[position + 1 :]
-    return computed
-
-
-def needless(graph: Graph, computed: list[int]) -> int | None:
-    for position, op in enumerate(computed):
-        after = computed[position + 1 :]
-        until = after[: after.index(op)] if op in after else after
-        outputs = set(graph.ops[op].outputs)
-        read = outputs & {t for reader in until for t in graph.ops[reader].inputs}
-        if op in computed[:position]:
-            if not read - graph.kept:
-                return position
-        elif op in after and not read and set(until) <= set(computed[:position]):
-            return position
-    return None
-
-
-def everything(ends: tuple[int, ...]) -> Discretization:
-    """Windows with all the rows there are."""
-    ops = ends[-1] + 1
-    repeats = frozenset((end, x) for end in ends for x in range(end))
-    chains = frozenset((end, x, z) for end, z in repeats for x in range(z))
-    return Discretization(ends, frozenset(range(ops)), repeats, chains)
 
 
 # In the last an op is executed twice in a window, before and after another: row 9 without D refutes it.

@@ -252,14 +252,21 @@ class RoundTripParams:
         weight: of the link beside memory in which of these come first;
         first: as many of them before any other way.
         limit, gap: of each of these models; the gap is a share of the step.
+        places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
+        longest: if no more ops than this make one again;
+        least_gain: and that takes less time by this share.
     """
 
     capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
     slower: tuple[float, ...] = (1.0, 1.1, 1.2)
     weight: float = 0.2
     first: int = 5
-    limit: float = 3.0
+    limit: float = 5.0
     gap: float = 5e-4
+    places: int = 3
+    tensors: int = 20
+    longest: int = 4
+    least_gain: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)

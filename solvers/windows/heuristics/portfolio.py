@@ -70,10 +70,12 @@ class Portfolio:
             if search.enough():
                 return
             next(trying)
+        ways = [trying, near.restarts()]
         if search.best is None:
             near.begin()
-        ways = [trying, polishing(search), near.reopenings(), near.exchanges(), near.restarts()]
-        self.take_turns(ways if search.best is not None else [trying, near.restarts()])
+            self.take_turns(ways, should_stop=lambda: search.best is not None or search.enough())
+        if search.best is not None:
+            self.take_turns([*ways, polishing(search), near.reopenings(), near.exchanges()])
 
     def take_turns(
         self,

@@ -11,10 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from graphs.options.offload import Copies
+from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_relaxation
 from solvers.windows.heuristics.restricted import CandidateSet
+from solvers.windows.heuristics.waits import with_fewer_waits
 from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
 from solvers.windows.refinement import solve_part
 from solvers.windows.solution.copies import timed
@@ -31,16 +33,37 @@ def variations(search: Search, coarse: Discretization, known: CandidateSet) -> I
         search.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
         problem = search.problem
         varied = replace(problem, capacity_bytes=int(share * problem.capacity_bytes), copies=_slower(problem.copies, slower))
-        below = problem.units(search.best_s() - problem.base_s)
         model = build_relaxation(varied, coarse)
-        answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below)
-        if answer.values is not None:
-            choice = read_choice(model, answer.values)
-            known.learn(choice)
-            order = decoded(problem, coarse, choice)
-            if not late_writers(problem, order):
-                search.offer(order, coarse)
+        _solve_and_offer(search, model, known)
         yield
+
+
+def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
+    """Offer what solutions of `model` come to that could be better, and that with what they wait for computed again."""
+    problem, params, detail = search.problem, search.params.round_trips, model.detail
+    below = problem.units(search.best_s() - problem.base_s)
+
+    def try_solution(values: Floats, objective: float) -> bool:
+        choice = read_choice(model, values)
+        known.learn(choice)
+        order = decoded(problem, detail, choice)
+        if objective < below and not late_writers(problem, order):
+            offer_with_fewer_waits(search, search.offer(order, detail))
+        return False
+
+    answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)
+    if answer.values is not None and answer.objective is not None:
+        try_solution(answer.values, answer.objective)
+
+
+def offer_with_fewer_waits(search: Search, trial: Trial) -> None:
+    """Offer what comes of `trial` if it computes again what it waits for, where it fits and could be better than the best."""
+    if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.best_s():
+        return
+    stop = search.spending(WORK_PER_EXECUTION * len(trial.order.computed), search.enough)
+    better = with_fewer_waits(search.problem, trial, search.budget_bytes, stop, search.params.round_trips)
+    if better is not trial:
+        search.offer(better.order, Discretization((search.problem.ops - 1,)))
 
 
 def _slower(copies: Copies | None, times: float) -> Copies | None:
@@ -56,6 +79,8 @@ def polishing(search: Search) -> Iterator[None]:
     whole = Discretization((problem.ops - 1,))
     done: Trial | None = None
     while search.best is not done:
+        best = search.best_trial()
+        offer_with_fewer_waits(search, best)
         best = search.best_trial()
         for computed, away in simpler(problem, best, search.budget_bytes):
             search.tell("leaving out copies and executions")

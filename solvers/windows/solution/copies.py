@@ -59,17 +59,23 @@ class Timed:
 
 
 def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay]:
-    """When tensors are in memory, as short as can be; kept ones to the end."""
+    """When tensors are in memory, as short as can be; kept ones to the end.
+
+    A tensor is copied out once: in the last stay for which it is made before it is fetched for the first time.
+    """
     assert problem.copies is not None
     stays: list[Stay] = []
     last: dict[int, Stay] = {}
-    made: dict[int, Stay] = {}
+    made: dict[int, Stay] = {}  # the last time each was
+    sent: set[int] = set()
     away = frozenset(away)
     for place, op in enumerate(computed):
         for t in problem.inputs[op]:
             stay = last[t]
             if (t, place) in away and stay.end < place and t in problem.copies.trips:
-                made[t].leaves = True
+                if t not in sent:
+                    made[t].leaves = True
+                    sent.add(t)
                 stay = last[t] = Stay(t, place, place, place, fetched=True, after=stay.end)
                 stays.append(stay)
             stay.end = max(stay.end, place)
@@ -78,7 +84,7 @@ def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay
                 continue
             end = len(computed) if problem.kept[t] else place
             stay = last[t] = Stay(t, place, end, place, fetched=False)
-            made.setdefault(t, stay)
+            made[t] = stay
             stays.append(stay)
     return stays
 

@@ -60,7 +60,8 @@ def solve(
             run and on slower machines, and comes later, as one thread works at a time.
         reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
-        options: choices that the graph is given, names in ``graphs.options``: ``offload``. For the solver ``windows``.
+        options: choices that the graph is given, names in ``graphs.options``: ``offload``. For the solver ``windows`` and those
+            that offload.
         link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``.
         on_progress: called as the solve advances.
         should_stop: polled; once True, the best schedule so far is the answer.

@@ -16,20 +16,26 @@ Solver = Callable[[Request], Result]  # finds a schedule within the budget, or s
 class Entry:
     """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with.
 
-    With `copies` it takes graphs that offer round trips to the host; all others refuse graphs with choices.
+    With `copies` it takes graphs that offer round trips to the host; all others refuse graphs with choices. With `offloads`
+    it does nothing without them.
     """
 
     module: str
     description: str
     options: Mapping[str, object] = field(default_factory=dict)
     copies: bool = False
+    offloads: bool = False
 
 
 CHEN = "solvers.policies.chen"
 DTR = "solvers.policies.dtr"
 MEGENGINE = "solvers.policies.megengine"
 SAC = "solvers.policies.sac"
-OFFLOAD = "solvers.policies.offload"
+
+
+def _offload(module: str, description: str) -> Entry:
+    return Entry(f"solvers.policies.offload.{module}", description, copies=True, offloads=True)
+
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry(
@@ -62,26 +68,14 @@ SOLVERS: dict[str, Entry] = {
     "megengine-static": Entry(
         MEGENGINE, "MegEngine with the step known: by next use, settings tried", {"rule": "megengine-static"}
     ),
-    "save-on-cpu": Entry(f"{OFFLOAD}.save_on_cpu", "offload all that is saved, and wait (PyTorch's save_on_cpu)", copies=True),
-    "offload-activations": Entry(
-        f"{OFFLOAD}.offload_activations", "offload all that is saved, beside the computation (torchtune)", copies=True
-    ),
-    "deepspeed-offload": Entry(
-        f"{OFFLOAD}.deepspeed", "offload all that is large, then keep the largest that there is room for (DeepSpeed)", copies=True
-    ),
-    "sac-and-offload": Entry(
-        f"{OFFLOAD}.sac_and_offload", "selective checkpointing, what is saved offloaded a layer late (torchtitan)", copies=True
-    ),
-    "capuchin-swap": Entry(f"{OFFLOAD}.capuchin", "swap in order of measured free time (Capuchin)", copies=True),
-    "delta": Entry(f"{OFFLOAD}.delta", "DELTA online: evict the largest and stalest, swapped or recomputed", copies=True),
-    "auto-perf-maxing": Entry(
-        f"{OFFLOAD}.auto_perf",
-        "fractions of layers by an LP, tensors by an ILP each, corrected in rounds (torchtitan)",
-        copies=True,
-    ),
-    "poet": Entry(
-        f"{OFFLOAD}.poet", "POET's program: recompute or page, paging at no time (MILP, HiGHS), small graphs", copies=True
-    ),
+    "save-on-cpu": _offload("save_on_cpu", "offload all that is saved, and wait (PyTorch's save_on_cpu)"),
+    "offload-activations": _offload("offload_activations", "offload all that is saved, beside the computation (torchtune)"),
+    "deepspeed-offload": _offload("deepspeed", "offload all that is large, keep the largest that there is room for (DeepSpeed)"),
+    "sac-and-offload": _offload("sac_and_offload", "selective checkpointing, what is saved offloaded a layer late (torchtitan)"),
+    "capuchin-swap": _offload("capuchin", "swap in order of measured free time (Capuchin)"),
+    "delta": _offload("delta", "DELTA online: evict the largest and stalest, swapped or recomputed"),
+    "auto-perf-maxing": _offload("auto_perf", "fractions of layers by an LP, tensors by an ILP each, in rounds (torchtitan)"),
+    "poet": _offload("poet", "POET's program: recompute or page, paging at no time; for small graphs (MILP, HiGHS)"),
 }
 
 

@@ -13,6 +13,7 @@ from planner.cli.arguments import (
     MODEL_HELP,
     USAGE,
     Commands,
+    add_choices,
     add_command,
     add_how_to_trace,
     add_quiet,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphs.ir import Graph
+    from planner.choices import Choices
     from planner.cli.progress import ProgressLine
     from planner.studies.comparison_rows import Row
 
@@ -44,6 +46,7 @@ def add(commands: Commands) -> None:
         "examples:\n"
         "  planner compare model.json --budgets 90%,70%,50%,30% -o results/mine\n"
         "  planner compare zoo:resnet50,batch=64 --roofline h200 --methods windows,dtr,chen-sqrt -o results/resnet50\n"
+        "  planner compare model.json --options offload --link 50GB/s --host-budget 64GB -o results/offload\n"
         "  planner compare zoo:resnet18,batch=8,size=64 --measure --methods windows,dtr -o results/resnet18",
     )
     parser.add_argument("model", metavar="MODEL|GRAPH", help=f"a graph that planner trace wrote (.json), or {MODEL_HELP}")
@@ -67,6 +70,7 @@ def add(commands: Commands) -> None:
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each row: 90, 90s, 10m (default: 1m)"
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_choices(parser)
     add_how_to_trace(parser)
     add_quiet(parser)
 
@@ -74,6 +78,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compute the rows that are missing, then write table and figures. Returns the exit code."""
     from graphs.io.files import check_folder
+    from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
     from planner.cli.progress import ProgressLine
     from planner.report.comparisons import table_text, write_report
@@ -87,7 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
     if arguments.measure and arguments.cluster is not None:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    methods = methods_named(arguments.methods)
+    if arguments.measure and arguments.options:
+        return _usage("--measure runs schedules, which it cannot yet with --options: leave one of them out")
+    choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
+    methods = methods_named(arguments.methods, offload=choices is not None)
     new_figure()  # without matplotlib there is no use in computing
     folder = Path(arguments.output)
     check_folder(folder)
@@ -95,8 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
         ProgressLine(quiet=arguments.quiet) as progress,
         StopOnInterrupt(progress, ending="with the rows that are done, to go on with the others next time") as interrupt,
     ):
-        make = _measure if arguments.measure else _simulate
-        rows = make(arguments, methods, progress, interrupt)
+        if arguments.measure:
+            rows = _measure(arguments, methods, progress, interrupt)
+        else:
+            rows = _simulate(arguments, methods, choices, progress, interrupt)
     known = read_rows(folder / "rows.csv")
     if known:
         write_report(known, folder)
@@ -110,7 +120,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(
-    arguments: argparse.Namespace, methods: "Sequence[str]", progress: "ProgressLine", should_stop: "Callable[[], bool]"
+    arguments: argparse.Namespace,
+    methods: "Sequence[str]",
+    choices: "Choices | None",
+    progress: "ProgressLine",
+    should_stop: "Callable[[], bool]",
 ) -> "list[Row]":
     from planner.studies.compare import compare
 
@@ -122,6 +136,7 @@ def _simulate(
         methods,
         Path(arguments.output),
         model=name,
+        choices=choices,
         jobs=arguments.jobs or JOBS,
         cluster=arguments.cluster,
         tolerance=arguments.tolerance,

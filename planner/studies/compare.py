@@ -8,7 +8,9 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
+from graphs.options.offload import without_copies
 from graphs.schedule import Schedule
+from planner.choices import Choices
 from planner.runtime.machine import commit, machine
 from planner.solving import budget_in_bytes, summarize
 from planner.studies.comparison_rows import OPTIMUM, KeptRows, Key, Row, RunBy
@@ -54,6 +56,7 @@ class SolveRow:
         tolerance, time_limit_s: for each solve.
         seed: of the graph's weights and batch.
         commit, machine: what rows are made with and on; None for the machine that solves them.
+        recorded: of the choices that the graph was given, for the settings of rows.
     """
 
     graph: Graph
@@ -64,23 +67,24 @@ class SolveRow:
     seed: int
     commit: str
     machine: str | None
+    recorded: Mapping[str, object]
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
         """The row of `task`; a method that cannot cope has its reason there, and does not end the others."""
         solve = get_solver(task.method)
         row = self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error")
         try:
+            # What only recomputes does so in the program alone, whose schedules are schedules with all choices as well.
+            graph = self.graph if SOLVERS[task.method].copies else without_copies(self.graph)[0]
             tolerance, clock = Tolerance.of(self.tolerance), WallClock(self.time_limit_s)
-            result = solve(Request(self.graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
+            result = solve(Request(graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
         row = replace(
             row,
             status=str(result.status),
             reason=str(result.reason or ""),
-            settings=json.dumps({name: value for name, value in result.settings.items() if name != "params"})
-            if result.schedule is not None
-            else "",
+            settings=self._settings(result.settings if result.schedule is not None else {}),
             time_s=result.time_s,
             peak_bytes=result.peak_bytes,
             bound_s=result.bound_s,
@@ -101,7 +105,7 @@ class SolveRow:
             budget_bytes=budget_bytes,
             status=status,
             reason="",
-            settings="",
+            settings=self._settings({}),
             time_s=None,
             peak_bytes=None,
             bound_s=None,
@@ -125,6 +129,10 @@ class SolveRow:
             versions=self._versions({}),
         )
 
+    def _settings(self, found: Mapping[str, object]) -> str:
+        settings = {**self.recorded, **{name: value for name, value in found.items() if name != "params"}}
+        return json.dumps(settings) if settings else ""
+
     def _versions(self, solver: Mapping[str, str]) -> str:
         traced = {"torch": str(self.graph.provenance["torch"])} if "torch" in self.graph.provenance else {}
         versions = {"remat-planner": version("remat-planner"), **solver, **traced}
@@ -132,20 +140,30 @@ class SolveRow:
 
 
 def judge_of(
-    graph: Graph, model: str, *, tolerance: float, time_limit_s: float, seed: int = 0, machine_name: str | None = None
+    graph: Graph,
+    model: str,
+    *,
+    tolerance: float,
+    time_limit_s: float,
+    seed: int = 0,
+    machine_name: str | None = None,
+    recorded: Mapping[str, object] | None = None,
 ) -> SolveRow:
-    """The judge of `graph`, by default on whatever machine it is called."""
+    """The judge of `graph`, by default on whatever machine it is called; `recorded` of the choices that the graph was given."""
     peak_bytes = summarize(graph).store_all_peak_bytes
-    return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name)
+    return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name, recorded or {})
 
 
-def methods_named(text: str) -> tuple[str, ...]:
+def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
     """Methods from ``all`` or names separated by commas; the optimum comes first, for its bound.
+
+    All are those that recompute and, with `offload`, those that do nothing else than that as well.
 
     Raises:
         PlannerError: no such method.
     """
-    names = tuple(SOLVERS) if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    every = tuple(name for name, entry in SOLVERS.items() if offload or not entry.offloads)
+    names = every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in SOLVERS:
             raise PlannerError(f"there is no method {name!r}: choose of {', '.join(SOLVERS)}, or all")
@@ -159,6 +177,7 @@ def compare(
     folder: Path,
     *,
     model: str = "",
+    choices: Choices | None = None,
     jobs: int = 1,
     cluster: str | None = None,
     tolerance: float = 1e-3,
@@ -175,6 +194,7 @@ def compare(
         methods: names in ``solvers.registry``.
         folder: is made; rows that are in its CSV are not computed again.
         model: what the graph is called.
+        choices: that the graph is given. Methods that only recompute leave them.
         jobs: processes that solve at the same time.
         cluster: address of a Dask scheduler, whose workers solve instead.
         tolerance: on gaps, relative to the whole step.
@@ -187,13 +207,15 @@ def compare(
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        OutputError: the CSV is of another graph, or of another make.
+        OutputError: the CSV is of another graph or other choices, or of another make.
         PlannerError: no such method, or options out of range.
     """
+    recorded = {} if choices is None else choices.recorded
+    graph = graph if choices is None else choices.offered(graph)
     stop = should_stop or (lambda: False)
-    judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s)
+    judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
-    kept = KeptRows(folder, graph)
+    kept = KeptRows(folder, graph, recorded)
     absent = set(kept.missing(task.key for task in tasks))
     missing = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(missing)

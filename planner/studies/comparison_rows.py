@@ -1,6 +1,7 @@
 """What a comparison knows: a row for each method at each budget, kept in a CSV as soon as it is known."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -108,15 +109,27 @@ COLUMNS = tuple(field.name for field in fields(Row))
 class KeptRows:
     """The rows in ``rows.csv`` of a folder, all of one graph and one profile. The file is whole after every row.
 
+    Args:
+        folder: where it is.
+        graph: that they are of.
+        recorded: of the choices that it was given, which are among the settings of every row.
+
     Raises:
-        OutputError: the CSV is of another graph, or of another make.
+        OutputError: the CSV is of another graph or other choices, or of another make.
     """
 
-    def __init__(self, folder: Path, graph: Graph) -> None:
+    def __init__(self, folder: Path, graph: Graph, recorded: Mapping[str, object] | None = None) -> None:
         self._path = folder / "rows.csv"
         self._rows = {row.key: row for row in read_rows(self._path)}
         if any(row.fingerprint != graph.fingerprint for row in self._rows.values()):
             raise OutputError(f"{self._path} holds rows of another graph: choose another folder, or delete it")
+        given = dict(recorded or {})
+        for row in self._rows.values():
+            settings = json.loads(row.settings or "{}")
+            if given != (others := {name: settings.get(name) for name in given}):
+                raise OutputError(
+                    f"{self._path} holds rows made with {others}, not {given}: ask for the same, or choose another folder"
+                )
         self._base_s = graph.time_s
 
     def __contains__(self, key: Key) -> bool:

@@ -11,6 +11,7 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.choices import choices_of
 from planner.cli.main import main
 from planner.report.comparisons import cell_text, table_text, write_report
 from planner.studies.compare import compare, methods_named
@@ -53,8 +54,32 @@ def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: 
 def test_all_methods_can_be_compared(tmp_path: Path) -> None:
     found = compare(training_chain(6), ["80%"], methods_named("all"), tmp_path, time_limit_s=20)
     assert found[0].method == OPTIMUM
-    assert {row.method for row in found} == set(SOLVERS)
+    assert {row.method for row in found} == {name for name, entry in SOLVERS.items() if not entry.offloads}
     assert all(row.status in {"optimal", "feasible", "infeasible", "limit", "error"} for row in found)
+
+
+def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path: Path) -> None:
+    choices = choices_of(["offload"], 50e9, 10**11)
+    names = ("windows", "chen-sqrt", "dtr", "save-on-cpu", "capuchin-swap", "delta")
+    found = compare(graph, ["75%"], names, tmp_path, choices=choices, time_limit_s=4)
+    by_method = {row.method: row for row in found}
+    bound_s = by_method["windows"].bound_s
+    assert bound_s is not None and set(by_method) == set(names)
+    assert all(row.time_s is None or row.time_s >= bound_s * (1 - 1e-9) for row in found)
+    # Those that recompute find what they find without the choice.
+    alone = compare(graph, ["75%"], ["chen-sqrt", "dtr"], tmp_path / "alone")
+    assert {row.method: row.time_s for row in alone} == {row.method: by_method[row.method].time_s for row in alone}
+    assert all(json.loads(row.settings)["link_bytes_per_s"] == 50e9 for row in found)
+    assert compare(graph, ["75%"], names, tmp_path, choices=choices) == found
+    with pytest.raises(OutputError, match="ask for the same"):
+        compare(graph, ["75%"], names, tmp_path, choices=choices_of(["offload"], 25e9, 10**11))
+
+
+def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
+    assert set(methods_named("all", offload=True)) == set(SOLVERS)
+    choices = choices_of(["offload"], 1.0, 10**6)
+    found = compare(training_chain(6), ["80%"], methods_named("all", offload=True), tmp_path, choices=choices, time_limit_s=20)
+    assert {row.method for row in found} == set(SOLVERS) and not [row.message for row in found if row.status == "error"]
 
 
 def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path) -> None:
@@ -171,6 +196,15 @@ def test_the_command(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture
     data = json.loads(capsys.readouterr().out)
     assert data["holds"] == "comparison"
     assert len(data["rows"]) == 4
+
+
+def test_the_command_with_options(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_graph(graph, tmp_path / "model.json")
+    asked = ["--options", "offload", "--link", "50GB/s", "--host-budget", "64GB", "--methods", "save-on-cpu,delta", "--quiet"]
+    assert main(["compare", str(tmp_path / "model.json"), "--budgets", "80%", *asked, "-o", str(tmp_path / "out")]) == 0
+    assert "| budget | save-on-cpu | delta | bound |" in capsys.readouterr().out
+    assert main(["compare", "zoo:gpt2", "--measure", "--options", "offload", "-o", str(tmp_path / "other")]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

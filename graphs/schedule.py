@@ -43,7 +43,8 @@ def schedule_of(graph: Graph, computed: Sequence[int], held: Mapping[int, Collec
 
     Args:
         computed: op ids in order of execution, recomputations included.
-        held: by position in `computed` tensors that stay until the op there is done, as if it read them.
+        held: by position in `computed` tensors that are there and stay until the op there is done, as if it read
+            them.
 
     Raises:
         ScheduleError: an op id that is not in the graph.

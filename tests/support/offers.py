@@ -47,10 +47,13 @@ def small_gpt(layers: int = 3, bytes_per_s: float = 50e9) -> Graph:
     return with_trips(replace(graph, ops=tuple(ops)), bytes_per_s)
 
 
-def three_layers() -> Graph:
+def three_layers(layers: str = "001122") -> Graph:
     """Forward f1 to f6 of a second and a byte, two in each of three layers, and f7; g7 to g1 read input, output and gradient.
 
-    The first of each layer is a matmul.
+    f1, f3 and f5 are matmuls.
+
+    Args:
+        layers: of f1 to f6; a space: in none.
     """
     draft = Draft()
     f: list[int] = []
@@ -60,7 +63,7 @@ def three_layers() -> Graph:
     for i in range(6, -1, -1):
         gradient = draft.op(f"g{i + 1}", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
     graph = draft.graph(gradient)
-    ops = (replace(op, module=f"h.{op.id // 2}") if op.id < 6 else op for op in graph.ops)
+    ops = (replace(op, module=f"h.{layers[op.id]}") if op.id < 6 and layers[op.id] != " " else op for op in graph.ops)
     targets = {0: "aten.mm.default", 2: "aten.mm.default", 4: "aten.mm.default"}
     return with_trips(replace(graph, ops=tuple(replace(op, target=targets.get(op.id, op.target)) for op in ops)))
 

@@ -23,6 +23,8 @@ from solvers.policies.replay import Candidate, failure, recompute_groups
 from solvers.request import Request
 from solvers.result import Reason, Result
 
+Alike = dict[object, tuple[list[int], list[int]]]  # of layers and fractions, the places of what goes
+
 
 @dataclass(frozen=True, slots=True)
 class AutoPerfParams:
@@ -58,8 +60,9 @@ def _rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params
     budget_bytes = cap_bytes = request.budget_bytes
     near_bytes = int(params.near * budget_bytes)
     known: dict[object, int] = {}
+    alike: Alike = {}
     for _ in range(params.rounds):
-        split = _split(outer, cap_bytes, request)
+        split = _split(outer, cap_bytes, request, alike)
         if split is None:
             return
         if split not in known:
@@ -72,16 +75,15 @@ def _rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params
         cap_bytes += slack_bytes // 2 if slack_bytes >= 0 else slack_bytes - near_bytes // 2
 
 
-def _split(outer: Outer, cap_bytes: int, request: Request) -> tuple[frozenset[int], frozenset[int]] | None:
+def _split(outer: Outer, cap_bytes: int, request: Request, alike: Alike) -> tuple[frozenset[int], frozenset[int]] | None:
     """What is computed again and what is offloaded, for a cap; None if there was no time to find it."""
     fractions = outer.fractions(cap_bytes, request.clock)
     if fractions is None:
         return None
     again: set[int] = set()
     away: set[int] = set()
-    alike: dict[object, tuple[list[int], list[int]]] = {}
     for saved, total, r, o in zip(outer.saved, outer.bytes, *fractions, strict=True):
-        key = (tuple((s.size_bytes, s.time_s, s.again, s.away) for s in saved), round(r, 6), round(o, 6))
+        key = (tuple((s.size_bytes, s.time_s, s.again, s.away) for s in saved), round(r, 4), round(o, 4))
         if key not in alike:
             found = chosen(saved, r * total, o * total, request.clock)
             if found is None:

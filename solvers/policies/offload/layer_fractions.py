@@ -33,7 +33,9 @@ from solvers.policies.replay import droppable
 from solvers.policies.store_all import store_all
 
 _EXCESS = 1e3  # its price, per capacity, in forward passes
-_LESS_TIME = 1e-4  # what time counts beside bytes, both as parts of the layer's
+_NEAR = 2e-4  # a layer's bytes may be off by this part of them
+_MOST_WORK = 1.0  # for a layer, see ``solvers.clock``
+_LESS_TIME = 2e-4  # what time counts beside bytes, both as parts of the layer's
 Row = tuple[dict[int, float], float]  # weights by column, and what they sum to at most
 
 
@@ -164,7 +166,7 @@ def chosen(saved: Sequence[Saved], again_bytes: float, away_bytes: float, clock:
             weights = {first + i: sign * s.size_bytes / unit for i, s in enumerate(saved)}
             rows.append(({**weights, off: -1.0}, sign * wanted / unit))
     program = _program(cost, upper, [True] * (2 * n) + [False, False], rows)
-    answer = highs.solve_program(program, clock=clock, absolute_gap=1e-4)
+    answer = highs.solve_program(program, clock=clock.part(_MOST_WORK), absolute_gap=_NEAR)
     if answer.values is None:
         return None
     again, away = ([s.tensor for i, s in enumerate(saved) if answer.values[first + i] > 0.5] for first in (0, n))

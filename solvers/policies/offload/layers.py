@@ -59,8 +59,10 @@ class Layers:
             layer = self.of_op[self.offer.made_at(t)]
             readers = [self.of_op[r] for r in self.offer.readers(t, forward=True) if r in self.of_op]
             asked = self.first_backward.get(min(layer + 1, self.last), reads[t])
-            moves.sent.append((t, self.offer.made_at(t)))
-            moves.held.append((t, self.last_op[min(max((layer, *readers)) + 1, self.last)]))
+            made = self.offer.made_at(t)
+            goes = self.last_op[min(max((layer, *readers)) + 1, self.last)]
+            moves.sent.append((t, made))
+            moves.held.append((t, max(made, goes)))  # parts of layers may stand among those of others
             moves.fetches.append(Fetch(t, min(asked, reads[t]), reads[t]))
         return moves
 

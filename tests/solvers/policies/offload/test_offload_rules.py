@@ -128,3 +128,12 @@ def test_sac_and_offload_sends_the_largest_within_its_share() -> None:
 def test_sac_and_offload_wants_blocks() -> None:
     result = sac_and_offload.solve(ask(CHAIN, 10))
     assert result.reason is Reason.INAPPLICABLE and "no blocks" in result.message
+
+
+def test_parts_of_layers_may_stand_among_those_of_others() -> None:
+    graph = three_layers("010 22")
+    # f3, of layer 0, is made after layer 1 has ended, at whose end it would go.
+    result = sac_and_offload.solve(ask(graph, 10))
+    check_by_both_judges(graph, result)
+    for candidate in sac_and_offload._trials(offer_of(graph), (1.0,)):  # type: ignore[arg-type]
+        simulate(graph, candidate.schedule)

@@ -1,9 +1,14 @@
 """Policies that offload, all alike: two judges accept what they do, none is below the proved bound, and who cannot says so."""
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphs.ir import Graph
+from graphs.options.offload import without_copies
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
+from graphs.zoo import build
+from planner.api import trace
 from solvers.policies.offload.deepspeed import DeepSpeedParams
 from solvers.policies.offload.offload_activations import OffloadActivationsParams
 from solvers.policies.store_all import store_all
@@ -11,6 +16,7 @@ from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
 from solvers.windows import solve as solve_exactly
+from tests.support.budgets import peak_bytes
 from tests.support.offers import check_by_both_judges, offered, random_step, small_gpt, with_trips
 from tests.support.requests import ask
 
@@ -75,6 +81,37 @@ def test_a_transformer_takes_less_memory(name: str) -> None:
     assert result.peak_bytes < kept and result.time_s >= program.time_s
     simulation = simulate(graph, result.schedule)
     assert simulation.pool_peaks_bytes[1] > 0 or simulation.recomputed > 0
+
+
+@pytest.fixture(scope="module")
+def captured() -> Graph:
+    """A small GPT-2 as it is trained, modelled for an H200, with round trips."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = trace(*build("gpt2", layers=3, width=256, heads=4, vocab=512, batch=8, seq=256), roofline="h200")
+    return with_trips(graph, 50e9)
+
+
+@pytest.fixture(scope="module")
+def bounds(captured: Graph) -> dict[float, float | None]:
+    """By share of the peak of keeping everything, what is proved of the time within it."""
+    peak = peak_bytes(without_copies(captured)[0])
+    return {share: solve_exactly(ask(captured, int(share * peak), time_limit_s=5)).bound_s for share in (1.0, 0.85, 0.7)}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_captured_gpt(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
+    peak = peak_bytes(without_copies(captured)[0])
+    found = 0
+    for share, bound_s in bounds.items():
+        result = get_solver(name)(ask(captured, int(share * peak), params=RIVALS[name]))
+        if result.schedule is None or result.time_s is None:
+            assert result.reason is Reason.MEMORY
+            continue
+        simulation = simulate(captured, result.schedule)
+        assert simulation.peak_bytes == result.peak_bytes and simulation.peak_bytes <= share * peak
+        assert bound_s is not None and result.time_s >= bound_s * (1 - 1e-6)
+        found += 1
+    assert found
 
 
 @pytest.mark.parametrize("name", RIVALS)

@@ -53,18 +53,6 @@ class Neighbourhoods:
             self.detail = fresh
             self.settle(trials[-1])
 
-    def begin_evenly(self) -> None:
-        """Take windows of equal time, in which round trips are hidden, instead."""
-        self.detail = self.coarse.split(self.even_ends())
-        self.detail = replace(self.detail, spans=frozenset())
-
-    def even_ends(self) -> set[int]:
-        """Ops that split the step into parts of equal time."""
-        problem = self.search.problem
-        done_s = np.cumsum(problem.time_s)
-        parts = np.linspace(0.0, done_s[-1], self.params.even_windows + 1)[1:-1]
-        return {int(op) for op in np.searchsorted(done_s, parts) if op < problem.ops - 1}
-
     def coarse_trials(self) -> list[Trial]:
         """What solutions of coarse models look like, for several capacities."""
         trials: list[Trial] = []

@@ -17,6 +17,7 @@ from solvers.windows.params import PortfolioParams
 from solvers.windows.refinement import refine, solve_part
 from solvers.windows.solution.decode import Choice, read_choice
 from solvers.windows.solution.encode import start_values
+from solvers.windows.solution.refine import even_windows
 
 
 class Portfolio:
@@ -64,7 +65,8 @@ class Portfolio:
     def find_round_trips(self) -> None:
         """The same where tensors may go to the host: in the ways that know of it."""
         search, near = self.search, self.neighbourhoods
-        near.begin_evenly()
+        # Round trips are hidden in windows of equal time.
+        near.detail = even_windows(self.coarse, search.problem.time_s, search.params.neighbourhoods.even_windows)
         trying = variations(search, self.coarse, near.known)
         for _ in range(search.params.round_trips.first):
             if search.enough():

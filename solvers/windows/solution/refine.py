@@ -1,8 +1,10 @@
 """Where a trial is over the budget, and how to look closer there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+
+import numpy as np
 
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.params import RefinementParams
@@ -108,3 +110,10 @@ def halved(detail: Discretization) -> Discretization:
         if start < end:
             ends.add((start + end) // 2)
     return detail.split(ends)
+
+
+def even_windows(detail: Discretization, time_s: Sequence[float], parts: int) -> Discretization:
+    """`detail` with windows that split the step into so many parts of equal time."""
+    done_s = np.cumsum(time_s)
+    places = np.searchsorted(done_s, np.linspace(0.0, done_s[-1], parts + 1)[1:-1])
+    return replace(detail, ends=tuple(sorted({*detail.ends, *(int(op) for op in places if op < len(time_s) - 1)})))

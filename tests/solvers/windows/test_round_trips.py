@@ -1,0 +1,67 @@
+"""Moves on schedules with round trips: what comes of them fits and computes what the step computes."""
+
+import random
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.surroundings import Surroundings
+from graphs.synthetic.random_graphs import random_training_step
+from solvers.problem import Problem, problem_of
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.round_trips import simpler
+from solvers.windows.heuristics.waits import with_fewer_waits
+from solvers.windows.params import RoundTripParams
+from solvers.windows.solution.decode import Trial, order_of, try_out
+from tests.support.random_orders import random_order, short_form
+
+GB = 10**9
+
+
+def offering(seed: int, link_bytes_per_s: float) -> Graph:
+    return with_options(random_training_step(seed, 12), ("offload",), Surroundings(link_bytes_per_s))
+
+
+def random_trial(draw: random.Random, problem: Problem) -> Trial:
+    assert problem.copies is not None
+    computed = short_form(problem.graph, random_order(draw, problem))
+    away = frozenset(
+        (t, place)
+        for place, op in enumerate(computed)
+        for t in problem.inputs[op]
+        if t in problem.copies.trips and draw.random() < 0.4
+    )
+    return try_out(problem, order_of(Discretization((problem.ops - 1,)), computed, away))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_waits_are_given_up_for_less_time(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of(offering(seed, 2e9), 100 * GB)
+    waiting = random_trial(draw, problem)
+    assert any(waiting.waits_s)
+    budget = waiting.peak_bytes
+    found = with_fewer_waits(problem, waiting, budget, lambda: False, RoundTripParams())
+    # The judge has taken it: all is computed in order, from what is there.
+    assert found.peak_bytes <= budget and found.time_s <= waiting.time_s
+    assert sum(found.waits_s) < sum(waiting.waits_s)
+    assert len(found.order.away) < len(waiting.order.away)
+    assert with_fewer_waits(problem, waiting, budget, lambda: True, RoundTripParams()) is waiting
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of(offering(seed, 20e9), 100 * GB)
+    trial = random_trial(draw, problem)
+    whole = Discretization((problem.ops - 1,))
+    kinds = {0: 0, 1: 0}
+    for computed, away in simpler(problem, trial, trial.peak_bytes):
+        found = try_out(problem, order_of(whole, computed, away))  # raises if what is read is not there
+        fewer = len(trial.order.computed) - len(computed)
+        kinds[fewer] += 1
+        assert fewer or len(away) == len(trial.order.away) - 1
+        if fewer and away <= trial.order.away:
+            assert found.peak_bytes
+    assert kinds[1] > 3

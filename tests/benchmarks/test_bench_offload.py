@@ -8,6 +8,7 @@ from benchmarks import offload
 from benchmarks.offload import COLUMNS, METHODS, MODELS, compare, table
 from graphs.synthetic.random_graphs import random_training_step
 from planner.models.workload import parse_spec
+from planner.studies.rows import read_csv
 
 
 def test_both_are_no_worse_than_either_and_rows_say_how_each_ended() -> None:
@@ -35,3 +36,17 @@ def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.Monke
 def test_its_models_can_be_traced() -> None:
     for spec, budgets in MODELS.values():
         assert parse_spec(spec) and len(budgets) == 2
+
+
+def test_the_committed_rows_say_what_the_table_does() -> None:
+    folder = Path(__file__).parents[2] / "results" / "offload"
+    rows = read_csv(folder / "rows.csv", COLUMNS)
+    assert {(row["model"], row["budget"]) for row in rows} == {
+        (name, b) for name, (_, budgets) in MODELS.items() for b in budgets
+    }
+    solved = {(row["model"], row["budget"], row["method"]): float(row["overhead"]) for row in rows}
+    for row in rows:
+        assert float(row["bound"]) <= float(row["overhead"]) + 1e-6
+        assert int(row["peak_bytes"]) <= int(row["budget_bytes"])
+        assert solved[row["model"], row["budget"], "both"] <= float(row["overhead"])
+        assert f"{100 * float(row['overhead']):.2f}%" in (folder / "table.md").read_text()

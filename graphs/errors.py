@@ -58,6 +58,10 @@ class MismatchError(PlannerError):
     """A plan used with another graph, or a step called with other shapes than it was planned for."""
 
 
+class CopyError(PlannerError):
+    """A copy between the device and the host that failed: the step is lost, the model is as before it."""
+
+
 class SolverWarning(UserWarning):
     """A solve ended early because of what must not happen; its plan is the best that was found until then."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.errors import GraphError
-from graphs.ir import Graph, Op, Tensor
+from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.surroundings import Surroundings
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
@@ -50,7 +50,7 @@ class Copies:
 def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     """`graph` with a round trip for each tensor that the step makes and reads on the device and does not keep.
 
-    Tensors of less than ``LEAST_BYTES`` stay, unless the graph has only such.
+    States of generators stay. Tensors of less than ``LEAST_BYTES`` stay, unless the graph has only such.
 
     Raises:
         GraphError: the graph has choices already.
@@ -58,7 +58,8 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     if not graph.plain:
         raise GraphError("offload is added to a graph that has choices already: add it first, and once")
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
-    made = [t for t in made if graph.consumers[t.id]]
+    # What draws from a state writes it there first, and would have to wait for its copy.
+    made = [t for t in made if graph.consumers[t.id] and t.kind is not Kind.RANDOM_STATE]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
     ops, tensors = list(graph.ops), list(graph.tensors)
     for t in large or made:

@@ -12,10 +12,16 @@ from graphs.capture.lower import Capture
 from graphs.capture.program import Launches
 from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError
-from graphs.ir import Kind, check_plain
+from graphs.ir import Graph, Kind
+from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
+from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.codegen import compile_schedule
+from planner.runtime.copying import check_runnable
+from planner.runtime.cuda_channels import CudaChannels
+from planner.runtime.host_memory import HostMemory
+from planner.runtime.undo import undoing
 
 
 class Executor:
@@ -24,23 +30,39 @@ class Executor:
     Calling it with a batch returns the loss, in a tuple or dict if the step returns one with further tensors;
     the loss's ``backward()`` runs the backward pass and accumulates the gradients. Loss, gradients,
     buffers and random state are those of keeping everything, to the last bit.
+
+    Attributes:
+        channels: by which the schedule copies to the host and back; None where the graph does not offer that.
     """
 
-    def __init__(self, capture: Capture, schedule: Schedule, model: nn.Module, loss_fn: Callable[..., object] | None) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        schedule: Schedule,
+        model: nn.Module,
+        loss_fn: Callable[..., object] | None,
+        channels: Channels | None = None,
+    ) -> None:
         """Compile `schedule` for the captured step of `model`.
+
+        Args:
+            channels: to copy by; None for its own, where the graph offers copies.
 
         Raises:
             GraphError: the captured graph has choices that are not run.
             ScheduleError: the schedule does not run on the captured graph.
         """
-        check_plain(capture.graph)
+        check_runnable(capture.graph)
         simulate(capture.graph, schedule)
         self.graph = capture.graph
         self.program = capture.program
         self.signature = capture.signature
         self.schedule = schedule
-        self.code = compile_schedule(capture.graph, capture.program, schedule)
         self._step = TrainingStep(model, loss_fn)
+        self.channels = _channels(capture.graph, next(self._step.parameters()).device) if channels is None else channels
+        self.code = compile_schedule(capture.graph, capture.program, schedule, self.channels)
+        if self.channels is not None:
+            self.code = undoing(capture.graph, capture.program, self.code)
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = next(self._step.parameters()).device.type
@@ -62,6 +84,7 @@ class Executor:
 
         Raises:
             MismatchError: the batch or the model is not as it was when the step was captured.
+            CopyError: a copy to the host or back has failed; so does ``backward()``.
         """
         return self.run(self.check(*args, **kwargs))
 
@@ -168,6 +191,16 @@ class _Step(torch.autograd.Function):
         static = executor.restore(ctx, tangent)
         with torch.autocast(_device_type(static), enabled=False):
             return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+
+
+def _channels(graph: Graph, device: torch.device) -> Channels | None:
+    host = next((pool for pool in graph.pools if pool.name == HOST), None)
+    return None if host is None else open_channels(device, host.capacity_bytes)
+
+
+def open_channels(device: torch.device, host_bytes: int | None) -> Channels:
+    """Channels between `device` and so much of the host's memory, None for no limit. Several executors may share them."""
+    return CudaChannels(device, host_bytes) if device.type == "cuda" else ThreadChannels(HostMemory(host_bytes))
 
 
 def _other_grad(given: torch.Tensor) -> str:

@@ -1,0 +1,95 @@
+"""Copies between a CUDA device and the host: a stream for each direction, events, page-locked memory.
+
+Written with care, and not run on a GPU. What a copy uses on the device is held until the computation waits for it, so that
+the allocator never sees memory that a copy still reads or fills, and no ``record_stream`` is needed.
+"""
+
+from functools import partial
+
+import torch
+
+from graphs.capture.statics import allocated_bytes
+from planner.runtime.host_memory import HostMemory
+from planner.runtime.host_tensor import HostTensor, storage_bytes
+
+
+class CudaChannels:
+    """Channels of a CUDA device. Copies start no earlier than the present stream comes to where they are issued."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
+        """With `capacity_bytes` of the host's memory, None for no limit."""
+        self.memory = HostMemory(capacity_bytes, lock=partial(_page_locked, device))
+        self._device = device
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def out(self, tensor: torch.Tensor, *after: "StreamCopy") -> tuple[HostTensor, "StreamCopy"]:
+        """As ``Channels.out``."""
+        source = storage_bytes(tensor)
+        host = HostTensor(tensor, self.memory, allocated_bytes(len(source), tensor.device))
+        waits = (*after, *(copy for copy in host.waits_for if isinstance(copy, StreamCopy)))
+        copy = self._copied(self._out, source, host.values, waits, tensor)
+        host.copies.append(copy)
+        return host, copy
+
+    def back(self, host: HostTensor) -> tuple[torch.Tensor, "StreamCopy"]:
+        """As ``Channels.back``."""
+        tensor = host.on_device()
+        made = tuple(copy for copy in host.copies[:1] if isinstance(copy, StreamCopy))
+        copy = self._copied(self._back, host.values, storage_bytes(tensor), made, tensor)
+        host.copies.append(copy)
+        return tensor, copy
+
+    def wait(self, copy: "StreamCopy") -> None:
+        """As ``Channels.wait``; the host goes on."""
+        torch.cuda.current_stream(self._device).wait_event(copy.event)
+        copy.tensor = None
+
+    def _copied(
+        self,
+        stream: torch.cuda.Stream,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        waits: tuple["StreamCopy", ...],
+        tensor: torch.Tensor,
+    ) -> "StreamCopy":
+        present = torch.cuda.current_stream(self._device)
+        stream.wait_stream(present)
+        for copy in waits:
+            stream.wait_event(copy.event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return StreamCopy(stream.record_event(), tensor, present)
+
+
+class StreamCopy:
+    """A copy on a stream.
+
+    Attributes:
+        event: behind it.
+        tensor: what it uses on the device, until somebody has waited for it.
+    """
+
+    def __init__(self, event: torch.cuda.Event, tensor: torch.Tensor, computing: torch.cuda.Stream) -> None:
+        """Of `tensor`, whose memory goes back to the stream `computing`."""
+        self.event = event
+        self.tensor: torch.Tensor | None = tensor
+        self._computing = computing
+
+    def finish(self) -> None:
+        """As ``Copy.finish``: the host waits."""
+        self.event.synchronize()
+
+    def __del__(self) -> None:
+        if self.tensor is not None:  # a step that was dropped half way: its memory is not to be used again before
+            self._computing.wait_event(self.event)
+
+
+def _page_locked(device: torch.device, address: int, size_bytes: int) -> "partial[None]":
+    """Page-lock memory, to the byte, which PyTorch's own allocator would round up to a power of two; returns what undoes it."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    return partial(_unlock, device, address)
+
+
+def _unlock(device: torch.device, address: int) -> None:
+    torch.cuda.synchronize(device)  # a copy may be under way where a step was dropped
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

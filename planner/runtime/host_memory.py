@@ -1,0 +1,154 @@
+"""The host's memory that copies of tensors lie in: buffers kept from step to step, counted, and never more than allowed."""
+
+import math
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from graphs.errors import CopyError
+from graphs.units import format_bytes
+
+_PAGE_BYTES = 4096
+
+
+class Copy(Protocol):
+    """A copy that was issued, and may be under way."""
+
+    def finish(self) -> None:
+        """Return when it has ended.
+
+        Raises:
+            CopyError: it has failed.
+        """
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Bytes on the host.
+
+    Attributes:
+        size_bytes: as it was asked for.
+        values: uint8[size_bytes].
+        used_by: the copies that were issued with it.
+    """
+
+    size_bytes: int
+    values: torch.Tensor
+    used_by: Sequence[Copy] = ()
+
+
+class HostMemory:
+    """Buffers on the host, taken in the order in which copies are issued.
+
+    A buffer that is given back stays allocated, for the next that is wanted of its size: page-locked memory takes
+    milliseconds to allocate. It goes where another size needs the room.
+
+    Attributes:
+        peak_bytes: most in use at once so far.
+        allocated_bytes: of all buffers, in use or not.
+    """
+
+    def __init__(
+        self, capacity_bytes: int | None = None, *, lock: Callable[[int, int], Callable[[], object]] | None = None
+    ) -> None:
+        """Of at most `capacity_bytes`, None for what there is.
+
+        Args:
+            lock: page-locks so many bytes at an address, and returns what undoes that before they go.
+        """
+        self.capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
+        self.peak_bytes = self.allocated_bytes = self._used_bytes = 0
+        self._lock = lock
+        self._taking = Lock()
+        self._unused: defaultdict[int, list[Buffer]] = defaultdict(list)
+        # Tensors give their buffers back when they die, in whatever thread and place that is: nothing is locked there.
+        self._returned: deque[Buffer] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the buffers in use."""
+        with self._taking:
+            self._collect()
+            return self._used_bytes
+
+    def take(self, size_bytes: int) -> Buffer:
+        """A buffer; what was issued with it before may still be under way.
+
+        Raises:
+            CopyError: the host has no such memory, or may not take it.
+        """
+        with self._taking:
+            self._collect()
+            unused = self._unused[size_bytes]
+            buffer = unused.pop() if unused else self._allocated(size_bytes)
+            self._used_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+            return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Let others have `buffer`; from any thread."""
+        self._returned.append(buffer)
+
+    def _collect(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._used_bytes -= buffer.size_bytes
+            self._unused[buffer.size_bytes].append(buffer)
+
+    def _allocated(self, size_bytes: int) -> Buffer:
+        if self.allocated_bytes + size_bytes > self.capacity_bytes:
+            self._release(self.allocated_bytes + size_bytes - self.capacity_bytes)
+        if self.allocated_bytes + size_bytes > self.capacity_bytes:
+            raise CopyError(
+                f"a copy of {format_bytes(size_bytes)} finds {format_bytes(self._used_bytes)} of the host's memory in use, and "
+                f"the step may take {format_bytes(int(self.capacity_bytes))} of it: call backward() before the next forward "
+                "pass, or raise host_budget="
+            )
+        try:
+            values = self._new(size_bytes)
+        except (MemoryError, RuntimeError):
+            self._release(math.inf)
+            try:
+                values = self._new(size_bytes)
+            except (MemoryError, RuntimeError) as error:
+                raise CopyError(
+                    f"the host has no memory for a copy of {format_bytes(size_bytes)}, beside {format_bytes(self._used_bytes)} "
+                    f"that the step has there ({error}): free some, or lower host_budget="
+                ) from error
+        self.allocated_bytes += size_bytes
+        return Buffer(size_bytes, values)
+
+    def _new(self, size_bytes: int) -> torch.Tensor:
+        # Not PyTorch's allocator: on the CPU that is the device. Whole pages, which can be locked one by one.
+        pages_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        whole = np.empty(pages_bytes + _PAGE_BYTES, dtype=np.uint8)
+        start = -whole.ctypes.data % _PAGE_BYTES
+        if self._lock is not None:
+            weakref.finalize(whole, self._lock(whole.ctypes.data + start, pages_bytes))
+        return torch.from_numpy(whole[start : start + size_bytes])
+
+    def _release(self, size_bytes: float) -> None:
+        """Let go of unused buffers, the largest first, until so much is free or none is left."""
+        for size in sorted(self._unused, reverse=True):
+            buffers = self._unused[size]
+            while buffers and size_bytes > 0:
+                for copy in buffers.pop().used_by:
+                    ended(copy)
+                self.allocated_bytes -= size
+                size_bytes -= size
+            if not buffers:
+                del self._unused[size]
+
+
+def ended(copy: Copy) -> None:
+    """Wait for `copy`, which may have failed: who needs what it makes hears of that."""
+    try:
+        copy.finish()
+    except CopyError:
+        return

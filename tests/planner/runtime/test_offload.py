@@ -1,0 +1,233 @@
+"""Schedules that copy to the host and back: the bits of eager PyTorch, and the bytes that were predicted, here and there."""
+
+import gc
+import re
+import threading
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture
+from graphs.ir import Kind
+from graphs.options.offload import without_copies
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.simulate import simulate
+from planner.api import measured_peak, with_times
+from planner.runtime import channels
+from planner.runtime.executor import Executor
+from planner.runtime.host_memory import HostMemory
+from planner.solving import solve
+from solvers.policies.store_all import store_all
+from tests.support.adamw import assert_same, train
+from tests.support.budgets import on_the_way
+from tests.support.copies import copying_step, offering, with_random_copies
+from tests.support.steps import STEPS, make, random_schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
+    workload = make(name)
+    captured = with_times(capture(*workload), *workload, passes=1)
+    offered = offering(captured)
+    eager = train(workload, None)
+    tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
+    step = TrainingStep(workload.model, workload.loss_fn)
+    schedules = []
+    for budget in on_the_way(captured.graph, 0.6, 0.1):
+        # Over a fast link: copies are worth it on any machine.
+        plan = solve(offered.graph, budget, tolerance=0.05, time_limit_s=5.0)
+        assert simulate(offered.graph, plan.schedule).peak_bytes == plan.peak_bytes <= budget
+        schedules.append(plan.schedule)
+    schedules.append(with_random_copies(offered.graph, random_schedule(captured.graph, 1), 1))
+    schedules += (with_random_copies(offered.graph, store_all(captured.graph), seed) for seed in range(2, 4))
+    copies = 0
+    for schedule in schedules:
+        predicted = simulate(offered.graph, schedule)
+        executor = Executor(offered, schedule, workload.model, workload.loss_fn)
+        gc.collect()  # old optimizers must not go while it is measured
+        measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+        # The gradient of the loss is counted throughout, and comes with the backward pass.
+        assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
+        assert executor.channels is not None
+        assert executor.channels.memory.peak_bytes == predicted.pool_peaks_bytes[1]
+        assert executor.channels.memory.used_bytes == 0
+        assert_same(eager, train(workload, (offered, schedule)))
+        copies += sum(op >= len(captured.graph.ops) for op in schedule.computed)
+    assert copies > 0
+
+
+def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = set()
+
+    def slow(target: Any, source: Any) -> None:
+        makers.add(threading.current_thread().name)
+        time.sleep(0.001)
+        target[:] = source
+
+    monkeypatch.setattr(np, "copyto", slow)
+    for name in ("mutated", "tied"):
+        workload = make(name)
+        offered = offering(capture(*workload))
+        eager = train(workload, None)
+        for seed in range(3):
+            schedule = with_random_copies(offered.graph, store_all(capture(*workload).graph), seed)
+            assert_same(eager, train(workload, (offered, schedule)))
+    assert makers == {"planner: device to host", "planner: host to device"}
+
+
+def test_nothing_waits_before_it_must() -> None:
+    _, _, executor = copying_step("gpt2_sdpa", 2)
+    lines = [line.strip() for line in executor.code.source.splitlines()]
+    made_by = {m[2]: m[1] for line in lines if (m := re.match(r"(t\d+|_), (c\d+) = channels.back", line))}
+    waits = Counter(line for line in lines if line.startswith("channels.wait"))
+    assert max(waits.values()) == 1 and made_by
+    for i, line in enumerate(lines):
+        if (m := re.match(r"channels.wait\((c\d+)\)", line)) is None:
+            continue
+        (name,) = m.groups()
+        # What follows the waits is the reader of what was copied in, or the end of what was copied.
+        behind = next(line for line in lines[i + 2 :] if not line.startswith(("channels.wait", "del c", "with lock")))
+        issued = next(line for line in lines if f", {name} = channels." in line)
+        tensor = made_by.get(name) or re.search(r"channels.out\((t\d+)", issued)[1]  # type: ignore[index]
+        assert re.search(rf"\b{tensor}\b", behind) and (name in made_by or behind == f"del {tensor}")
+
+
+def test_states_of_generators_stay_on_the_device() -> None:
+    captured = capture(*make("gpt2_written"))
+    states = {t.id for t in captured.graph.tensors if t.kind is Kind.RANDOM_STATE and t.size_bytes}
+    _, copies = without_copies(offering(captured).graph)
+    assert states and copies is not None and states.isdisjoint(copies.trips)
+
+
+def test_the_host_holds_no_more_than_it_may() -> None:
+    offered, schedule, _ = copying_step("gpt2_written", 3)
+    most = simulate(offered.graph, schedule).pool_peaks_bytes[1]
+    workload = make("gpt2_written")
+    limited = offering(capture(*workload), host_bytes=most)
+    executor = Executor(limited, schedule, workload.model, workload.loss_fn)
+    for _ in range(3):
+        executor(*workload.batch).backward()
+        assert executor.channels is not None
+        assert executor.channels.memory.peak_bytes == most >= executor.channels.memory.allocated_bytes
+    assert_same(train(workload, None), train(workload, (limited, schedule)))
+
+
+def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, executor = copying_step("gpt2_sdpa", 1)
+    workload = make("gpt2_sdpa")
+    executor(*workload.batch).backward()
+    memory = executor.channels.memory  # type: ignore[union-attr]
+    held = memory.allocated_bytes
+    monkeypatch.setattr(HostMemory, "_new", None)  # nothing is allocated any more
+    for _ in range(3):
+        executor(*workload.batch).backward()
+    assert memory.allocated_bytes == held and memory.used_bytes == 0
+
+
+def test_two_forwards_before_one_backward() -> None:
+    _, _, step = copying_step("resnet18", 1)
+    workload = make("resnet18")
+    both = step(*workload.batch) + 2 * step(*workload.batch)
+    both.backward()
+    planned = [p.grad for p in step._step.parameters()]
+    first, second = (workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]) for _ in range(2))
+    (first + 2 * second).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(planned, workload.model.parameters(), strict=True))
+    assert all(map(torch.equal, step._step.buffers(), workload.model.buffers()))
+
+
+def test_a_loss_that_is_dropped_leaves_nothing() -> None:
+    _, _, step = copying_step("unet", 1)
+    batch = make("unet").batch
+    step(*batch)
+    memory = step.channels.memory  # type: ignore[union-attr]
+    held = memory.allocated_bytes
+    for _ in range(5):
+        loss = step(*batch)
+        used = memory.used_bytes
+        alive = [weakref.ref(value) for value in loss.grad_fn.alive if isinstance(value, torch.Tensor)]
+        del loss
+        assert used > memory.used_bytes == 0
+        assert alive and not any(ref() is not None for ref in alive)
+    assert memory.allocated_bytes == held
+
+
+def test_several_threads_may_step_one_plan() -> None:
+    _, _, step = copying_step("tied", 3)
+    batch = make("tied").batch
+    parameters = list(step._step.parameters())
+    expected = torch.autograd.grad(step(*batch), parameters)
+    wrong = []
+
+    def steps() -> None:
+        for _ in range(20):
+            found = torch.autograd.grad(step(*batch), parameters)
+            wrong.extend(not torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+    threads = [threading.Thread(target=steps) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 60 * len(parameters) and not any(wrong)
+    assert step.channels.memory.used_bytes == 0  # type: ignore[union-attr]
+
+
+def test_threads_end_with_the_step() -> None:
+    _, _, step = copying_step("tied", 3)
+    step(*make("tied").batch).backward()
+    threads = [channel._thread for channel in (step.channels._out, step.channels._back)]  # type: ignore[union-attr]
+    assert all(thread.is_alive() for thread in threads)
+    del step
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_layouts_come_back_as_they_were() -> None:
+    memory = HostMemory()
+    copies = channels.ThreadChannels(memory)
+    whole = torch.arange(60, dtype=torch.int16)
+    for tensor in (whole.view(3, 4, 5).permute(2, 0, 1), whole[7:31:2], torch.randn(3, dtype=torch.complex64), torch.tensor(2.5)):
+        host, out = copies.out(tensor)
+        copies.wait(out)
+        found, back = copies.back(host)
+        copies.wait(back)
+        assert torch.equal(found, tensor) and found.dtype == tensor.dtype and found.stride() == tensor.stride()
+        assert found.storage_offset() == tensor.storage_offset()
+        assert torch.equal(channels.storage_bytes(found), channels.storage_bytes(tensor))
+        assert found.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        del host
+    assert memory.used_bytes == 0 < memory.peak_bytes == 120
+
+
+def test_a_copy_waits_for_the_one_that_makes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(target: Any, source: Any) -> None:
+        time.sleep(0.002)
+        target[:] = source
+
+    monkeypatch.setattr(np, "copyto", slow)
+    workload = make("tied")
+    captured = capture(*workload)
+    offered = offering(captured)
+    _, copies = without_copies(offered.graph)
+    assert copies is not None
+    steps: list[Step] = []
+    for step in store_all(captured.graph).steps:
+        steps.append(step)
+        made = offered.graph.ops[step.op].outputs if isinstance(step, Compute) else ()
+        for t in copies.trips.keys() & set(made):
+            out, back, host = copies.trips[t].out_op, copies.trips[t].in_op, copies.trips[t].host_tensor
+            # Back, and out again into other memory, before anything has read it.
+            steps += (Compute(out), Free(t), Compute(back), Free(host), Compute(out), Free(t), Compute(back), Free(host))
+    schedule = Schedule(tuple(steps))
+    simulate(offered.graph, schedule)
+    assert_same(train(workload, None), train(workload, (offered, schedule)))

@@ -1,0 +1,83 @@
+"""Schedules that copy tensors to the host and back wherever it is allowed."""
+
+from dataclasses import replace
+from random import Random
+
+from graphs.capture.lower import Capture
+from graphs.capture.trace import capture
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.offload import without_copies
+from graphs.options.surroundings import Surroundings
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.simulate import simulate
+from planner.runtime.executor import Executor
+from solvers.policies.store_all import store_all
+from tests.support.steps import make
+
+
+def offering(captured: Capture, *, host_bytes: int | None = None) -> Capture:
+    """`captured` with round trips to the host, over a link that is faster than any."""
+    return replace(captured, graph=with_options(captured.graph, ["offload"], Surroundings(1e12, host_bytes)))
+
+
+def copying_step(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:
+    """The step `name` with round trips, a schedule that makes some at random, and what runs it on a model of its own."""
+    workload = make(name)
+    captured = capture(*workload)
+    offered = offering(captured)
+    schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
+    return offered, schedule, Executor(offered, schedule, workload.model, workload.loss_fn)
+
+
+def with_random_copies(offered: Graph, schedule: Schedule, seed: int) -> Schedule:
+    """`schedule` with copies out and back at random, judged: `offered` is its graph with the option offload.
+
+    Copies out wait, are made twice and for nothing; copies in are early or just in time; what is on the host goes while it
+    is being read, or stays to the end.
+    """
+    random = Random(seed)
+    _, copies = without_copies(offered)
+    assert copies is not None
+    trips = copies.trips
+    steps: list[Step] = []
+    there: set[int] = set()  # on the device
+    sent: set[int] = set()  # on the host
+
+    def fetch(t: int) -> None:
+        steps.append(Compute(trips[t].in_op))
+        there.add(t)
+        if random.random() < 0.3:
+            forget(t)
+
+    def send(t: int) -> None:
+        steps.append(Compute(trips[t].out_op))
+        sent.add(t)
+
+    def forget(t: int) -> None:
+        steps.append(Free(trips[t].host_tensor))
+        sent.remove(t)
+
+    for step in schedule.steps:
+        if isinstance(step, Free):
+            if step.tensor in there:
+                steps.append(step)
+                there.remove(step.tensor)
+            if step.tensor in sent and random.random() < 0.8:
+                forget(step.tensor)
+            continue
+        op = offered.ops[step.op]
+        for t in sorted(sent - there):
+            if t in op.inputs or random.random() < 0.05:
+                fetch(t)
+        steps.append(step)
+        there.update(op.outputs)
+        for t in sorted(there & trips.keys()):
+            if random.random() < (0.02 if t in sent else 0.1):
+                send(t)
+            if t in sent and random.random() < 0.3:
+                steps.append(Free(t))
+                there.remove(t)
+    found = Schedule(tuple(steps))
+    simulate(offered, found)
+    return found

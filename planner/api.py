@@ -16,6 +16,8 @@ from graphs.cost.replay import RealStep, with_real_sizes, written_by
 from graphs.cost.roofline import model_times
 from graphs.ir import Graph
 from graphs.plan import Plan
+from graphs.pools import HOST
+from planner.choices import with_recorded
 from planner.plan_check import check_sizes
 from planner.runtime import measure
 from planner.runtime.executor import Executor
@@ -122,6 +124,7 @@ class RunReport:
         measured_peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included;
             optimizer state and old gradients are added as planned, they are not made here.
         reserved_bytes: what the CUDA allocator held; None on the CPU.
+        predicted_host_bytes, measured_host_bytes: most on the host of what was copied there; None for a plan without copies.
         measured_time_s: median of a forward and backward pass.
         measured_ratio, predicted_ratio: time as a multiple of keeping everything in this executor.
         eager_ratio: time of plain PyTorch as a multiple of the same.
@@ -135,6 +138,8 @@ class RunReport:
     predicted_peak_bytes: int
     measured_peak_bytes: int
     reserved_bytes: int | None
+    predicted_host_bytes: int | None
+    measured_host_bytes: int | None
     predicted_time_s: float
     measured_time_s: float
     predicted_ratio: float
@@ -177,7 +182,8 @@ def run(
         name=str(provenance.get("model", "")),
     )
     check_sizes(captured.graph, plan)
-    planned = Executor(captured, plan.schedule, model, loss_fn)
+    offered = replace(captured, graph=with_recorded(captured.graph, plan.settings))
+    planned = Executor(offered, plan.schedule, model, loss_fn)
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)
     written = written_by(captured, eager, batch)
@@ -197,6 +203,8 @@ def run(
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=memory.peak_bytes,
         reserved_bytes=memory.reserved_bytes,
+        predicted_host_bytes=plan.pool_peaks_bytes.get(HOST),
+        measured_host_bytes=None if planned.channels is None else planned.channels.memory.peak_bytes,
         predicted_time_s=plan.time_s,
         measured_time_s=times["planned"],
         predicted_ratio=1 + plan.overhead,

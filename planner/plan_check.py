@@ -34,10 +34,7 @@ def check_plan(graph: Graph, plan: Plan) -> Simulation:
         )
     simulation = simulate(graph, plan.schedule)
     wrong = figure_differences(plan, simulation)
-    others = {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}
-    if plan.pool_peaks_bytes != others:
-        wrong.append(f"peaks of {dict(plan.pool_peaks_bytes)} in other pools than the device's, but its schedule has {others}")
-    if wrong:
+    if wrong := [*wrong, *_other_peaks(plan, graph, simulation)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
     return simulation
 
@@ -77,26 +74,31 @@ def refuse_choices(plan: Plan, what: str) -> None:
 def check_sizes(graph: Graph, plan: Plan) -> None:
     """Check `plan` on the graph of a captured step, whose times and workspaces are not measured.
 
+    Args:
+        graph: without the options that `plan` was solved with.
+
     Raises:
         MismatchError: the plan is for another graph; its peak, or that without recomputation, is lower than what tensors
             take without any workspace; or its times and its bound contradict each other or the schedule.
         ScheduleError: its schedule does not run on the graph.
     """
-    refuse_choices(plan, "run")
-    check_same_graph(plan.graph, summarize(graph))
+    offered = with_recorded(graph, plan.settings)
+    check_same_graph(plan.graph, summarize(offered))
     more_bytes = plan.graph.static_bytes - graph.static_bytes
+    found = simulate(offered, plan.schedule)
     peaks = (
-        ("a peak", plan.peak_bytes, plan.schedule),
-        ("a peak without recomputation", plan.graph.store_all_peak_bytes, store_all(graph)),
+        ("a peak", plan.peak_bytes, found.peak_bytes),
+        ("a peak without recomputation", plan.graph.store_all_peak_bytes, simulate(graph, store_all(graph)).peak_bytes),
     )
-    for what, said_bytes, schedule in peaks:
-        least_bytes = simulate(graph, schedule).peak_bytes + more_bytes
+    for what, said_bytes, found_bytes in peaks:
+        least_bytes = found_bytes + more_bytes
         if least_bytes > said_bytes:
             raise MismatchError(
                 f"the plan says {what} of {_exact(said_bytes)}, but its tensors alone take {_exact(least_bytes)}: its file was "
                 "edited; solve again"
             )
-    if wrong := [*_time_differences(plan, plan.recomputed), *_bound_differences(plan, plan.time_s)]:
+    wrong = [*_other_peaks(plan, offered, found), *_time_differences(plan, plan.recomputed + plan.copied)]
+    if wrong := [*wrong, *_bound_differences(plan, plan.time_s)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
 
 
@@ -117,13 +119,20 @@ def figure_differences(plan: Plan, simulation: Simulation) -> list[str]:
     return [*found, *_bound_differences(plan, simulation.time_s)]
 
 
+def _other_peaks(plan: Plan, graph: Graph, simulation: Simulation) -> list[str]:
+    others = {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}
+    if plan.pool_peaks_bytes == others:
+        return []
+    return [f"peaks of {dict(plan.pool_peaks_bytes)} in other pools than the device's, but its schedule has {others}"]
+
+
 def _time_differences(plan: Plan, again: int) -> list[str]:
-    """What is wrong with the times that `plan` says of a schedule which executes so many ops again."""
+    """What is wrong with the times that `plan` says of a schedule which executes so many ops again, or copies."""
     said = f"a step time of {plan.time_s!r} s, and {plan.graph.time_s!r} s without recomputation"
     if plan.time_s < plan.graph.time_s * (1 - _ROUNDING):
         return [said]
     if not again and not _same_time(plan.time_s, plan.graph.time_s):
-        return [f"{said}, but its schedule executes nothing again"]
+        return [f"{said}, but its schedule executes nothing again, and copies nothing"]
     return []
 
 

@@ -101,6 +101,8 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "predicted_peak_bytes": report.predicted_peak_bytes,
         "measured_peak_bytes": report.measured_peak_bytes,
         "reserved_bytes": report.reserved_bytes,
+        "predicted_host_bytes": report.predicted_host_bytes,
+        "measured_host_bytes": report.measured_host_bytes,
         "predicted_time_s": report.predicted_time_s,
         "measured_time_s": report.measured_time_s,
         "predicted_ratio": report.predicted_ratio,
@@ -119,6 +121,8 @@ def run_text(report: "RunReport") -> str:
         ("step time", format_seconds(report.predicted_time_s), format_seconds(report.measured_time_s)),
         ("times keeping everything", f"{report.predicted_ratio:.4f}", f"{report.measured_ratio:.4f}"),
     ]
+    if report.predicted_host_bytes is not None and report.measured_host_bytes is not None:
+        rows.insert(1, ("host memory", format_bytes(report.predicted_host_bytes), format_bytes(report.measured_host_bytes)))
     within = "within" if report.measured_peak_bytes <= report.budget_bytes else "OVER"
     over = 100 * (report.measured_ratio / report.eager_ratio - 1)
     reserved = "" if report.reserved_bytes is None else f"; the allocator held {format_bytes(report.reserved_bytes)}"

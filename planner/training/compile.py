@@ -1,7 +1,7 @@
 """Training by a plan: one call that traces, measures, solves and compiles a step."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,9 +11,11 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
+from planner.choices import choices_of
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
 from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.executor import open_channels
 from planner.runtime.graphed_step import Recorder
 from planner.runtime.measure import device_name
 from planner.solving import budget_in_bytes, solve
@@ -39,6 +41,9 @@ def compile(  # noqa: A001
     time_limit_s: float = 60.0,
     passes: int = 5,
     reorder: bool | None = None,
+    options: Sequence[str] = (),
+    link: str | float | None = None,
+    host_budget: str | int | None = None,
     cache: str | os.PathLike[str] | None = None,
     dynamic: bool = False,
     max_plans: int = 32,
@@ -64,6 +69,8 @@ def compile(  # noqa: A001
             inputs, gradients and optimizer state included.
         solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``, which ends within the tolerance or when its
             time is up, with the best schedule so far.
+        options, link, host_budget: as in ``solve``: with ``options=["offload"]`` tensors also go to the host and come back. On
+            several processes each takes as much of the host's memory: `host_budget` is in bytes, or ``8GB``, there.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
         dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
@@ -93,10 +100,18 @@ def compile(  # noqa: A001
         raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
+    channels, asked = None, {}
+    if (choices := choices_of(options, link, host_budget)) is not None:
+        _check_copies(wrapper, host_budget, kernels, dynamic=dynamic, cuda_graph=cuda_graph)
+        around = choices.surroundings
+        channels = open_channels(next(wrapper.module.parameters()).device, around.host_bytes)
+        solved = partial(solved, options=choices.options, link=around.link_bytes_per_s, host_budget=around.host_bytes)
+        asked = {"host_budget": around.host_bytes if _is_amount(host_budget) else host_budget}
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
-    make_compiler = _compiler_of(kernels, dynamic=dynamic)
-    compiler = make_compiler(wrapper, loss_fn, optimizer, accumulate, passes, solved_here, recorder, compare_eager=compare_eager)
+    compiler = _compiler_of(kernels, dynamic=dynamic)(
+        wrapper, loss_fn, optimizer, accumulate, passes, solved_here, recorder, compare_eager=compare_eager, channels=channels
+    )
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
     if dynamic and cache is not None:
@@ -113,9 +128,8 @@ def compile(  # noqa: A001
     def make(batch: Batch, budget: str | int) -> PlannedStep:
         if dynamic:
             return DynamicStep(compiler, batch, budget, max_plans=max_plans)
-        return _planned(
-            compiler, batch, budget, cache, {**solved.keywords, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
-        )
+        made_with = {**solved.keywords, **asked, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
+        return _planned(compiler, batch, budget, cache, made_with)
 
     if replan:
         return ReplannedStep(make, as_leaves(batch), budget, max_plans=max_plans)
@@ -189,6 +203,25 @@ def _compiler_of(kernels: str, *, dynamic: bool) -> type[Compiler]:
     from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
     return InductorCompiler
+
+
+def _check_copies(wrapper: Unwrapped, host_budget: str | int | None, kernels: str, *, dynamic: bool, cuda_graph: bool) -> None:
+    if kernels != "eager":
+        raise PlannerError(f"plans over kernels={kernels!r} have no copies to the host yet: leave out options=, or kernels=")
+    if dynamic:
+        raise PlannerError("plans for varying sizes have no copies to the host yet: leave out options=, or dynamic=True")
+    if cuda_graph:
+        raise PlannerError("a CUDA graph does not hold copies to the host yet: leave out options=, or cuda_graph=True")
+    if type(wrapper) is not Unwrapped and not _is_amount(host_budget):
+        raise PlannerError(
+            f"host_budget is {host_budget!r}, a part of the host's free memory, and each of several processes would take as "
+            "much: say how much each may take, as host_budget='8GB'"
+        )
+
+
+def _is_amount(host_budget: str | int | None) -> bool:
+    """Whether it is one however much of the host's memory is free."""
+    return host_budget is not None and not (isinstance(host_budget, str) and host_budget.strip().endswith("%"))
 
 
 def _as_bytes(budget: str | int) -> str | int:

@@ -11,9 +11,12 @@ from graphs.capture.trace import capture
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.plan import Plan
+from graphs.pools import HOST
 from graphs.units import format_bytes
 from planner.api import measured_peak, with_times
+from planner.choices import with_recorded
 from planner.distributed.wrappers import Unwrapped
+from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.solving import check_same_graph, summarize
@@ -37,6 +40,7 @@ class Compiler:
         solved: solves a graph for a budget.
         recorder: makes what records a step, to be replayed; None: steps run op by op.
         compare_eager: whether steps are run beside eager PyTorch.
+        channels: by which all its steps copy to the host and back; None where no graph offers that.
     """
 
     wrapper: Unwrapped
@@ -47,6 +51,7 @@ class Compiler:
     solved: Callable[[Graph, str | int], Plan]
     recorder: Callable[[], Recorder] | None = None
     compare_eager: bool = True
+    channels: Channels | None = None
 
     def capture(self, batch: Batch) -> Capture:
         """The step on `batch`, run once with everything kept; its times are not measured."""
@@ -111,9 +116,15 @@ class Compiler:
 
         Raises:
             MismatchError, ScheduleError: it is not one for this step.
-            BudgetError: its measured peak is over its budget here.
+            BudgetError: its measured peak is over its budget here, or it takes more of the host's memory than it may.
         """
-        check_same_graph(plan.graph, summarize(captured.graph))
+        check_same_graph(plan.graph, summarize(with_recorded(captured.graph, plan.settings)))
+        host_bytes = plan.pool_peaks_bytes.get(HOST, 0)
+        if self.channels is not None and host_bytes > self.channels.memory.capacity_bytes:
+            raise BudgetError(
+                f"it takes {format_bytes(host_bytes)} of the host's memory, and may take "
+                f"{format_bytes(int(self.channels.memory.capacity_bytes))} here"
+            )
         executor, peak_bytes = self._executor(captured, batch, plan)
         if peak_bytes > plan.budget_bytes:
             raise BudgetError(
@@ -132,7 +143,8 @@ class Compiler:
         return plan
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
-        executor = Executor(captured, plan.schedule, self.wrapper.module, self.loss_fn)
+        offered = replace(captured, graph=with_recorded(captured.graph, plan.settings))
+        executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
         step = TrainingStep(self.wrapper.module, self.loss_fn)
         if self.recorder is None:
             return executor, measured_peak(captured, executor, step, batch).peak_bytes

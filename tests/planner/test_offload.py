@@ -141,9 +141,19 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
         check_with_its_graph(replace(plan, settings={**plan.settings, "link_bytes_per_s": "fast"}), plan_file)
 
 
-def test_such_plans_are_not_run_or_shown_yet(step: Graph) -> None:
+def test_such_plans_are_not_shown_yet(step: Graph) -> None:
     plan = solve(step, "60%", options=["offload"], link=50e9, time_limit_s=5)
     with pytest.raises(PlannerError, match=r"solved with the options \['offload'\]"):
         Timeline(step, plan)
-    with pytest.raises(PlannerError, match=r"solved with the options \['offload'\]"):
-        api.check_sizes(step, plan)
+
+
+def test_what_such_plans_say_is_checked_before_they_run(step: Graph) -> None:
+    plan = solve(step, "60%", options=["offload"], link=50e9, time_limit_s=5)
+    api.check_sizes(step, plan)
+    for wrong, why in (
+        (replace(plan, pool_peaks_bytes={HOST: 1}), "in other pools"),
+        (replace(plan, peak_bytes=plan.peak_bytes // 2), "a peak of"),
+        (replace(plan, settings={}), "the plan is for another graph"),
+    ):
+        with pytest.raises(MismatchError, match=why):
+            api.check_sizes(step, wrong)

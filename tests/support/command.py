@@ -46,4 +46,6 @@ class FakeReport:
     measured_ratio: float = 1.2
     eager_ratio: float = 1.05
     reserved_bytes: int | None = None
+    predicted_host_bytes: int | None = None
+    measured_host_bytes: int | None = None
     eager_differences: tuple[str, ...] = ()

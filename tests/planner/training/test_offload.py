@@ -1,0 +1,172 @@
+"""``planner.compile(..., options=["offload"])``, and what it goes with."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from graphs.errors import CopyError, PlannerError
+from graphs.io.formats import read_plan, write_plan
+from graphs.pools import HOST
+from graphs.zoo import Workload, build
+from planner.runtime.executor import Executor
+from planner.training import compile as train
+from tests.support.command import call
+from tests.support.steps import make
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+_FAST: dict[str, Any] = {"options": ["offload"], "link": 1e12}
+
+
+def executor(step: planner.PlannedStep) -> Executor:
+    assert isinstance(step._run, Executor)
+    return step._run
+
+
+def compiled(workload: Workload, **options: Any) -> planner.PlannedStep:
+    return planner.compile(*workload, **{"budget": "75%", "passes": 1, "time_limit_s": 10.0, **_FAST, **options})
+
+
+def small() -> Workload:
+    torch.manual_seed(0)
+    return build("mlp", batch=64, layers=6, width=32, classes=3)
+
+
+def test_compile_is_one_call() -> None:
+    workload = make("gpt2_written")
+    step = compiled(workload, host_budget="1GB")
+    plan = step.plan
+    assert plan.copied and plan.settings["options"] == ["offload"]
+    assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= plan.budget_bytes
+    assert plan.eager is not None and plan.eager.identical
+    assert executor(step).channels.memory.peak_bytes == plan.pool_peaks_bytes[HOST] > 0  # type: ignore[union-attr]
+    torch.manual_seed(3)
+    loss = step(*workload.batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in workload.model.named_parameters()}
+    state = torch.get_rng_state()
+    workload.model.zero_grad()
+    torch.manual_seed(3)
+    expected = workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1])
+    expected.backward()
+    assert torch.equal(loss, expected) and torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(gradients[name], p.grad) for name, p in workload.model.named_parameters())
+
+
+def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiled(small(), cache=tmp_path, host_budget="1GB")
+    plain = compiled(small(), cache=tmp_path, options=(), link=None)
+    slower = compiled(small(), cache=tmp_path, host_budget="1GB", link="1GB/s")
+    less = compiled(small(), cache=tmp_path, host_budget="2GB")
+    assert len(list(tmp_path.iterdir())) == 4
+
+    def solve_again(*_: object, **__: object) -> None:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr(train, "solve", solve_again)
+    for step, options in (
+        (first, {"host_budget": 10**9}),
+        (plain, {"options": (), "link": None}),
+        (slower, {"host_budget": "1000MB", "link": 1e9}),
+        (less, {"host_budget": "2GB"}),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert compiled(small(), cache=tmp_path, **options).plan == step.plan
+    assert first.plan.copied and not plain.plan.copied
+
+
+def test_a_kept_plan_that_takes_too_much_of_the_host_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = compiled(small(), cache=tmp_path).plan
+    assert compiled(small(), cache=tmp_path).plan == kept
+    free_bytes = 2 * kept.pool_peaks_bytes[HOST] - 2
+    monkeypatch.setattr("planner.choices.psutil.virtual_memory", lambda: type("Memory", (), {"available": free_bytes}))
+    with pytest.warns(UserWarning, match=r"it takes .* of the host's memory, and may take .* here"):
+        again = compiled(small(), cache=tmp_path)
+    assert again.plan.pool_peaks_bytes[HOST] <= free_bytes // 2
+
+
+def test_a_kept_plan_that_was_edited_is_made_again(tmp_path: Path) -> None:
+    plan = compiled(small(), cache=tmp_path).plan
+    (file,) = tmp_path.iterdir()
+    for edited, why in (
+        (replace(plan, pool_peaks_bytes={HOST: 1}), "in other pools"),
+        (replace(plan, settings={**plan.settings, "options": []}), "the plan is for another graph"),
+        (replace(plan, settings={**plan.settings, "options": ["compress"]}), "there is no option 'compress'"),
+    ):
+        write_plan(edited, file)
+        with pytest.warns(UserWarning, match=f"cannot be used and is made again: .*{why}"):
+            compiled(small(), cache=tmp_path)
+        assert read_plan(file).pool_peaks_bytes[HOST] > 1
+
+
+def test_replanned_steps_share_the_hosts_memory() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.scale = small().model, 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x * self.scale)
+
+    workload = small()
+    model = Scaled()
+    step = compiled(Workload(model, workload.loss_fn, workload.batch), replan=True)
+    found = []
+    for scale in (1.0, 2.0, 1.0):
+        model.scale = scale
+        torch.manual_seed(1)
+        loss = step(*workload.batch)
+        loss.backward()
+        torch.manual_seed(1)
+        assert torch.equal(loss, workload.loss_fn(model(workload.batch[0]), workload.batch[1]))
+        found.append((step.plan, executor(step).channels))  # type: ignore[arg-type]
+    assert found[0][1] is found[1][1] is found[2][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dynamic": True}, "plans for varying sizes have no copies to the host yet: leave out options=, or dynamic=True"),
+        ({"options": ["compress"]}, "there is no option 'compress': choose of offload"),
+        ({"options": ()}, "link given, but no option that copies"),
+        ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),
+    ],
+)
+def test_what_it_does_not_go_with(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlannerError, match=message):
+        compiled(small(), **options)
+
+
+def test_a_host_without_memory_is_an_error_of_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("planner.runtime.host_memory.HostMemory._new", none)
+    workload = small()
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    with pytest.raises(CopyError, match="the host has no memory for a copy"):
+        compiled(workload)
+    assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
+
+
+def test_the_commands_solve_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "zoo:mlp,batch=64,layers=6,width=32,classes=3"
+    graph_file, plan_file = tmp_path / "graph.json", tmp_path / "plan.json"
+    assert call(capsys, "trace", model, "-o", graph_file, "--quiet").code == 0
+    asked = ("--options", "offload", "--link", "1000GB/s", "--host-budget", "1GB", "--time-limit", "10", "--quiet")
+    assert call(capsys, "solve", graph_file, "--budget", "60%", *asked, "-o", plan_file).code == 0
+    plan = read_plan(plan_file)
+    assert plan.copied
+    said = call(capsys, "run", plan_file, "--model", model, "--repeats", "1", "--json", "--quiet")
+    assert said.code == 0, said.err
+    data = json.loads(said.out)
+    assert data["identical"] and data["measured_peak_bytes"] <= data["budget_bytes"]
+    assert data["predicted_host_bytes"] == data["measured_host_bytes"] == plan.pool_peaks_bytes[HOST] > 0
+    assert "host memory" in call(capsys, "run", plan_file, "--model", model, "--repeats", "1", "--quiet").out

@@ -4,12 +4,13 @@ Written with care, and not run on a GPU. What a copy uses on the device is held 
 the allocator never sees memory that a copy still reads or fills, and no ``record_stream`` is needed.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 
 from graphs.capture.statics import allocated_bytes
-from planner.runtime.host_memory import HostMemory
+from planner.runtime.host_memory import Copy, HostMemory
 from planner.runtime.host_tensor import HostTensor, storage_bytes
 
 
@@ -26,18 +27,14 @@ class CudaChannels:
         """As ``Channels.out``."""
         source = storage_bytes(tensor)
         host = HostTensor(tensor, self.memory, allocated_bytes(len(source), tensor.device))
-        waits = (*after, *(copy for copy in host.waits_for if isinstance(copy, StreamCopy)))
-        copy = self._copied(self._out, source, host.values, waits, tensor)
-        host.copies.append(copy)
-        return host, copy
+        events = [copy.event for copy in after]
+        return host, self._copied(self._out, source, host.values, [*events, *_events(host.waits_for)], host, tensor)
 
     def back(self, host: HostTensor) -> tuple[torch.Tensor, "StreamCopy"]:
         """As ``Channels.back``."""
         tensor = host.on_device()
-        made = tuple(copy for copy in host.copies[:1] if isinstance(copy, StreamCopy))
-        copy = self._copied(self._back, host.values, storage_bytes(tensor), made, tensor)
-        host.copies.append(copy)
-        return tensor, copy
+        made = _events(host.copies[:1])
+        return tensor, self._copied(self._back, host.values, storage_bytes(tensor), made, host, tensor)
 
     def wait(self, copy: "StreamCopy") -> None:
         """As ``Channels.wait``; the host goes on."""
@@ -49,20 +46,34 @@ class CudaChannels:
         stream: torch.cuda.Stream,
         source: torch.Tensor,
         target: torch.Tensor,
-        waits: tuple["StreamCopy", ...],
+        events: Iterable[torch.cuda.Event],
+        host: HostTensor,
         tensor: torch.Tensor,
     ) -> "StreamCopy":
         present = torch.cuda.current_stream(self._device)
         stream.wait_stream(present)
-        for copy in waits:
-            stream.wait_event(copy.event)
+        for event in events:
+            stream.wait_event(event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        return StreamCopy(stream.record_event(), tensor, present)
+        event = stream.record_event()
+        host.copies.append(_OnStream(event))
+        return StreamCopy(event, tensor, present)
+
+
+class _OnStream:
+    """A copy as the host's memory knows it, which holds nothing on the device."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def finish(self) -> None:
+        """As ``Copy.finish``."""
+        self.event.synchronize()
 
 
 class StreamCopy:
-    """A copy on a stream.
+    """A copy as the computation knows it.
 
     Attributes:
         event: behind it.
@@ -75,13 +86,13 @@ class StreamCopy:
         self.tensor: torch.Tensor | None = tensor
         self._computing = computing
 
-    def finish(self) -> None:
-        """As ``Copy.finish``: the host waits."""
-        self.event.synchronize()
-
     def __del__(self) -> None:
         if self.tensor is not None:  # a step that was dropped half way: its memory is not to be used again before
             self._computing.wait_event(self.event)
+
+
+def _events(copies: Iterable[Copy]) -> list[torch.cuda.Event]:
+    return [copy.event for copy in copies if isinstance(copy, _OnStream)]
 
 
 def _page_locked(device: torch.device, address: int, size_bytes: int) -> "partial[None]":

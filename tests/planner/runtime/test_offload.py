@@ -209,12 +209,31 @@ def test_layouts_come_back_as_they_were() -> None:
     assert memory.used_bytes == 0 < memory.peak_bytes == 120
 
 
-def test_a_copy_waits_for_the_one_that_makes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(target: Any, source: Any) -> None:
-        time.sleep(0.002)
+def test_a_copy_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_back(target: Any, source: Any) -> None:
+        if threading.current_thread().name.endswith("to device"):
+            time.sleep(0.02)
         target[:] = source
 
-    monkeypatch.setattr(np, "copyto", slow)
+    monkeypatch.setattr(np, "copyto", slow_back)
+    copies = channels.ThreadChannels(HostMemory())
+    ones, twos = torch.ones(1000), torch.full((1000,), 2.0)
+    host, _ = copies.out(ones)
+    found, back = copies.back(host)  # not before it is on the host
+    place = host.values.data_ptr()
+    del host
+    second, out = copies.out(twos)  # into a buffer that is still read
+    assert second.values.data_ptr() == place
+    copies.wait(out)
+    copies.wait(back)
+    assert torch.equal(found, ones) and torch.equal(second.values.view(torch.float32), twos)
+    found, back = copies.back(second)
+    third, out = copies.out(found, back)  # not before it is on the device
+    copies.wait(out)
+    assert torch.equal(third.values.view(torch.float32), twos)
+
+
+def test_a_copy_out_of_what_is_coming_in_says_so() -> None:
     workload = make("tied")
     captured = capture(*workload)
     offered = offering(captured)
@@ -230,4 +249,7 @@ def test_a_copy_waits_for_the_one_that_makes_what_it_reads(monkeypatch: pytest.M
             steps += (Compute(out), Free(t), Compute(back), Free(host), Compute(out), Free(t), Compute(back), Free(host))
     schedule = Schedule(tuple(steps))
     simulate(offered.graph, schedule)
+    source = Executor(offered, schedule, workload.model, workload.loss_fn).code.source
+    again = re.findall(r"(t\d+), (c\d+) = channels.back\(t\d+\)\n +del t\d+\n +t\d+, c\d+ = channels.out\(\1, \2\)", source)
+    assert len(again) == len(copies.trips)
     assert_same(train(workload, None), train(workload, (offered, schedule)))

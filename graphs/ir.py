@@ -256,7 +256,7 @@ def check_sums(graph: Graph) -> None:
 
 
 def check_plain(graph: Graph) -> None:
-    """Refuse a graph with choices that what asks does not know: the executor, as yet, and solvers other than the exact one.
+    """Refuse a graph with choices that what asks does not know: solvers other than the exact one, and the program itself.
 
     Raises:
         GraphError: it has several pools or streams, or optional ops.

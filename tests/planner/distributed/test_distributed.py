@@ -217,13 +217,27 @@ def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert_trains_as(eager, planned, lambda x, y: F.cross_entropy(compiled(x), y), batch_of(rank))
 
 
+def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    eager, planned = pair(wrap)
+    batch = batch_of(rank)
+    asked: dict[str, Any] = {"budget": HALF_WAY, "passes": 1, "options": ["offload"], "link": 1e12}
+    with pytest.raises(PlannerError, match="host_budget is None, a part of the host's free memory, and each of several"):
+        planner.compile(planned, F.cross_entropy, batch, **asked)
+    step = planner.compile(planned, F.cross_entropy, batch, host_budget="1GB", **asked)
+    assert step.plan.copied
+    assert_one_plan(step)
+    assert_trains_as(eager, planned, step, batch)
+
+
 @pytest.mark.parametrize(
     "checks",
     [
-        (check_ddp, check_errors, partial(check_backend, wrap=DistributedDataParallel)),
-        (check_fsdp2, partial(check_backend, wrap=sharded)),
+        tuple(partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend)),
+        (check_ddp, check_errors),
+        tuple(partial(check, wrap=sharded) for check in (check_offload, check_backend)),
+        (check_fsdp2,),
     ],
-    ids=["ddp", "fsdp2"],
+    ids=["ddp with more", "ddp", "fsdp2 with more", "fsdp2"],
 )
 def test_two_processes_train_by_one_plan(checks: tuple[Callable[[int], None], ...], tmp_path: Path) -> None:
     on_two(checks, tmp_path)

@@ -1,0 +1,77 @@
+"""Buffers on the host: kept by size, counted, and let go where another size needs the room."""
+
+import pytest
+
+from graphs.errors import CopyError
+from planner.runtime.host_memory import HostMemory
+
+
+class Copying:
+    """A copy that has ended once it was waited for."""
+
+    def __init__(self, error: CopyError | None = None) -> None:
+        self.ended, self._error = False, error
+
+    def finish(self) -> None:
+        self.ended = True
+        if self._error is not None:
+            raise self._error
+
+
+def test_a_buffer_is_used_again_by_what_is_as_large() -> None:
+    memory = HostMemory()
+    first, second = memory.take(5000), memory.take(5000)
+    assert (memory.used_bytes, memory.peak_bytes, memory.allocated_bytes) == (10000, 10000, 10000)
+    assert all(len(buffer.values) == 5000 and buffer.values.data_ptr() % 4096 == 0 for buffer in (first, second))
+    memory.give_back(first)
+    assert memory.take(4000) is not first and memory.take(5000) is first
+    assert (memory.used_bytes, memory.allocated_bytes) == (14000, 14000)
+
+
+def test_room_is_made_of_what_nobody_uses_once_its_copies_have_ended() -> None:
+    memory = HostMemory(10000)
+    large, small, held = memory.take(6000), memory.take(1000), memory.take(2000)
+    copies = large.used_by = [Copying(), Copying(CopyError("somebody else hears of this"))]
+    waiting = small.used_by = [Copying()]
+    for buffer in (large, small):
+        memory.give_back(buffer)
+    assert memory.take(1500).size_bytes == 1500
+    assert all(copy.ended for copy in copies) and not waiting[0].ended
+    assert memory.allocated_bytes == 4500 and memory.used_bytes == 3500
+    with pytest.raises(CopyError, match=r"a copy of 7.00 kB finds 3.50 kB of the host's memory in use, .* may take 10.00 kB"):
+        memory.take(7000)
+    assert waiting[0].ended and memory.used_bytes == memory.allocated_bytes == 3500
+    assert memory.peak_bytes == 9000 and held.size_bytes == 2000
+
+
+def test_unused_buffers_go_where_the_host_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory()
+    memory.give_back(memory.take(3000))
+    new, room = HostMemory._new, 3000
+
+    def limited(self: HostMemory, size_bytes: int) -> object:
+        if self.allocated_bytes + size_bytes > room:
+            raise MemoryError
+        return new(self, size_bytes)
+
+    monkeypatch.setattr(HostMemory, "_new", limited)
+    assert memory.take(2000).size_bytes == memory.allocated_bytes == 2000
+    with pytest.raises(CopyError, match=r"no memory for a copy of 1.50 kB, beside 2.00 kB"):
+        memory.take(1500)
+
+
+def test_what_locks_memory_is_undone_when_it_goes() -> None:
+    locked: dict[int, int] = {}
+
+    def lock(address: int, size_bytes: int):
+        locked[address] = size_bytes
+        return lambda: locked.pop(address)
+
+    memory = HostMemory(8000, lock=lock)
+    buffer = memory.take(5000)
+    assert locked == {buffer.values.data_ptr(): 8192}
+    memory.give_back(buffer)
+    del buffer
+    assert list(locked) == [memory.take(4000).values.data_ptr()]
+    del memory
+    assert not locked

@@ -103,7 +103,8 @@ def capture_kernels(
     statics = _statics(step, batch, device, optimizer, accumulate=accumulate)
     provenance = _provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
     provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
-    lowered = lower_step(halves, statics, Signature.of(batch, halves.joint.out_spec), provenance=provenance)
+    signature = Signature.of(batch, halves.joint.out_spec)
+    lowered = lower_step(halves, statics, signature, generator=_generator(device), provenance=provenance)
     return replace(lowered, guards=guards, whole=halves.called_as(step))
 
 

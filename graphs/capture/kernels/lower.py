@@ -13,6 +13,7 @@ from graphs.capture.kernels.wrapper import Launch, Value, Wrapper, numbers, with
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import check_outputs, keeps_layout, memory_format
 from graphs.capture.program import Launches, Program, variable
+from graphs.capture.redraw import LOCK
 from graphs.capture.signature import Signature
 from graphs.capture.statics import StaticTensors, dtype_name
 from graphs.errors import TraceError
@@ -30,18 +31,27 @@ from graphs.torch_private.capture import (
 _ALIGNMENT = 16
 
 
-def lower_step(halves: Halves, statics: StaticTensors, signature: Signature, *, provenance: Mapping[str, object]) -> Capture:
+def lower_step(
+    halves: Halves,
+    statics: StaticTensors,
+    signature: Signature,
+    *,
+    generator: torch.Generator,
+    provenance: Mapping[str, object],
+) -> Capture:
     """A whole step as ops, each one or several launches of kernels.
 
     Args:
         statics: the tensors that are there throughout.
         signature: of the step.
+        generator: what random ops draw from.
 
     Raises:
         TraceError: the step is none that is trained, or Inductor's code does something that no static graph can hold.
     """
     check_outputs(halves.joint.graph_module.graph)
     lowering = _Lowering(halves, statics)
+    lowering.wrapper.namespace |= {"generator": generator, "lock": LOCK}
     returned, gradients = lowering.read_step()
     trained, values = [tensor for tensor, _ in gradients], [value for _, value in gradients]
     return lowering.finish(returned, values, trained, signature, provenance)

@@ -180,3 +180,11 @@ def test_a_step_that_computes_nothing_that_can_be_compiled_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"^the step computes nothing that Inductor could compile: plan with kernels='eager'$"):
         planner.compile(Idle(), None, (torch.ones(3),), budget="100%", kernels="inductor", passes=1)
+
+
+def test_what_compiled_kernels_make_may_go_to_the_host() -> None:
+    model, batch = model_and_batch()
+    step = compiled(model, batch, budget="90%", options=["offload"], link="100GB/s", host_budget="1GB", time_limit_s=10.0)
+    assert step.plan.pool_peaks_bytes["host"] > 0
+    assert step.plan.measured_peak_bytes == step.plan.peak_bytes
+    assert_as_torch_compile(step, model, batch)

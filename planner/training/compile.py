@@ -102,7 +102,7 @@ def compile(  # noqa: A001
     wrapper = unwrap(model)
     channels, asked = None, {}
     if (choices := choices_of(options, link, host_budget)) is not None:
-        _check_copies(wrapper, host_budget, kernels, dynamic=dynamic, cuda_graph=cuda_graph)
+        _check_copies(wrapper, host_budget, dynamic=dynamic, cuda_graph=cuda_graph)
         around = choices.surroundings
         channels = open_channels(next(wrapper.module.parameters()).device, around.host_bytes)
         solved = partial(solved, options=choices.options, link=around.link_bytes_per_s, host_budget=around.host_bytes)
@@ -205,9 +205,7 @@ def _compiler_of(kernels: str, *, dynamic: bool) -> type[Compiler]:
     return InductorCompiler
 
 
-def _check_copies(wrapper: Unwrapped, host_budget: str | int | None, kernels: str, *, dynamic: bool, cuda_graph: bool) -> None:
-    if kernels != "eager":
-        raise PlannerError(f"plans over kernels={kernels!r} have no copies to the host yet: leave out options=, or kernels=")
+def _check_copies(wrapper: Unwrapped, host_budget: str | int | None, *, dynamic: bool, cuda_graph: bool) -> None:
     if dynamic:
         raise PlannerError("plans for varying sizes have no copies to the host yet: leave out options=, or dynamic=True")
     if cuda_graph:

@@ -134,7 +134,6 @@ def test_replanned_steps_share_the_hosts_memory() -> None:
     ("options", "message"),
     [
         ({"dynamic": True}, "plans for varying sizes have no copies to the host yet: leave out options=, or dynamic=True"),
-        ({"kernels": "inductor"}, "plans over kernels='inductor' have no copies to the host yet: leave out options="),
         ({"options": ["compress"]}, "there is no option 'compress': choose of offload"),
         ({"options": ()}, "link given, but no option that copies"),
         ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),

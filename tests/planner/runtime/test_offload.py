@@ -31,8 +31,10 @@ from tests.support.steps import STEPS, make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
+QUICK = ("gpt2_sdpa", "resnet18", "tied", "frozen", "mutated", "shared_gradient")
 
-@pytest.mark.parametrize("name", STEPS)
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
     workload = make(name)
     captured = with_times(capture(*workload), *workload, passes=1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.capture.failures import first_line
 from graphs.capture.kernels.variants import Variant
 from graphs.capture.signature import put_together
 from graphs.capture.step import TrainingStep
@@ -149,8 +150,7 @@ def compile_halves(
         try:
             call = aot_compile_joint_with_descriptors(joint, partition_fn=partition_fn, fw_compiler=forward, bw_compiler=backward)
         except InductorError as error:
-            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise TraceError(f"Inductor does not compile the step: {said}; plan with kernels='eager'") from error
+            raise TraceError(f"Inductor does not compile the step: {first_line(error)}; plan with kernels='eager'") from error
     if len(found) < 2:
         raise TraceError(_NOTHING)
     return Halves(joint, found[False], found[True], call)

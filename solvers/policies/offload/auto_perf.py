@@ -19,9 +19,9 @@ from solvers.policies.checkpoint_blocks import blockings
 from solvers.policies.offload.layer_fractions import Outer, Saved, chosen
 from solvers.policies.offload.layers import Layers
 from solvers.policies.offload.moves import Offer, offloading_answer, schedule_with
-from solvers.policies.replay import Candidate, failure, recompute_groups
+from solvers.policies.replay import Candidate, recompute_groups
 from solvers.request import Request
-from solvers.result import Reason, Result
+from solvers.result import Result
 
 Alike = dict[object, tuple[list[int], list[int]]]  # of layers and fractions, the places of what goes
 
@@ -43,16 +43,13 @@ def solve(request: Request) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when no round fits. The parameters are ``AutoPerfParams``."""
     params = request.params_of(AutoPerfParams())
     what = "auto_perf_maxing"
-    if not request.graph.plain and not blockings(request.graph):
-        why = f"{what} does not apply: the graph has no blocks, for no op belongs to a module inside the model"
-        return failure(request, "auto-perf-maxing", why, Reason.INAPPLICABLE, settings=asdict(params))
 
     def trials(offer: Offer) -> Iterator[Candidate]:
         for way in blockings(offer.program):
             for number, schedule in enumerate(_rounds(offer, way.blocks, request, params), start=1):
                 yield Candidate(schedule, {**way.settings, "round": number})
 
-    return offloading_answer(request, "auto-perf-maxing", trials, what=what, settings=asdict(params))
+    return offloading_answer(request, "auto-perf-maxing", trials, what=what, settings=asdict(params), by_blocks=True)
 
 
 def _rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params: AutoPerfParams) -> Iterator[Schedule]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from graphs.ir import Graph, Phase
 from graphs.options.offload import RoundTrip, without_copies
 from graphs.schedule import Schedule, schedule_of
+from solvers.policies.checkpoint_blocks import blockings
 from solvers.policies.replay import Candidate, answer, failure
 from solvers.request import Request
 from solvers.result import Reason, Result
@@ -73,12 +74,21 @@ def offer_of(graph: Graph) -> Offer | None:
 
 
 def offloading_answer(
-    request: Request, solver: str, trials: Callable[[Offer], Iterable[Candidate]], *, what: str, settings: Mapping[str, object]
+    request: Request,
+    solver: str,
+    trials: Callable[[Offer], Iterable[Candidate]],
+    *,
+    what: str,
+    settings: Mapping[str, object],
+    by_blocks: bool = False,
 ) -> Result:
-    """As ``solvers.policies.replay.answer``, for methods that need round trips to the host."""
+    """As ``solvers.policies.replay.answer``, for methods that need round trips to the host, and blocks if they go `by_blocks`."""
     offer = offer_of(request.graph)
     if offer is None:
         why = f"{what} does not apply: the graph offers no round trips to the host; solve with the option offload"
+        return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
+    if by_blocks and not blockings(request.graph):
+        why = f"{what} does not apply: the graph has no blocks, for no op belongs to a module inside the model"
         return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
     return answer(request, solver, trials(offer), what=what, settings=settings)
 

@@ -18,10 +18,10 @@ from graphs.ir import Phase
 from solvers.policies.checkpoint_blocks import blockings
 from solvers.policies.offload.layers import Layers
 from solvers.policies.offload.moves import Offer, offloading_answer, schedule_with
-from solvers.policies.replay import Candidate, failure, recompute_groups
+from solvers.policies.replay import Candidate, recompute_groups
 from solvers.policies.sac import ops_on, save_lists
 from solvers.request import Request
-from solvers.result import Reason, Result
+from solvers.result import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,8 @@ def solve(request: Request) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when nothing that is tried fits. The parameters are ``SacAndOffloadParams``."""
     params = request.params_of(SacAndOffloadParams())
     what = "selective checkpointing with offload"
-    if not request.graph.plain and not blockings(request.graph):
-        why = f"{what} does not apply: the graph has no blocks, for no op belongs to a module inside the model"
-        return failure(request, "sac-and-offload", why, Reason.INAPPLICABLE, settings=asdict(params))
     return offloading_answer(
-        request, "sac-and-offload", partial(_trials, shares=params.shares), what=what, settings=asdict(params)
+        request, "sac-and-offload", partial(_trials, shares=params.shares), what=what, settings=asdict(params), by_blocks=True
     )
 
 

@@ -22,20 +22,29 @@ class Simulation:
     Attributes:
         peak_bytes: most memory held on the device at any step, static bytes included.
         time_s: seconds until the last stream is done; with one stream, of all executions.
-        memory_bytes: for each step, memory of the device during it (Compute) or after it (Free).
         peak_step: index of the first step at which the peak is reached.
         recomputed: number of executions beyond the first of each op.
-        pool_peaks_bytes: most memory held in each of ``Graph.pools``, the device's first.
+        pool_memory_bytes: of each of ``Graph.pools``, the device's first, for each step: during it (Compute) or after it
+            (Free).
         clocks_s: when each of ``Graph.streams`` is done.
     """
 
     peak_bytes: int
     time_s: float
-    memory_bytes: tuple[int, ...]
     peak_step: int
     recomputed: int
-    pool_peaks_bytes: tuple[int, ...]
+    pool_memory_bytes: tuple[tuple[int, ...], ...]
     clocks_s: tuple[float, ...]
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """For each step, memory of the device during it (Compute) or after it (Free)."""
+        return self.pool_memory_bytes[0]
+
+    @property
+    def pool_peaks_bytes(self) -> tuple[int, ...]:
+        """Most memory held in each of ``Graph.pools``, the device's first."""
+        return tuple(map(max, self.pool_memory_bytes))
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
@@ -54,6 +63,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     judge = _Judge(graph)
     device, *others = judge.memories
     memory: list[int] = []
+    elsewhere: list[list[int]] = [[] for _ in others]
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
             judge.compute(index, step.op)
@@ -62,6 +72,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         else:
             raise ScheduleError(f"step {index} is {step!r}, which this judge does not know")
         memory.append(device.now_bytes)
+        if others:
+            for taken, other in zip(elsewhere, others, strict=True):
+                taken.append(other.now_bytes)
     judge.finish()
     peak = max(memory)
     times = [graph.ops[op].time_s for op in judge.computed]
@@ -69,10 +82,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     return Simulation(
         peak_bytes=peak,
         time_s=max(clocks_s),
-        memory_bytes=tuple(memory),
         peak_step=memory.index(peak),
         recomputed=len(judge.computed) - len(set(judge.computed)),
-        pool_peaks_bytes=(peak, *(other.peak_bytes for other in others)),
+        pool_memory_bytes=(tuple(memory), *map(tuple, elsewhere)),
         clocks_s=clocks_s,
     )
 
@@ -85,7 +97,7 @@ class _Memory:
         self.sizes = [t.size_bytes if t.pool == pool.name else 0 for t in graph.tensors]
         self.limit_bytes = math.inf if pool.capacity_bytes is None else pool.capacity_bytes
         self.works_for = [p.owner for p in graph.pools].index(pool.owner) == graph.pools.index(pool)
-        self.live_bytes = self.now_bytes = self.peak_bytes = graph.static_bytes_by_pool[pool.name]
+        self.live_bytes = self.now_bytes = graph.static_bytes_by_pool[pool.name]
 
     def compute(self, op: Op, new: Sequence[int]) -> None:
         """Take the bytes of its outputs, for good where they are `new`, and of its workspace."""
@@ -95,8 +107,6 @@ class _Memory:
         if self.works_for and op.stream == self.pool.owner:
             self.now_bytes += op.workspace_bytes
         self.live_bytes += made_bytes if len(new) == len(op.outputs) else sum([sizes[t] for t in new])
-        if self.now_bytes > self.peak_bytes:
-            self.peak_bytes = self.now_bytes
 
     def free(self, t: int) -> None:
         self.live_bytes -= self.sizes[t]

@@ -29,7 +29,9 @@ def test_both_say_the_same_of_a_schedule(seed: int) -> None:
         return
     found, verdict = simulate(graph, schedule), judged(graph, schedule)
     assert found.pool_peaks_bytes == tuple(verdict.peaks_bytes[pool.name] for pool in graph.pools)
-    assert found.memory_bytes == tuple(during(graph, schedule.steps, k, "device") for k in range(len(schedule.steps)))
+    assert found.pool_memory_bytes == tuple(
+        tuple(during(graph, schedule.steps, k, pool.name) for k in range(len(schedule.steps))) for pool in graph.pools
+    )
     assert found.clocks_s == tuple(verdict.done_s[stream] for stream in graph.streams)
     assert found.time_s == max(end_s for _, end_s in verdict.times_s)
     clocks = run_clocks(graph, schedule)

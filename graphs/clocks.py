@@ -37,6 +37,24 @@ def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
     return Clocks(tuple(starts_s), tuple(ends_s), tuple(running.clock_s))
 
 
+def passages(graph: Graph, schedule: Schedule, clocks: Clocks, stream: str) -> tuple[tuple[float, float], ...]:
+    """For each step, from when to when `stream` is at it; those of other streams it passes in no time.
+
+    Its own are the executions on it and what is freed in pools that it owns. In between it waits. Its pools' memory is taken
+    and given back in this order, by whomever.
+
+    Args:
+        clocks: what ``run_clocks`` says of the schedule.
+    """
+    owned = {pool.name for pool in graph.pools if pool.owner == stream}
+    now_s, found = 0.0, []
+    for step, start_s, end_s in zip(schedule.steps, clocks.starts_s, clocks.ends_s, strict=True):
+        own = graph.ops[step.op].stream == stream if isinstance(step, Compute) else graph.tensors[step.tensor].pool in owned
+        found.append((start_s, end_s) if own else (now_s, now_s))
+        now_s = found[-1][1]
+    return tuple(found)
+
+
 class _Running:
     """The streams, between two steps."""
 

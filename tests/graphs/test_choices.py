@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from graphs.clocks import run_clocks
+from graphs.clocks import passages, run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op, Tensor
 from graphs.lives import Life, lives
@@ -62,6 +62,11 @@ def test_a_tensor_goes_to_the_host_and_comes_back() -> None:
     clocks = run_clocks(graph, Schedule(ROUND_TRIP))
     assert clocks.starts_s == (0, 1, 1, 3, 6, 9, 9, 15, 15)
     assert clocks.ends_s == (1, 6, 3, 6, 9, 9, 15, 15, 19)
+    # As each stream passes the steps: copies in no time of compute, and compute's in none of copies.
+    compute = ((0, 1), (1, 1), (1, 3), (3, 6), (6, 9), (9, 9), (9, 9), (9, 9), (15, 19))
+    copies = ((0, 0), (1, 6), (6, 6), (6, 6), (6, 6), (6, 6), (9, 15), (15, 15), (15, 15))
+    assert passages(graph, Schedule(ROUND_TRIP), clocks, COMPUTE) == compute
+    assert passages(graph, Schedule(ROUND_TRIP), clocks, COPIES) == copies
     found = run(graph, *ROUND_TRIP)
     assert found.clocks_s == clocks.clocks_s == (19, 15)
     assert found.time_s == 19

@@ -59,18 +59,6 @@ def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
         check_plan(graph, plan)
 
 
-def refuse_choices(plan: Plan, what: str) -> None:
-    """Refuse a plan of a graph with options, where what is to be done with it is not known of these.
-
-    Raises:
-        PlannerError: it has some.
-    """
-    if options := plan.settings.get("options"):
-        raise PlannerError(
-            f"the plan was solved with the options {options}, with which no plan is {what} yet: solve without them"
-        )
-
-
 def check_sizes(graph: Graph, plan: Plan) -> None:
     """Check `plan` on the graph of a captured step, whose times and workspaces are not measured.
 

@@ -17,7 +17,8 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "show",
-        "write a page that shows what a plan does: memory over the step, what is computed again, what is held at the peak",
+        "write a page that shows what a plan does: memory over the step, what is computed again, what goes to the host, what is "
+        "held at the peak",
         "The page is one file: no scripts, nothing loaded from elsewhere. The trace opens in ui.perfetto.dev or chrome://tracing.\n\n"
         "examples:\n"
         "  planner show plan.json -o report.html\n"
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write what is asked for. Returns the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph, read_plan
+    from planner.choices import with_recorded
     from planner.report.chrome_trace import chrome_trace
     from planner.report.page import page
     from planner.report.timeline import Timeline
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, graph_path)):
             raise PlannerError(f"{path} is read for this: name another file to write")
     graph = read_graph(graph_path)
-    timeline = Timeline(graph, plan)
+    timeline = Timeline(with_recorded(graph, plan.settings), plan)
     for path, make in wanted:
         write_text(path, make(timeline))
     if arguments.json:

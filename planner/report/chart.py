@@ -1,12 +1,14 @@
 """The figure of a report: memory over the step under the budget line, and below it when ops are computed again.
 
-The drawing is stretched to the width of the page; what is to be read (ticks, names) is HTML beside it, which is not.
+Where there are other streams, what runs on them follows, and what is in other memories. The drawing is stretched to the width
+of the page; what is to be read (ticks, names) is HTML beside it, which is not.
 """
 
 from graphs.units import format_bytes, format_seconds
+from planner.report.columns import COLUMNS, again_columns, memory_columns
+from planner.report.stream_chart import pool_plots, stream_strips
 from planner.report.timeline import Timeline
 
-COLUMNS = 720
 _HEIGHT = 240
 _STRIP = 26
 _TICKS = 5
@@ -24,43 +26,16 @@ def figure(timeline: Timeline) -> str:
     return (
         f'<figure><div class="plot"><div class="ys">{labels}</div>{_memory(timeline, top, ticks)}</div>'
         f'<div class="plot strip"><div class="ys"><span class="whole">again</span></div>{_again(timeline)}</div>'
+        f"{stream_strips(timeline)}{pool_plots(timeline)}"
         f'<div class="xs">{times}</div></figure>'
     )
-
-
-def memory_columns(timeline: Timeline, count: int = COLUMNS) -> list[int]:
-    """The most memory in use in each of `count` equal parts of the step."""
-    columns = [0] * count
-    for execution, (first, last) in zip(timeline.executions, _spans(timeline, count), strict=True):
-        for i in range(int(first), min(int(last), count - 1) + 1):
-            columns[i] = max(columns[i], execution.memory_bytes)
-    return columns
-
-
-def again_columns(timeline: Timeline, count: int = COLUMNS) -> list[float]:
-    """The share of each of `count` equal parts of the step that is spent on computing again."""
-    columns = [0.0] * count
-    for execution, (first, last) in zip(timeline.executions, _spans(timeline, count), strict=True):
-        if execution.again:
-            for i in range(int(first), min(int(last), count - 1) + 1):
-                columns[i] += min(last, i + 1) - max(first, i)
-    return columns
-
-
-def _spans(timeline: Timeline, count: int) -> list[tuple[float, float]]:
-    """Where each execution begins and ends, in columns; evenly where no op has a time."""
-    if not timeline.time_s:
-        each = count / len(timeline.executions)
-        return [(i * each, (i + 1) * each) for i in range(len(timeline.executions))]
-    scale = count / timeline.time_s
-    return [(e.start_s * scale, (e.start_s + e.op.time_s) * scale) for e in timeline.executions]
 
 
 def _memory(timeline: Timeline, top: float, ticks: list[int]) -> str:
     def y(size: float) -> float:
         return round(_HEIGHT * (1 - size / top), 2)
 
-    points = "".join(f"V{y(size)}H{i + 1}" for i, size in enumerate(memory_columns(timeline)))
+    points = "".join(f"V{y(size)}H{i + 1}" for i, size in enumerate(memory_columns(timeline, timeline.graph.pools[0])))
     grid = "".join(f'<line class="grid" x1="0" x2="{COLUMNS}" y1="{y(tick)}" y2="{y(tick)}"/>' for tick in ticks)
     backward = round(COLUMNS * timeline.backward_s / timeline.time_s, 2) if timeline.time_s else COLUMNS
     budget = y(timeline.plan.budget_bytes)

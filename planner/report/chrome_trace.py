@@ -1,42 +1,90 @@
 """A plan as a trace that chrome://tracing and Perfetto open: when each op runs, and the memory at that moment."""
 
 import json
+from collections.abc import Iterator
 
-from graphs.ir import Phase
+from graphs.ir import Graph, Phase
+from graphs.pools import COMPUTE, DEVICE, Pool
+from planner.report.columns import left_bytes, stretches
+from planner.report.stream_chart import followed_by
+from planner.report.streams import Wait, waits
 from planner.report.timeline import Execution, Timeline
 
 _PROCESS = 1
 _ROWS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.OPTIMIZER: 3}
 _AGAIN_ROW = 4
+_WAITING_ROW = 5
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """The trace as JSON, in the Trace Event Format: complete events (X), counters (C) and names (M); microseconds."""
-    rows = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "computed again"}
+    """The trace as JSON, in the Trace Event Format: complete events (X), counters (C) and names (M); microseconds.
+
+    The computation has a row for each phase, one for what is computed again and one for where it waits; each other stream
+    has a row, and each pool a counter.
+    """
+    graph = timeline.graph
+    rows = _rows(graph)
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "planned step"}},
         *({"ph": "M", "pid": _PROCESS, "tid": row, "name": "thread_name", "args": {"name": name}} for row, name in rows.items()),
+        *(_run(execution, graph) for execution in timeline.executions),
+        *(_wait(wait) for wait in waits(timeline, COMPUTE)),
     ]
-    for execution in timeline.executions:
-        events += [_run(execution), _memory(execution.start_s, execution.memory_bytes)]
-    events.append(_memory(timeline.time_s, timeline.simulation.memory_bytes[-1]))
+    for pool in graph.pools:
+        events += _memory(timeline, pool)
     budget = {"budget_bytes": timeline.plan.budget_bytes, "peak_bytes": timeline.peak.memory_bytes}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": budget})
 
 
-def _run(execution: Execution) -> dict[str, object]:
+def _rows(graph: Graph) -> dict[int, str]:
+    """The names of rows, by number."""
+    computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "computed again"}
+    if len(graph.streams) == 1:
+        return computed
+    computed[_WAITING_ROW] = "waiting"
+    return {
+        **{row: f"{COMPUTE}: {name}" for row, name in computed.items()},
+        **dict(enumerate(graph.streams[1:], start=_WAITING_ROW + 1)),
+    }
+
+
+def _run(execution: Execution, graph: Graph) -> dict[str, object]:
     op = execution.op
+    said: dict[str, object] = {"target": op.target, "module": op.module, "memory_bytes": execution.memory_bytes}
+    if op.stream == COMPUTE:
+        row = _AGAIN_ROW if execution.again else _ROWS[op.phase]
+    else:
+        row = _WAITING_ROW + graph.streams.index(op.stream)
+        said["made_bytes"] = sum(graph.tensors[t].size_bytes for t in op.outputs)
     return {
         "ph": "X",
         "pid": _PROCESS,
-        "tid": _AGAIN_ROW if execution.again else _ROWS[op.phase],
+        "tid": row,
         "name": op.name,
         "cat": str(op.phase),
         "ts": execution.start_s * 1e6,
         "dur": op.time_s * 1e6,
-        "args": {"target": op.target, "module": op.module, "memory_bytes": execution.memory_bytes},
+        "args": said,
     }
 
 
-def _memory(time_s: float, memory_bytes: int) -> dict[str, object]:
-    return {"ph": "C", "pid": _PROCESS, "name": "memory", "ts": time_s * 1e6, "args": {"bytes": memory_bytes}}
+def _wait(wait: Wait) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "pid": _PROCESS,
+        "tid": _WAITING_ROW,
+        "name": f"waits for {wait.awaited.op.name}",
+        "cat": "wait",
+        "ts": wait.start_s * 1e6,
+        "dur": wait.time_s * 1e6,
+        "args": {"before": followed_by(wait)},
+    }
+
+
+def _memory(timeline: Timeline, pool: Pool) -> Iterator[dict[str, object]]:
+    """What is in `pool` from when on, and what is left in it at the end."""
+    held = ((stretch.start_s, stretch.size_bytes) for stretch in stretches(timeline, pool))
+    counts = (*held, (timeline.time_s, left_bytes(timeline, pool)))
+    name = "memory" if pool.name == DEVICE else f"memory of {pool.name}"
+    for time_s, size_bytes in counts:
+        yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": time_s * 1e6, "args": {"bytes": size_bytes}}

@@ -8,9 +8,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from graphs.eager import EagerComparison
+from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.report.beside import KEY, beside, travels
 from planner.report.chart import figure
-from planner.report.timeline import Burst, Held, ModuleCost, Timeline
+from planner.report.timeline import Burst, Held, ModuleCost, Timeline, module_of
 from planner.visible import visible
 
 _LISTED = 15
@@ -26,6 +28,8 @@ _KEY = (
 def page(timeline: Timeline) -> str:
     """The whole page."""
     plan, graph, peak, held = timeline.plan, timeline.graph, timeline.peak, timeline.held
+    others, listed = beside(timeline, _LISTED), held[:_LISTED]
+    elsewhere = [[where] for where in travels(timeline, listed)] if others.streams else [[] for _ in listed]
     costs, bursts = timeline.module_costs, timeline.bursts
     dearest = max((cost.time_s for cost in costs[:1]), default=0.0) or 1e-12
     longest = sorted(sorted(bursts, key=lambda burst: -burst.time_s)[:_LISTED], key=lambda burst: burst.start_s)
@@ -37,24 +41,25 @@ def page(timeline: Timeline) -> str:
         peak=format_bytes(plan.peak_bytes),
         whole=format_bytes(plan.graph.store_all_peak_bytes),
         overhead=format_ratio(plan.overhead),
-        executions=len(timeline.executions),
-        repetitions=len(timeline.executions) - len(graph.ops),
+        executions=sum(not execution.op.optional for execution in timeline.executions),
+        repetitions=sum(execution.again for execution in timeline.executions),
+        beside=others,
         proof=_proof(plan.gap),
-        facts=_facts(timeline),
+        facts=[*_facts(timeline), *others.facts],
         figure=Markup(figure(timeline)),
-        key=_KEY,
+        key=(*_KEY, *KEY) if others.streams else _KEY,
         costs=[_cost_row(cost, dearest) for cost in costs[:_LISTED]],
         costs_left_out=len(costs) - _LISTED,
         bursts=[_burst_row(burst) for burst in longest],
         bursts_in_all=len(bursts),
         at_peak=format_bytes(peak.memory_bytes),
-        peak_at=format_seconds(peak.start_s),
+        peak_at=format_seconds(timeline.reached_s[peak.step]),
         peak_op=peak.op,
         peak_again=peak.again,
         throughout=format_bytes(graph.static_bytes),
         in_tensors=format_bytes(math.fsum(one.tensor.size_bytes for one in held)),
-        workspace=format_bytes(peak.op.workspace_bytes),
-        held=[_held_row(one) for one in held[:_LISTED]],
+        workspace=format_bytes(peak.op.workspace_bytes if peak.op.stream == COMPUTE else 0),
+        held=[[*_held_row(one), *where] for one, where in zip(listed, elsewhere, strict=True)],
         held_in_all=len(held),
         held_left_out=len(held) - _LISTED,
         status=plan.status,
@@ -123,7 +128,7 @@ def _held_row(held: Held) -> list[str]:
         format_bytes(tensor.size_bytes),
         tensor.name,
         f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]",
-        held.op.module.removeprefix("model.") or held.op.target,
+        module_of(held.op),
         format_seconds(held.since_s),
     ]
 

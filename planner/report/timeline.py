@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
+from graphs.clocks import Clocks, passages, run_clocks
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.plan import Plan
-from graphs.schedule import Compute, Free
+from graphs.pools import COMPUTE, DEVICE
+from graphs.schedule import Compute, Step
 from graphs.simulate import Simulation
-from planner.plan_check import check_plan, refuse_choices
+from planner.plan_check import check_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +21,16 @@ class Execution:
 
     Attributes:
         op: what is executed.
-        start_s: seconds since the step began.
-        memory_bytes: in use during it, static bytes included.
-        again: it was executed before.
+        step: index in the schedule.
+        start_s, end_s: seconds since the step began.
+        memory_bytes: in use on the device during it, static bytes included.
+        again: what it is executed for, itself or what it stands for, was executed before.
     """
 
     op: Op
+    step: int
     start_s: float
+    end_s: float
     memory_bytes: int
     again: bool
 
@@ -60,7 +65,7 @@ class ModuleCost:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor that is in memory at the peak, the op that made it, and when."""
+    """A tensor that is in memory at the peak, the op of the program that makes it, and since when it is there."""
 
     tensor: Tensor
     op: Op
@@ -69,7 +74,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`plan` on `graph`.
+    """`plan` on `graph`, which has the options that the plan was solved with.
 
     Attributes:
         simulation: what the judge says of the schedule.
@@ -84,26 +89,41 @@ class Timeline:
     simulation: Simulation = field(init=False)
 
     def __post_init__(self) -> None:
-        refuse_choices(self.plan, "shown")
         object.__setattr__(self, "simulation", check_plan(self.graph, self.plan))
 
     @cached_property
+    def clocks(self) -> Clocks:
+        """When each step begins and ends."""
+        return run_clocks(self.graph, self.plan.schedule)
+
+    @cached_property
     def executions(self) -> tuple[Execution, ...]:
-        """Every execution, in order."""
+        """Every execution, in the order of issue."""
         done: set[int] = set()
-        now, found = 0.0, []
-        for step, memory in zip(self.plan.schedule.steps, self.simulation.memory_bytes, strict=True):
+        found = []
+        for index, (step, memory) in enumerate(zip(self.plan.schedule.steps, self.simulation.memory_bytes, strict=True)):
             if isinstance(step, Compute):
                 op = self.graph.ops[step.op]
-                found.append(Execution(op, now, memory, op.id in done))
-                done.add(op.id)
-                now += op.time_s
+                places = op.stands_for if op.optional else (op.id,)
+                again = bool(places) and done.issuperset(places)
+                done.update(places)
+                found.append(Execution(op, index, self.clocks.starts_s[index], self.clocks.ends_s[index], memory, again))
         return tuple(found)
+
+    @cached_property
+    def computed(self) -> tuple[Execution, ...]:
+        """Those of the computation; the others are beside it."""
+        return tuple(execution for execution in self.executions if execution.op.stream == COMPUTE)
 
     @cached_property
     def time_s(self) -> float:
         """Seconds of the whole step."""
         return self.simulation.time_s
+
+    @cached_property
+    def reached_s(self) -> tuple[float, ...]:
+        """For each step, when the computation comes to it, in whose order memory of the device is taken."""
+        return tuple(start_s for start_s, _ in passages(self.graph, self.plan.schedule, self.clocks, COMPUTE))
 
     @cached_property
     def backward_s(self) -> float:
@@ -118,18 +138,9 @@ class Timeline:
     @cached_property
     def held(self) -> tuple[Held, ...]:
         """What the step itself has in memory at the peak, outputs included, largest first."""
-        live: dict[int, float] = {}
-        executions = iter(self.executions)
-        for step in self.plan.schedule.steps[: self.simulation.peak_step + 1]:
-            match step:
-                case Compute():
-                    execution = next(executions)
-                    for t in execution.op.outputs:
-                        live.setdefault(t, execution.start_s)
-                case Free(tensor):
-                    del live[tensor]
-        tensors = [(self.graph.tensors[t], since_s) for t, since_s in live.items()]
-        held = [Held(t, self.graph.ops[t.producers[0]], since_s) for t, since_s in tensors if not t.static]
+        live = in_memory(self.graph, self.plan.schedule.steps[: self.simulation.peak_step + 1])
+        made = ((self.graph.tensors[t], step) for t, step in live.items())
+        held = [Held(t, self.graph.ops[t.producers[0]], self.reached_s[step]) for t, step in made if t.pool == DEVICE]
         return tuple(sorted(held, key=lambda one: -one.tensor.size_bytes))
 
     @cached_property
@@ -138,26 +149,38 @@ class Timeline:
         return tuple(self._bursts())
 
     def _bursts(self) -> Iterator[Burst]:
-        groups = [(again, list(group)) for again, group in groupby(self.executions, key=lambda execution: execution.again)]
-        for (again, group), following in zip(groups, [*groups[1:], (False, [])], strict=True):
+        groups = [(again, list(group)) for again, group in groupby(self.computed, key=lambda execution: execution.again)]
+        for (again, group), (_, following) in pairwise([*groups, (False, [])]):
             if again:
                 yield Burst(
                     start_s=group[0].start_s,
                     time_s=sum(execution.op.time_s for execution in group),
                     ops=len(group),
                     modules=tuple(dict.fromkeys(block(execution.op.module) for execution in group)),
-                    reader=following[1][0].op if following[1] else None,
+                    reader=following[0].op if following else None,
                 )
 
     @cached_property
     def module_costs(self) -> tuple[ModuleCost, ...]:
         """What recomputation costs, by block, the dearest first."""
         again: dict[str, list[Op]] = {}
-        for execution in self.executions:
+        for execution in self.computed:
             if execution.again:
                 again.setdefault(block(execution.op.module), []).append(execution.op)
         costs = (ModuleCost(name, len(ops), sum(op.time_s for op in ops), _targets(ops)) for name, ops in again.items())
         return tuple(sorted(costs, key=lambda cost: -cost.time_s))
+
+
+def in_memory(graph: Graph, steps: Iterable[Step]) -> dict[int, int]:
+    """The tensors that `steps`, the first of a schedule, have made and left there, each with the index of the one that did."""
+    live: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Compute):
+            for t in graph.ops[step.op].outputs:
+                live.setdefault(t, index)
+        else:
+            del live[step.tensor]
+    return live
 
 
 def block(module: str) -> str:
@@ -165,6 +188,11 @@ def block(module: str) -> str:
     parts = module.removeprefix("model.").split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
+
+
+def module_of(op: Op) -> str:
+    """The module that an op was called in; what is called, where that is not known."""
+    return op.module.removeprefix("model.") or op.target
 
 
 def _targets(ops: Iterable[Op]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from graphs.errors import PlannerError
 from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from graphs.plan import Plan
+from planner.choices import with_recorded
 from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page
 from planner.report.timeline import Timeline
@@ -48,7 +49,7 @@ class PlannedStep:
                 "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
                 "planner.compile without cache= for a report"
             )
-        timeline = Timeline(self.measured, self.plan)
+        timeline = Timeline(with_recorded(self.measured, self.plan.settings), self.plan)
         targets = {path: page} if trace is None else {path: page, trace: chrome_trace}
         for target in targets:
             check_writable(target)

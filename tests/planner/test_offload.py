@@ -18,7 +18,6 @@ from planner import api, solve
 from planner.choices import LINK, choices_of
 from planner.plan_check import check_plan, check_with_its_graph
 from planner.report.graph_facts import graph_facts
-from planner.report.timeline import Timeline
 from solvers.order.reorder import reordered
 from tests.support.command import call, refused
 
@@ -139,12 +138,6 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
     refused(call(capsys, "info", plan_file), 1, "other pools")
     with pytest.raises(MismatchError, match="no solve records"):
         check_with_its_graph(replace(plan, settings={**plan.settings, "link_bytes_per_s": "fast"}), plan_file)
-
-
-def test_such_plans_are_not_shown_yet(step: Graph) -> None:
-    plan = solve(step, "60%", options=["offload"], link=50e9, time_limit_s=5)
-    with pytest.raises(PlannerError, match=r"solved with the options \['offload'\]"):
-        Timeline(step, plan)
 
 
 def test_what_such_plans_say_is_checked_before_they_run(step: Graph) -> None:

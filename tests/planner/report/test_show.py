@@ -3,10 +3,7 @@
 import json
 import math
 import re
-import shutil
-import subprocess
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,13 +18,14 @@ from graphs.plan import Plan
 from graphs.synthetic.small import training_chain
 from graphs.zoo import build
 from planner.cli.main import main
-from planner.report.chart import COLUMNS, again_columns, memory_columns
 from planner.report.chrome_trace import chrome_trace
+from planner.report.columns import COLUMNS, again_columns, memory_columns
 from planner.report.page import page
 from planner.report.timeline import Timeline, block
 from planner.solving import solve
+from tests.support.browser import box, measured, needs_browser
+from tests.support.html_page import assert_needs_nothing_else
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
 
 
@@ -49,7 +47,7 @@ def timeline() -> Timeline:
 
 def test_the_figures_add_up(timeline: Timeline) -> None:
     assert len(timeline.executions) == len(timeline.plan.schedule.computed)
-    assert timeline.peak.memory_bytes == timeline.plan.peak_bytes == max(memory_columns(timeline))
+    assert timeline.peak.memory_bytes == timeline.plan.peak_bytes == max(memory_columns(timeline, timeline.graph.pools[0]))
     in_use = sum(one.tensor.size_bytes for one in timeline.held) + timeline.graph.static_bytes
     assert in_use + timeline.peak.op.workspace_bytes == timeline.plan.peak_bytes
     overhead_s = timeline.plan.time_s - timeline.graph.time_s
@@ -68,7 +66,7 @@ def test_a_graph_without_times_is_drawn_evenly() -> None:
     timed = graph()
     untimed = Graph(tuple(replace(op, time_s=0.0) for op in timed.ops), timed.tensors, timed.kept)
     timeline = Timeline(untimed, solve(untimed, "60%"))
-    assert max(memory_columns(timeline)) == timeline.plan.peak_bytes
+    assert max(memory_columns(timeline, timeline.graph.pools[0])) == timeline.plan.peak_bytes
     assert "<svg" in page(timeline)
 
 
@@ -86,40 +84,11 @@ def test_modules_belong_to_blocks(module: str, name: str) -> None:
     assert block(module) == name
 
 
-class Whole(HTMLParser):
-    """Fails where a tag is not closed, and collects what the page refers to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.references: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.references += [name for name, _ in attrs if name in ("src", "href", "srcset", "data") or name.startswith("on")]
-        if tag not in ("meta", "wbr", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("model", ["chain", HOSTILE])
 def test_the_page_is_whole_and_needs_nothing_else(model: str) -> None:
     shown = graph(module=model, model=model)
     text = page(Timeline(shown, plan(shown)))
-    parser = Whole()
-    parser.feed(text)
-    parser.close()
-    assert parser.open == []
-    assert parser.references == []
-    assert not parser.tags & {"script", "link", "img", "iframe", "object"}
-    assert "url(" not in text and "@import" not in text and "http" not in text
-    assert "\x1b" not in text
+    assert_needs_nothing_else(text)
     assert escape(model.replace("\x1b", "\\x1b")) in text
 
 
@@ -217,30 +186,20 @@ def test_a_compiled_step_is_shown_without_a_file(tmp_path: Path) -> None:
         planner.compile(*workload, budget="100%", passes=1, cache=kept).report(html)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (on Debian: apt-get install chromium)")
+@needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_lays_the_page_out(width: int, tmp_path: Path) -> None:
     shown = graph(module="model.a_rather_long_name_of_a_block.{}.attention", model="zoo:gpt2," + "layers=12," * 12)
-    report = escape(page(Timeline(shown, plan(shown))))
-    # The page stands in a frame of this width; the script around it measures, the page itself has none.
-    probe = (
-        f'<iframe id="f" width="{width}" height="800" style="border:0" srcdoc="{report}"></iframe><pre id="said"></pre><script>'
-        "const frame = document.getElementById('f'); frame.onload = () => { const page = frame.contentDocument;"
-        "const [box, budget] = ['.memory', '.budget'].map(name => page.querySelector(name).getBoundingClientRect());"
-        "document.getElementById('said').textContent = JSON.stringify({wide: page.documentElement.scrollWidth,"
-        "left: box.left, right: box.right, tall: box.height, under: box.top >= budget.top - 2,"
-        "ticks: [...page.querySelectorAll('.ys span')].every(s => s.getBoundingClientRect().left >= 0)}); };</script>"
-    )
-    (tmp_path / "probe.html").write_text(probe)
-    browser = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    run = [*browser, "--window-size=1400,900", "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path / 'probe.html'}"]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
-    said = re.search(r'<pre id="said">(.*?)</pre>', ended.stdout)
-    assert said is not None
-    found = json.loads(said[1])
+    measures = {
+        "wide": "page.documentElement.scrollWidth",
+        **{side: box(".memory", side) for side in ("left", "right", "height")},
+        "under": f"{box('.memory', 'top')} >= {box('.budget', 'top')} - 2",
+        "ticks": "[...page.querySelectorAll('.ys span')].every(s => s.getBoundingClientRect().left >= 0)",
+    }
+    found = measured(page(Timeline(shown, plan(shown))), width, measures, tmp_path)
     assert found["wide"] <= width
     assert found["right"] <= width
     assert found["right"] - found["left"] > 0.7 * min(width, 1024)
-    assert found["tall"] > 50
+    assert found["height"] > 50
     assert found["under"]
     assert found["ticks"]

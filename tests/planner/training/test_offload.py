@@ -38,7 +38,7 @@ def small() -> Workload:
     return build("mlp", batch=64, layers=6, width=32, classes=3)
 
 
-def test_compile_is_one_call() -> None:
+def test_compile_is_one_call(tmp_path: Path) -> None:
     workload = make("gpt2_written")
     step = compiled(workload, host_budget="1GB")
     plan = step.plan
@@ -46,6 +46,10 @@ def test_compile_is_one_call() -> None:
     assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= plan.budget_bytes
     assert plan.eager is not None and plan.eager.identical
     assert executor(step).channels.memory.peak_bytes == plan.pool_peaks_bytes[HOST] > 0  # type: ignore[union-attr]
+    step.report(tmp_path / "report.html", trace=tmp_path / "trace.json")
+    assert "Host memory" in (tmp_path / "report.html").read_text()
+    ran = [event["cat"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(ran) - ran.count("wait") == len(plan.schedule.computed)
     torch.manual_seed(3)
     loss = step(*workload.batch)
     loss.backward()

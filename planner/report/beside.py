@@ -1,0 +1,116 @@
+"""What a page says of all that is beside the computation: sums, waits, and what goes to other memories, as rows of tables."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graphs.pools import COMPUTE, Pool
+from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.report.stream_chart import capacity_text, followed_by, spaced
+from planner.report.streams import Stream, Trip, Wait, streams, trips, waits
+from planner.report.timeline import Held, Timeline, module_of
+
+KEY = (
+    ("wait", "the computation waits"),
+    ("beside", "other streams"),
+    ("elsewhere", "other memories"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Empty where a plan leaves all to the computation and the device.
+
+    Attributes:
+        in_short: a sentence behind those on the computation.
+        facts: tiles.
+        said: the sums in sentences.
+        streams: rows of name, executions, bytes, busy seconds, their share of the step, and this as a number of percents.
+        waits: the longest, in order: when, how long, until the end of what, before what; `waits_left_out` more are there.
+        trips: the largest: size, tensor, block, pool, when, back when; `trips_left_out` more are there.
+    """
+
+    in_short: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+    said: str = ""
+    streams: tuple[list[str], ...] = ()
+    waits: tuple[list[str], ...] = ()
+    waits_left_out: int = 0
+    trips: tuple[list[str], ...] = ()
+    trips_left_out: int = 0
+
+
+def beside(timeline: Timeline, listed: int) -> Beside:
+    """All of it, with at most `listed` rows in a table."""
+    others = [stream for stream in streams(timeline)[1:] if stream.executions]
+    if not others:
+        return Beside()
+    stalls, gone = waits(timeline, COMPUTE), sorted(trips(timeline), key=lambda trip: -trip.tensor.size_bytes)
+    longest = sorted(sorted(stalls, key=lambda wait: -wait.time_s)[:listed], key=lambda wait: wait.start_s)
+    waited_s = math.fsum(wait.time_s for wait in stalls)
+    waited = (
+        f"waits {format_seconds(waited_s)} ({format_ratio(_share(waited_s, timeline))} of the step)" if stalls else "never waits"
+    )
+    places = f", at {len(stalls):,} place{'' if len(stalls) == 1 else 's'}" if stalls else ""
+    peaks = zip(timeline.graph.pools[1:], timeline.simulation.pool_peaks_bytes[1:], strict=True)
+    most = [(pool, peak_bytes) for pool, peak_bytes in peaks if peak_bytes]
+    ran = sum(len(stream.executions) for stream in others)
+    return Beside(
+        in_short=f" {ran:,} more are on other streams, and the computation {waited} for them.",
+        facts=(
+            *((_memory_of(pool), format_bytes(peak_bytes)) for pool, peak_bytes in most),
+            ("Waiting", format_seconds(waited_s)),
+        ),
+        said=" ".join(
+            (
+                f"The computation {waited}{places}.",
+                *(f"{_memory_of(p)}: at most {format_bytes(size_bytes)}, {capacity_text(p)}." for p, size_bytes in most),
+            )
+        ),
+        streams=tuple(_stream_row(stream, timeline) for stream in others),
+        waits=tuple(map(_wait_row, longest)),
+        waits_left_out=len(stalls) - listed,
+        trips=tuple(_trip_row(trip, timeline) for trip in gone[:listed]),
+        trips_left_out=len(gone) - listed,
+    )
+
+
+def travels(timeline: Timeline, held: Iterable[Held]) -> list[str]:
+    """For each of `held` when it goes to another memory, and when it is back; nothing for what stays."""
+    of: dict[int, list[Trip]] = {}
+    for trip in trips(timeline):
+        of.setdefault(trip.tensor.id, []).append(trip)
+    return ["; ".join(_travel(trip) for trip in of.get(one.tensor.id, ())) for one in held]
+
+
+def _memory_of(pool: Pool) -> str:
+    return f"{spaced(pool.name).capitalize()} memory"
+
+
+def _travel(trip: Trip) -> str:
+    back = f", back at {_times(trip)}" if trip.back else ""
+    return f"to {spaced(trip.copy.pool)} at {format_seconds(trip.out.start_s)}{back}"
+
+
+def _stream_row(stream: Stream, timeline: Timeline) -> list[str]:
+    share = _share(stream.busy_s, timeline)
+    times = (f"{len(stream.executions):,}", format_bytes(stream.made_bytes), format_seconds(stream.busy_s), format_ratio(share))
+    return [spaced(stream.name), *times, f"{100 * share:.1f}"]
+
+
+def _wait_row(wait: Wait) -> list[str]:
+    return [format_seconds(wait.start_s), format_seconds(wait.time_s), wait.awaited.op.name, followed_by(wait)]
+
+
+def _trip_row(trip: Trip, timeline: Timeline) -> list[str]:
+    made_in = "" if trip.tensor.static else module_of(timeline.graph.ops[trip.tensor.producers[0]])
+    out = (spaced(trip.copy.pool), format_seconds(trip.out.start_s))
+    return [format_bytes(trip.tensor.size_bytes), trip.tensor.name, made_in, *out, _times(trip)]
+
+
+def _times(trip: Trip) -> str:
+    return ", ".join(format_seconds(execution.end_s) for execution in trip.back)
+
+
+def _share(time_s: float, timeline: Timeline) -> float:
+    return time_s / timeline.time_s if timeline.time_s else 0.0

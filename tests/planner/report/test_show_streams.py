@@ -1,0 +1,292 @@
+"""What a plan does beside the computation, shown: copies, waits and other memories are where the clocks have them."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from graphs.io.formats import write_graph, write_plan
+from graphs.ir import Graph
+from graphs.lives import lives
+from graphs.options import with_options
+from graphs.options.surroundings import Surroundings
+from graphs.plan import Plan
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
+from planner import solve
+from planner.cli.main import main
+from planner.report import timeline as timeline_module
+from planner.report.chrome_trace import chrome_trace
+from planner.report.columns import COLUMNS, Stretch, left_bytes, memory_columns, stretches
+from planner.report.page import page
+from planner.report.streams import streams, trips, waits
+from planner.report.timeline import Timeline
+from planner.solving import summarize
+from solvers.policies.store_all import store_all
+from tests.support.browser import box, measured, needs_browser
+from tests.support.event_judge import runs
+from tests.support.html_page import assert_needs_nothing_else, parsed
+from tests.support.random_choices import graph_with_choices, schedule_with_choices
+
+HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
+
+
+def plan_of(graph: Graph, schedule: Schedule) -> Plan:
+    """`schedule` as a plan for no less memory than it takes, solved by hand."""
+    found = simulate(graph, schedule)
+    others = {pool.name: peak for pool, peak in zip(graph.pools[1:], found.pool_peaks_bytes[1:], strict=True)}
+    fixed = {"bound_s": None, "status": "feasible", "solver": "hand", "seconds": 0.0, "pool_peaks_bytes": others}
+    return Plan(summarize(graph), schedule, found.peak_bytes, found.peak_bytes, found.time_s, **fixed)  # type: ignore[arg-type]
+
+
+def round_trip(name: str = "f1", host_bytes: int | None = 2, works: str = "") -> Timeline:
+    """f1 to f4 and g4 to g1, a second and a byte each; f1 goes to the host once it is made, and is back for g2: 2 s each way.
+
+    compute: f1 0-1, f2 1-2, waits for the copy before f1 goes, f3 3-4, f4 4-5, g4 5-6, g3 6-7, waits for f1, g2 8-9, g1 9-10.
+    Out 1-3; in is issued when f3 and f4 are gone, 6-8; then the copy on the host goes. The op `works` takes a byte of workspace.
+    """
+    chain = training_chain(4)
+    tensors = tuple(replace(t, name=name) if t.name == "f1" else t for t in chain.tensors)
+    ops = tuple(replace(op, workspace_bytes=int(op.name == works)) for op in chain.ops)
+    graph = Graph(ops, tensors, chain.kept, chain.provenance)
+    graph = with_options(graph, ["offload"], Surroundings(0.5, host_bytes))
+    op = {op.name: Compute(op.id) for op in graph.ops}
+    at = {t.name: Free(t.id) for t in graph.tensors}
+    steps: tuple[Step, ...] = (
+        *(op["f1"], op[f"copy_out_{name}"], op["f2"], at[name], op["f3"], op["f4"], op["g4"], at["f3"], at["f4"]),
+        *(op[f"copy_in_{name}"], op["g3"], at["f2"], at["g4"], op["g2"], at[name], at[f"{name}@host"], at["g3"], op["g1"]),
+    )
+    return Timeline(graph, plan_of(graph, Schedule(steps)))
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return round_trip()
+
+
+def solved(options: list[str], budget: str = "75%", seed: int = 5) -> tuple[Graph, Plan]:
+    """A graph and a plan for it, the same on every run; with offload it has a few copies."""
+    graph = random_training_step(seed, 12)
+    return graph, solve(graph, budget, solver="capuchin-swap", options=options, link=10e9, host_budget=10**12)
+
+
+def test_where_the_computation_waits(timeline: Timeline) -> None:
+    first, second = waits(timeline, COMPUTE)
+    assert (first.start_s, first.end_s, first.awaited.op.name) == (2, 3, "copy_out_f1")
+    assert (second.start_s, second.end_s, second.awaited.op.name) == (7, 8, "copy_in_f1")
+    assert first.following is timeline.graph.tensors[0]
+    assert second.following is timeline.graph.ops[6] and second.following.name == "g2"
+    # The host's memory goes when the copy back has read it: its owner, the stream out, is there until 8.
+    assert [(w.start_s, w.end_s) for w in waits(timeline, DEVICE_TO_HOST)] == [(0, 1), (3, 8), (8, 10)]
+
+
+def test_what_the_streams_carry(timeline: Timeline) -> None:
+    found = {s.name: (len(s.executions), s.busy_s, s.made_bytes) for s in streams(timeline)}
+    assert found == {COMPUTE: (8, 8, 8), DEVICE_TO_HOST: (1, 2, 1), HOST_TO_DEVICE: (1, 2, 1)}
+    assert not any(execution.again for execution in timeline.executions)
+    (trip,) = trips(timeline)
+    assert (trip.tensor.name, trip.copy.name, trip.out.start_s) == ("f1", "f1@host", 1)
+    assert [execution.end_s for execution in trip.back] == [8]
+
+
+def test_what_is_in_each_memory(timeline: Timeline) -> None:
+    device, host = timeline.graph.pools
+    assert stretches(timeline, host) == (Stretch(0, 1, 0), Stretch(1, 3, 1), Stretch(3, 8, 1), Stretch(8, 10, 0))
+    # f1; f1 f2, until the copy is out; f2 f3; f2 f3 f4; g4 too; the memory of f1 is taken when f3 and f4 are gone, beside f2
+    # and g4; g3 too; f1 and g3 while the computation waits; g2 too; g2 and g1.
+    found = [(s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, device)]
+    assert found == [
+        *((0, 1, 1), (1, 2, 2), (2, 3, 2), (3, 4, 2), (4, 5, 3), (5, 6, 4), (6, 6, 3), (6, 7, 4)),
+        *((7, 8, 2), (8, 9, 3), (9, 10, 2)),
+    ]
+    assert left_bytes(timeline, device) == 2 and left_bytes(timeline, host) == 0
+    tenth = COLUMNS // 10
+    assert memory_columns(timeline, host, 10) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert memory_columns(timeline, device)[7 * tenth + 1 : 8 * tenth] == [2] * (tenth - 1)
+
+
+def test_what_is_held_at_the_peak_says_where_it_was(timeline: Timeline) -> None:
+    late = round_trip(works="g3")
+    assert late.peak.op.name == "g3" and late.plan.peak_bytes == 5
+    # The memory of f1 is taken at 6, long before the copy has come in.
+    assert {one.tensor.name: one.since_s for one in late.held} == {"f1": 6, "f2": 1, "g4": 5, "g3": 6}
+    assert timeline.peak.op.name == "g4" and {one.tensor.name for one in timeline.held} == {"f2", "f3", "f4", "g4"}
+
+
+def test_bars_are_drawn_where_the_clocks_have_them(timeline: Timeline) -> None:
+    bars = [bar for bar in parsed(page(timeline)).bars if bar[0] in ("wait", "beside")]
+    tenth = COLUMNS / 10
+    assert bars == [
+        ("wait", 2 * tenth, tenth, "1 s, from 2 s on: waits for copy_out_f1 before memory of f1 goes"),
+        ("wait", 7 * tenth, tenth, "1 s, from 7 s on: waits for copy_in_f1 before g2"),
+        ("beside", tenth, 2 * tenth, "copy_out_f1: 1 B in 2 s, from 1 s on"),
+        ("beside", 6 * tenth, 2 * tenth, "copy_in_f1: 1 B in 2 s, from 6 s on"),
+    ]
+
+
+def test_short_bars_are_seen_and_stay_inside() -> None:
+    graph, plan = solved(["offload"])
+    timeline = Timeline(with_options(graph, ["offload"], Surroundings(10e9, 10**12)), plan)
+    bars = [bar for bar in parsed(page(timeline)).bars if bar[0] in ("wait", "beside")]
+    assert len(bars) == len(waits(timeline, COMPUTE)) + plan.copied
+    assert all(width >= 0.5 and 0 <= x <= x + width <= COLUMNS + 0.01 for _, x, width, _ in bars)
+
+
+def test_the_page_has_the_sums(timeline: Timeline) -> None:
+    text = page(timeline)
+    rows = parsed(text).rows
+    assert ["device to host", "1", "1 B", "2 s", "20.00%", ""] in rows
+    assert ["host to device", "1", "1 B", "2 s", "20.00%", ""] in rows
+    assert ["2 s", "1 s", "copy_out_f1", "memory of f1 goes"] in rows
+    assert ["7 s", "1 s", "copy_in_f1", "g2"] in rows
+    assert ["1 B", "f1", "synthetic", "host", "1 s", "8 s"] in rows
+    assert "0 of 8 executions are repetitions. 2 more are on other streams, and the computation waits 2 s (20.00% of" in text
+    assert "The computation waits 2 s (20.00% of the step), at 2 places. Host memory: at most 1 B, of 2 B." in text
+    assert "all that is needed stays in memory or comes back" in text
+    assert "host: at most 1 B, without a limit" in page(round_trip(host_bytes=None))
+
+
+def test_a_capacity_that_is_near_is_drawn() -> None:
+    near, far = (page(round_trip(host_bytes=size)).count('<line class="budget"') for size in (4, 5))
+    assert (near, far) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["f1", HOSTILE])
+def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
+    assert_needs_nothing_else(page(round_trip(name)))
+
+
+def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
+    plain = training_chain(4)
+    offered = with_options(plain, ["offload"], Surroundings(1.0, 10))
+    text, as_ever = (page(Timeline(graph, plan_of(graph, store_all(plain)))) for graph in (offered, plain))
+    assert "Beside the computation" not in as_ever
+    assert text.replace(offered.fingerprint, plain.fingerprint) == as_ever
+
+
+def test_what_was_at_the_host_is_said_of_what_is_held() -> None:
+    graph, plan = solved(["offload"])
+    timeline = Timeline(with_options(graph, ["offload"], Surroundings(10e9, 10**12)), plan)
+    rows = parsed(page(timeline)).rows
+    header = next(row for row in rows if row[-1] == "elsewhere")
+    held = rows[rows.index(header) + 1 :]
+    gone = {trip.tensor.name for trip in trips(timeline)}
+    assert 0 < len(held) <= 15 and all(len(row) == len(header) for row in held)
+    assert all(row[-1].startswith("to host at ") == (row[1] in gone) for row in held)
+    assert any(row[-1] for row in held) and not all(row[-1] for row in held)
+
+
+def test_the_trace_has_a_row_for_each_stream_and_a_counter_for_each_memory(timeline: Timeline) -> None:
+    events = json.loads(chrome_trace(timeline))["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(rows.values())[-3:] == ["compute: waiting", DEVICE_TO_HOST, HOST_TO_DEVICE]
+    assert len(set(rows)) == len(rows) == 7
+    ran = {(rows[e["tid"]], e["name"]): (e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"}
+    assert ran[DEVICE_TO_HOST, "copy_out_f1"] == (1, 2)
+    assert ran[HOST_TO_DEVICE, "copy_in_f1"] == (6, 2)
+    assert ran["compute: waiting", "waits for copy_in_f1"] == (7, 1)
+    assert ran["compute: forward", "f4"] == (4, 1) and ran["compute: backward", "g1"] == (9, 1)
+    assert len(ran) == len(timeline.executions) + 2
+    assert next(e for e in events if e["name"] == "copy_in_f1")["args"]["made_bytes"] == 1
+    counts = {
+        name: [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["name"] == name]
+        for name in ("memory of host", "memory")
+    }
+    assert counts["memory of host"] == [0, 1, 1, 0, 0]
+    assert max(counts["memory"]) == timeline.plan.peak_bytes and counts["memory"][-1] == 2
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
+    """Random schedules on two streams or three, with copies, stand-ins and several memories."""
+    # Plans are for graphs that a solver knows; these have all choices that there can be.
+    monkeypatch.setattr(timeline_module, "check_plan", lambda graph, plan: simulate(graph, plan.schedule))
+    chain = training_chain(3)
+    other = plan_of(chain, store_all(chain))
+    for seed in range(count):
+        draw = random.Random(seed)
+        graph = graph_with_choices(draw)
+        schedule = schedule_with_choices(draw, graph)
+        if runs(graph, schedule.steps):
+            yield Timeline(graph, replace(other, schedule=schedule))
+
+
+def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = 0
+    for timeline in drawn(monkeypatch, 60):
+        graph, stays = timeline.graph, lives(timeline.graph, timeline.plan.schedule)
+        for stream in streams(timeline):
+            found = waits(timeline, stream.name)
+            busy = sorted((*((e.start_s, e.end_s) for e in stream.executions), *((w.start_s, w.end_s) for w in found)))
+            assert all(after[0] == before[1] for before, after in pairwise(busy))
+            assert math.isclose(stream.busy_s + sum(wait.time_s for wait in found), timeline.time_s)
+            assert all(wait.time_s > 0 and wait.awaited.end_s == wait.end_s for wait in found)
+            assert all(wait.awaited.op.stream != stream.name for wait in found)
+            seen += len(found)
+        for pool, peak_bytes in zip(graph.pools, timeline.simulation.pool_peaks_bytes, strict=True):
+            held = stretches(timeline, pool)
+            assert max(stretch.size_bytes for stretch in held) == peak_bytes
+            assert held[0].start_s == 0 and held[-1].end_s == max(timeline.clocks.clocks_s)
+            assert all(before.end_s == after.start_s for before, after in pairwise(held))
+            for stretch in held:
+                middle_s = (stretch.start_s + stretch.end_s) / 2
+                alive = [
+                    t for t in graph.tensors if t.pool == pool.name and any(s.start_s < middle_s < s.end_s for s in stays[t.id])
+                ]
+                least = graph.static_bytes_by_pool[pool.name] + sum(t.size_bytes for t in alive)
+                assert stretch.start_s == stretch.end_s or stretch.size_bytes >= least
+        assert_needs_nothing_else(page(timeline))
+        assert {e["name"] for e in json.loads(chrome_trace(timeline))["traceEvents"]} >= {"memory", "memory of host"}
+    assert seen > 100
+
+
+def test_the_command_shows_such_plans(tmp_path: Path) -> None:
+    graph, plan = solved(["offload"])
+    graph_file, plan_file, html, trace = (tmp_path / name for name in ("model.json", "plan.json", "report.html", "trace.json"))
+    write_graph(graph, graph_file)
+    write_plan(replace(plan, graph_file="model.json"), plan_file)
+    assert main(["show", str(plan_file), "-o", str(html), "--trace", str(trace)]) == 0
+    rows = parsed(html.read_text()).rows
+    copies = [row for row in rows if row[0] in ("device to host", "host to device")]
+    assert sum(int(row[1]) for row in copies) == plan.copied > 0
+    counts = [e["args"]["bytes"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "memory of host"]
+    assert max(counts) == plan.pool_peaks_bytes[HOST]
+    # The same where the graph in the file offers it already.
+    offered = with_options(graph, ["offload"], Surroundings(10e9, 10**12))
+    write_graph(offered, graph_file)
+    asked = {name for name in plan.settings if name not in ("options", "link_bytes_per_s", "host_budget_bytes")}
+    write_plan(replace(plan, settings={name: plan.settings[name] for name in asked}), plan_file)
+    assert main(["show", str(plan_file), "--graph", str(graph_file), "-o", str(html)]) == 0
+    assert parsed(html.read_text()).rows == rows
+
+
+def test_the_device_is_shown_as_ever(timeline: Timeline) -> None:
+    assert timeline.graph.pools[0].name == DEVICE
+    assert max(memory_columns(timeline, timeline.graph.pools[0])) == timeline.plan.peak_bytes == timeline.peak.memory_bytes
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_draws_all_over_the_same_time(width: int, tmp_path: Path) -> None:
+    measures = {
+        "wide": "page.documentElement.scrollWidth",
+        **{name: box(name, "left") for name in (".memory", ".elsewhere", ".wait", ".beside")},
+        "step": box(".memory", "width"),
+        "copy": box(".beside", "width"),
+        "under": f"{box('.beside', 'top')} > {box('.wait', 'bottom')} && {box('.elsewhere', 'top')} > {box('.beside', 'bottom')}",
+        "names": "[...page.querySelectorAll('.ys span')].every(s => s.getBoundingClientRect().left >= 0)",
+    }
+    timeline = round_trip(host_bytes=2 * 10**11)
+    found = measured(page(timeline), width, measures, tmp_path)
+    assert found["wide"] <= width and found["under"] and found["names"]
+    assert found[".elsewhere"] == pytest.approx(found[".memory"], abs=1)
+    assert found[".wait"] - found[".memory"] == pytest.approx(0.2 * found["step"], abs=1)
+    assert found[".beside"] - found[".memory"] == pytest.approx(0.1 * found["step"], abs=1)
+    assert found["copy"] == pytest.approx(0.2 * found["step"], abs=1)

@@ -12,7 +12,7 @@ from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.beside import KEY, beside, travels
 from planner.report.chart import figure
-from planner.report.timeline import Burst, Held, ModuleCost, Timeline, module_of
+from planner.report.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
 from planner.visible import visible
 
 _LISTED = 15
@@ -55,7 +55,7 @@ def page(timeline: Timeline) -> str:
         at_peak=format_bytes(peak.memory_bytes),
         peak_at=format_seconds(timeline.reached_s[peak.step]),
         peak_op=peak.op,
-        peak_again=peak.again,
+        peak_runs=_runs(peak),
         throughout=format_bytes(graph.static_bytes),
         in_tensors=format_bytes(math.fsum(one.tensor.size_bytes for one in held)),
         workspace=format_bytes(peak.op.workspace_bytes if peak.op.stream == COMPUTE else 0),
@@ -105,6 +105,13 @@ def _proof(gap: float | None) -> str:
         return ""
     within = "" if gap < 5e-5 else f"more than {format_ratio(gap)} "
     return f" No schedule of its kind that fits is {within}faster."
+
+
+def _runs(peak: Execution) -> str:
+    """What an execution does where it takes its memory, which for one beside the computation is before it starts."""
+    if peak.op.stream != COMPUTE:
+        return "is issued"
+    return "is computed again" if peak.again else "runs"
 
 
 def _cost_row(cost: ModuleCost, dearest: float) -> list[str]:

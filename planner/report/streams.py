@@ -79,31 +79,29 @@ def waits(timeline: Timeline, stream: str) -> tuple[Wait, ...]:
 
 
 def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
-    graph, steps = timeline.graph, timeline.plan.schedule.steps
-    ending: dict[float, list[Execution]] = {}
-    for execution in timeline.executions:
-        if execution.op.stream != stream:
-            ending.setdefault(execution.end_s, []).append(execution)
+    graph, schedule = timeline.graph, timeline.plan.schedule
+    ending: dict[float, list[Execution]] = {}  # what was issued on other streams, by when it ends
 
-    def awaited(end_s: float, step: int, tensors: set[int]) -> Execution:
-        """Of what ends then, and was issued before, the one that has to do with `tensors`; the last of several."""
-        issued = [execution for execution in ending[end_s] if execution.step < step]
-        own = [execution for execution in issued if tensors.intersection(execution.op.inputs + execution.op.outputs)]
-        return (own or issued)[-1]
+    def awaited(end_s: float, tensors: set[int]) -> Execution:
+        """Of what ends then, the one that has to do with `tensors`; the last of several."""
+        own = [execution for execution in ending[end_s] if tensors.intersection(execution.op.inputs + execution.op.outputs)]
+        return (own or ending[end_s])[-1]
 
-    now_s = 0.0
-    for index, (start_s, end_s) in enumerate(passages(graph, timeline.plan.schedule, timeline.clocks, stream)):
-        step = steps[index]
+    now_s, executions = 0.0, iter(timeline.executions)
+    for step, (start_s, end_s) in zip(schedule.steps, passages(graph, schedule, timeline.clocks, stream), strict=True):
         if isinstance(step, Compute):
-            op = graph.ops[step.op]
+            execution = next(executions)
+            op = execution.op
             if start_s > now_s:
-                yield Wait(now_s, start_s, awaited(start_s, index, {*op.inputs, *op.mutates}), op)
+                yield Wait(now_s, start_s, awaited(start_s, {*op.inputs, *op.mutates}), op)
+            if op.stream != stream:
+                ending.setdefault(execution.end_s, []).append(execution)
         elif end_s > start_s:
-            yield Wait(start_s, end_s, awaited(end_s, index, {step.tensor}), graph.tensors[step.tensor])
+            yield Wait(start_s, end_s, awaited(end_s, {step.tensor}), graph.tensors[step.tensor])
         now_s = end_s
     last_s = max(timeline.clocks.clocks_s)
     if last_s > now_s:
-        yield Wait(now_s, last_s, awaited(last_s, len(steps), set()), None)
+        yield Wait(now_s, last_s, awaited(last_s, set()), None)
 
 
 def trips(timeline: Timeline) -> tuple[Trip, ...]:

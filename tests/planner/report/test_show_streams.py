@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from graphs.clocks import passages
 from graphs.io.formats import write_graph, write_plan
 from graphs.ir import Graph
-from graphs.lives import lives
 from graphs.options import with_options
 from graphs.options.surroundings import Surroundings
 from graphs.plan import Plan
@@ -32,7 +32,7 @@ from planner.report.timeline import Timeline
 from planner.solving import summarize
 from solvers.policies.store_all import store_all
 from tests.support.browser import box, measured, needs_browser
-from tests.support.event_judge import runs
+from tests.support.event_judge import during, live, runs
 from tests.support.html_page import assert_needs_nothing_else, parsed
 from tests.support.random_choices import graph_with_choices, schedule_with_choices
 
@@ -47,29 +47,36 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
     return Plan(summarize(graph), schedule, found.peak_bytes, found.peak_bytes, found.time_s, **fixed)  # type: ignore[arg-type]
 
 
-def round_trip(name: str = "f1", host_bytes: int | None = 2, works: str = "") -> Timeline:
-    """f1 to f4 and g4 to g1, a second and a byte each; f1 goes to the host once it is made, and is back for g2: 2 s each way.
+ROUND_TRIP = "f1 >f1 f2 -f1 f3 f4 g4 -f3 -f4 <f1 g3 -f2 -g4 g2 -f1 -f1@host -g3 g1"
 
-    compute: f1 0-1, f2 1-2, waits for the copy before f1 goes, f3 3-4, f4 4-5, g4 5-6, g3 6-7, waits for f1, g2 8-9, g1 9-10.
-    Out 1-3; in is issued when f3 and f4 are gone, 6-8; then the copy on the host goes. The op `works` takes a byte of workspace.
+
+def chain(
+    script: str = ROUND_TRIP, *, name: str = "f1", link: float = 0.5, host_bytes: int | None = 2, works: str = ""
+) -> Timeline:
+    """f1 to f4 and g4 to g1, a second and a byte each, by a script: ``>f1`` and ``<f1`` are its copies, ``-f1`` frees it.
+
+    With ROUND_TRIP, compute: f1 0-1, f2 1-2, waits for the copy before f1 goes, f3 3-4, f4 4-5, g4 5-6, g3 6-7, waits for f1,
+    g2 8-9, g1 9-10. Out 1-3; in is issued when f3 and f4 are gone, 6-8; then the copy on the host goes.
+
+    Args:
+        name: of what f1 makes.
+        works: the op that takes a byte of workspace.
     """
-    chain = training_chain(4)
-    tensors = tuple(replace(t, name=name) if t.name == "f1" else t for t in chain.tensors)
-    ops = tuple(replace(op, workspace_bytes=int(op.name == works)) for op in chain.ops)
-    graph = Graph(ops, tensors, chain.kept, chain.provenance)
-    graph = with_options(graph, ["offload"], Surroundings(0.5, host_bytes))
-    op = {op.name: Compute(op.id) for op in graph.ops}
-    at = {t.name: Free(t.id) for t in graph.tensors}
-    steps: tuple[Step, ...] = (
-        *(op["f1"], op[f"copy_out_{name}"], op["f2"], at[name], op["f3"], op["f4"], op["g4"], at["f3"], at["f4"]),
-        *(op[f"copy_in_{name}"], op["g3"], at["f2"], at["g4"], op["g2"], at[name], at[f"{name}@host"], at["g3"], op["g1"]),
-    )
-    return Timeline(graph, plan_of(graph, Schedule(steps)))
+    plain = training_chain(4)
+    tensors = tuple(replace(t, name=name) if t.name == "f1" else t for t in plain.tensors)
+    ops = tuple(replace(op, workspace_bytes=int(op.name == works)) for op in plain.ops)
+    graph = with_options(Graph(ops, tensors, plain.kept, plain.provenance), ["offload"], Surroundings(link, host_bytes))
+    step_of: dict[str, Step] = {op.name: Compute(op.id) for op in plain.ops}
+    for t, host in zip(plain.tensors, graph.tensors[len(tensors) :], strict=False):
+        out, back = host.producers[0], host.producers[0] + 1
+        step_of |= {f">{t.name}": Compute(out), f"<{t.name}": Compute(back)}
+        step_of |= {f"-{t.name}": Free(t.id), f"-{t.name}@host": Free(host.id)}
+    return Timeline(graph, plan_of(graph, Schedule(tuple(step_of[word] for word in script.split()))))
 
 
 @pytest.fixture
 def timeline() -> Timeline:
-    return round_trip()
+    return chain()
 
 
 def solved(options: list[str], budget: str = "75%", seed: int = 5) -> tuple[Graph, Plan]:
@@ -86,6 +93,29 @@ def test_where_the_computation_waits(timeline: Timeline) -> None:
     assert second.following is timeline.graph.ops[6] and second.following.name == "g2"
     # The host's memory goes when the copy back has read it: its owner, the stream out, is there until 8.
     assert [(w.start_s, w.end_s) for w in waits(timeline, DEVICE_TO_HOST)] == [(0, 1), (3, 8), (8, 10)]
+
+
+def test_a_wait_is_for_what_it_has_to_do_with() -> None:
+    # At 8 the copy of f1 has come in, which g2 reads, and that of g4 has gone out, which was issued later.
+    timeline = chain(ROUND_TRIP.replace("<f1 g3 -f2 -g4", "<f1 >g4 g3 -f2"))
+    assert [(e.op.name, e.end_s) for e in timeline.executions if e.end_s == 8] == [("copy_in_f1", 8), ("copy_out_g4", 8)]
+    assert waits(timeline, COMPUTE)[-1].awaited.op.name == "copy_in_f1"
+
+
+def test_the_computation_waits_for_the_last_copy() -> None:
+    timeline = chain(f"{ROUND_TRIP} >g2")
+    last = waits(timeline, COMPUTE)[-1]
+    assert (last.start_s, last.end_s, last.awaited.op.name, last.following) == (10, 11, "copy_out_g2", None)
+    assert ["10 s", "1 s", "copy_out_g2", "the end of the step"] in parsed(page(timeline)).rows
+
+
+def test_a_copy_that_is_made_anew_is_another_trip() -> None:
+    timeline = chain("f1 >f1 -f1@host >f1 f2 -f1 f3 f4 g4 -f3 -f4 <f1 -f1 <f1 g3 -f2 -g4 g2 g1")
+    assert [(trip.out.start_s, [e.end_s for e in trip.back]) for trip in trips(timeline)] == [(1, []), (3, [10, 12])]
+    # Copies are made again, and nothing is computed again.
+    assert not any(execution.again for execution in timeline.executions)
+    assert "0 of 8 executions are repetitions. 4 more are on other streams" in page(timeline)
+    assert ["1 B", "f1", "synthetic", "host", "3 s", "10 s, 12 s"] in parsed(page(timeline)).rows
 
 
 def test_what_the_streams_carry(timeline: Timeline) -> None:
@@ -113,12 +143,15 @@ def test_what_is_in_each_memory(timeline: Timeline) -> None:
     assert memory_columns(timeline, device)[7 * tenth + 1 : 8 * tenth] == [2] * (tenth - 1)
 
 
-def test_what_is_held_at_the_peak_says_where_it_was(timeline: Timeline) -> None:
-    late = round_trip(works="g3")
-    assert late.peak.op.name == "g3" and late.plan.peak_bytes == 5
-    # The memory of f1 is taken at 6, long before the copy has come in.
-    assert {one.tensor.name: one.since_s for one in late.held} == {"f1": 6, "f2": 1, "g4": 5, "g3": 6}
-    assert timeline.peak.op.name == "g4" and {one.tensor.name for one in timeline.held} == {"f2", "f3", "f4", "g4"}
+def test_what_is_held_at_the_peak_is_there_since_its_memory_was_taken() -> None:
+    # Out 1-3 and 3-5, for which memory waits; in 7-9 and 9-11, both issued at 7; g3 waits for f2.
+    script = "f1 >f1 f2 >f2 f3 -f1 -f2 f4 g4 {} g3 -f2 -g4 g2 g1"
+    timeline = chain(script.format("-f3 -f4 <f1 <f2"), works="g3")
+    assert timeline.peak.op.name == "g3" and timeline.plan.peak_bytes == 5
+    assert {one.tensor.name: one.since_s for one in timeline.held} == {"f1": 7, "f2": 7, "g4": 6, "g3": 11}
+    assert "5 B at 11 s, while <b>g3</b> runs: 0 B throughout, 4 B in 4 tensors of the step, 1 B of workspace" in page(timeline)
+    issued = page(chain(script.format("<f1 <f2 -f3 -f4")))
+    assert "5 B at 7 s, while <b>copy_in_f2</b> is issued: 0 B throughout, 5 B in 5 tensors of the step, 0 B of work" in issued
 
 
 def test_bars_are_drawn_where_the_clocks_have_them(timeline: Timeline) -> None:
@@ -133,11 +166,10 @@ def test_bars_are_drawn_where_the_clocks_have_them(timeline: Timeline) -> None:
 
 
 def test_short_bars_are_seen_and_stay_inside() -> None:
-    graph, plan = solved(["offload"])
-    timeline = Timeline(with_options(graph, ["offload"], Surroundings(10e9, 10**12)), plan)
-    bars = [bar for bar in parsed(page(timeline)).bars if bar[0] in ("wait", "beside")]
-    assert len(bars) == len(waits(timeline, COMPUTE)) + plan.copied
-    assert all(width >= 0.5 and 0 <= x <= x + width <= COLUMNS + 0.01 for _, x, width, _ in bars)
+    timeline = chain(f"{ROUND_TRIP.replace('-f1@host ', '')} <f1", link=1e6)
+    bars = [bar for bar in parsed(page(timeline)).bars if bar[0] == "beside"]
+    assert [width for _, _, width, _ in bars] == [0.5] * 3
+    assert bars[-1][1] == COLUMNS - 0.5 and bars[-1][3] == "copy_in_f1: 1 B in 1 us, from 8 s on"
 
 
 def test_the_page_has_the_sums(timeline: Timeline) -> None:
@@ -151,17 +183,17 @@ def test_the_page_has_the_sums(timeline: Timeline) -> None:
     assert "0 of 8 executions are repetitions. 2 more are on other streams, and the computation waits 2 s (20.00% of" in text
     assert "The computation waits 2 s (20.00% of the step), at 2 places. Host memory: at most 1 B, of 2 B." in text
     assert "all that is needed stays in memory or comes back" in text
-    assert "host: at most 1 B, without a limit" in page(round_trip(host_bytes=None))
+    assert "host: at most 1 B, without a limit" in page(chain(host_bytes=None))
 
 
 def test_a_capacity_that_is_near_is_drawn() -> None:
-    near, far = (page(round_trip(host_bytes=size)).count('<line class="budget"') for size in (4, 5))
+    near, far = (page(chain(host_bytes=size)).count('<line class="budget"') for size in (4, 5))
     assert (near, far) == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["f1", HOSTILE])
 def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
-    assert_needs_nothing_else(page(round_trip(name)))
+    assert_needs_nothing_else(page(chain(name=name)))
 
 
 def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
@@ -208,8 +240,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
     """Random schedules on two streams or three, with copies, stand-ins and several memories."""
     # Plans are for graphs that a solver knows; these have all choices that there can be.
     monkeypatch.setattr(timeline_module, "check_plan", lambda graph, plan: simulate(graph, plan.schedule))
-    chain = training_chain(3)
-    other = plan_of(chain, store_all(chain))
+    small = training_chain(3)
+    other = plan_of(small, store_all(small))
     for seed in range(count):
         draw = random.Random(seed)
         graph = graph_with_choices(draw)
@@ -221,7 +253,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
 def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
     for timeline in drawn(monkeypatch, 60):
-        graph, stays = timeline.graph, lives(timeline.graph, timeline.plan.schedule)
+        graph, steps = timeline.graph, timeline.plan.schedule.steps
         for stream in streams(timeline):
             found = waits(timeline, stream.name)
             busy = sorted((*((e.start_s, e.end_s) for e in stream.executions), *((w.start_s, w.end_s) for w in found)))
@@ -235,14 +267,30 @@ def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyP
             assert max(stretch.size_bytes for stretch in held) == peak_bytes
             assert held[0].start_s == 0 and held[-1].end_s == max(timeline.clocks.clocks_s)
             assert all(before.end_s == after.start_s for before, after in pairwise(held))
-            for stretch in held:
-                middle_s = (stretch.start_s + stretch.end_s) / 2
-                alive = [
-                    t for t in graph.tensors if t.pool == pool.name and any(s.start_s < middle_s < s.end_s for s in stays[t.id])
-                ]
-                least = graph.static_bytes_by_pool[pool.name] + sum(t.size_bytes for t in alive)
-                assert stretch.start_s == stretch.end_s or stretch.size_bytes >= least
-        assert_needs_nothing_else(page(timeline))
+            # By the judge of the tests: what is there in between, and during what runs.
+            own = passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner)
+            expected, now_s = set(), 0.0
+            for k, (start_s, end_s) in enumerate(own):
+                if start_s > now_s:
+                    left = (graph.tensors[t] for t in live(graph, steps[:k]))
+                    expected.add(Stretch(now_s, start_s, sum(t.size_bytes for t in left if t.pool == pool.name)))
+                if isinstance(steps[k], Compute) and end_s > start_s:
+                    expected.add(Stretch(start_s, end_s, during(graph, steps, k, pool.name)))
+                now_s = end_s
+            assert expected <= set(held)
+        done: set[int] = set()
+        for execution in timeline.executions:
+            places = {p.id for p in graph.program if p.id in (execution.op.id, *execution.op.stands_for)}
+            assert execution.again == (bool(places) and places <= done)
+            done |= places
+        at_peak = timeline.peak
+        held_bytes = sum(
+            graph.tensors[t].size_bytes for t in live(graph, steps[: at_peak.step]) if graph.tensors[t].pool == DEVICE
+        )
+        made_bytes = sum(graph.tensors[t].size_bytes for t in at_peak.op.outputs if graph.tensors[t].pool == DEVICE)
+        text = page(timeline)
+        assert f" {timeline.simulation.peak_bytes - held_bytes - made_bytes} B of workspace" in text
+        assert_needs_nothing_else(text)
         assert {e["name"] for e in json.loads(chrome_trace(timeline))["traceEvents"]} >= {"memory", "memory of host"}
     assert seen > 100
 
@@ -283,7 +331,7 @@ def test_a_browser_draws_all_over_the_same_time(width: int, tmp_path: Path) -> N
         "under": f"{box('.beside', 'top')} > {box('.wait', 'bottom')} && {box('.elsewhere', 'top')} > {box('.beside', 'bottom')}",
         "names": "[...page.querySelectorAll('.ys span')].every(s => s.getBoundingClientRect().left >= 0)",
     }
-    timeline = round_trip(host_bytes=2 * 10**11)
+    timeline = chain(host_bytes=2 * 10**11)
     found = measured(page(timeline), width, measures, tmp_path)
     assert found["wide"] <= width and found["under"] and found["names"]
     assert found[".elsewhere"] == pytest.approx(found[".memory"], abs=1)

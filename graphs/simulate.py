@@ -61,9 +61,6 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             executed or stood for; a kept tensor missing at the end.
     """
     judge = _Judge(graph)
-    device, *others = judge.memories
-    memory: list[int] = []
-    elsewhere: list[list[int]] = [[] for _ in others]
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
             judge.compute(index, step.op)
@@ -71,11 +68,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             judge.free(index, step.tensor)
         else:
             raise ScheduleError(f"step {index} is {step!r}, which this judge does not know")
-        memory.append(device.now_bytes)
-        if others:
-            for taken, other in zip(elsewhere, others, strict=True):
-                taken.append(other.now_bytes)
     judge.finish()
+    memory = judge.memories[0].at_step_bytes
     peak = max(memory)
     times = [graph.ops[op].time_s for op in judge.computed]
     clocks_s = (math.fsum(times),) if len(graph.streams) == 1 else run_clocks(graph, schedule).clocks_s
@@ -84,13 +78,13 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         time_s=max(clocks_s),
         peak_step=memory.index(peak),
         recomputed=len(judge.computed) - len(set(judge.computed)),
-        pool_memory_bytes=(tuple(memory), *map(tuple, elsewhere)),
+        pool_memory_bytes=tuple(tuple(pool.at_step_bytes) for pool in judge.memories),
         clocks_s=clocks_s,
     )
 
 
 class _Memory:
-    """What is in a pool: `live_bytes` after a step, `now_bytes` during it."""
+    """What is in a pool: `live_bytes` after a step, `now_bytes` during it, `at_step_bytes` during each."""
 
     def __init__(self, graph: Graph, pool: Pool) -> None:
         self.pool = pool
@@ -98,6 +92,7 @@ class _Memory:
         self.limit_bytes = math.inf if pool.capacity_bytes is None else pool.capacity_bytes
         self.works_for = [p.owner for p in graph.pools].index(pool.owner) == graph.pools.index(pool)
         self.live_bytes = self.now_bytes = graph.static_bytes_by_pool[pool.name]
+        self.at_step_bytes: list[int] = []
 
     def compute(self, op: Op, new: Sequence[int]) -> None:
         """Take the bytes of its outputs, for good where they are `new`, and of its workspace."""
@@ -106,11 +101,13 @@ class _Memory:
         self.now_bytes = self.live_bytes + made_bytes
         if self.works_for and op.stream == self.pool.owner:
             self.now_bytes += op.workspace_bytes
+        self.at_step_bytes.append(self.now_bytes)
         self.live_bytes += made_bytes if len(new) == len(op.outputs) else sum([sizes[t] for t in new])
 
     def free(self, t: int) -> None:
         self.live_bytes -= self.sizes[t]
         self.now_bytes = self.live_bytes
+        self.at_step_bytes.append(self.now_bytes)
 
 
 class _Judge:

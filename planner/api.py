@@ -11,9 +11,11 @@ from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture, capture_kernels
 from graphs.capture.unchanged import unchanged
 from graphs.cost.devices import get_device
+from graphs.cost.link import MEASURED_LINK
 from graphs.cost.profile import profile
 from graphs.cost.replay import RealStep, with_real_sizes, written_by
 from graphs.cost.roofline import model_times
+from graphs.errors import TraceError
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.pools import HOST
@@ -21,6 +23,7 @@ from planner.choices import with_recorded
 from planner.plan_check import check_sizes
 from planner.runtime import measure
 from planner.runtime.executor import Executor
+from planner.runtime.link import link_beside
 from solvers.policies.store_all import store_all
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ def trace(
     accumulate: bool = False,
     roofline: str | None = None,
     passes: int = 5,
+    measure_link: bool = False,
     name: str = "",
 ) -> Graph:
     """The training step of `model` on `batch` as a graph with the time and memory of every op.
@@ -55,21 +59,37 @@ def trace(
         batch: inputs and target, by position or by name; real tensors, or fake ones with `roofline`.
         optimizer: none, sgd, momentum or adamw (``graphs.optimizers``): its state counts as memory of the step.
         accumulate: the gradients of earlier batches are in memory as well.
-        roofline: model the times for this device instead of measuring them: h200, h100, a100, l4,
+        roofline: model the times for this device instead of measuring them: gh200, h200, h100, a100, l4,
             rtx4090 or cpu. Nothing is executed.
         passes: how often each op is timed; the median counts.
+        measure_link: also measure copies to the host and back beside the step, for the option ``offload``: they become part
+            of the provenance.
         name: of the model, for messages.
 
     Raises:
-        TraceError: the step cannot be captured as one static graph.
+        TraceError: the step cannot be captured as one static graph; or a link is to be measured with a roofline.
     """
+    if roofline is not None and measure_link:
+        raise TraceError(
+            f"the link to the host cannot be measured with the roofline {roofline!r}, for nothing is run: leave out one of them; "
+            "without a link, what is published of the device counts"
+        )
     batch = as_leaves(batch)
     if roofline is not None:
         device = get_device(roofline)
         as_on_cuda = device.name != "cpu"
         modelled = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=as_on_cuda, name=name)
         return model_times(modelled, device)
-    return capture_profiled(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, passes=passes, name=name).graph
+    return capture_profiled(
+        model,
+        loss_fn,
+        batch,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        passes=passes,
+        measure_link=measure_link,
+        name=name,
+    ).graph
 
 
 def capture_profiled(
@@ -80,16 +100,24 @@ def capture_profiled(
     optimizer: str,
     accumulate: bool,
     passes: int,
+    measure_link: bool = False,
     name: str = "",
 ) -> Capture:
     """The step as ``trace`` measures it, with the program that executes it."""
     captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
-    return with_times(captured, model, loss_fn, batch, passes=passes)
+    return with_times(captured, model, loss_fn, batch, passes=passes, measure_link=measure_link)
 
 
-def with_times(captured: Capture, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, passes: int) -> Capture:
-    """`captured` with measured times and workspaces."""
-    return replace(captured, graph=profile(RealStep.of(captured, TrainingStep(model, loss_fn), batch), passes=passes))
+def with_times(
+    captured: Capture, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, passes: int, measure_link: bool = False
+) -> Capture:
+    """`captured` with measured times and workspaces; with `measure_link` also what the link to the host carries beside them."""
+    real = RealStep.of(captured, TrainingStep(model, loss_fn), batch)
+    graph = profile(real, passes=passes)
+    if measure_link:
+        link = link_beside(real, graph.time_s)
+        graph = replace(graph, provenance={**graph.provenance, MEASURED_LINK: link.recorded})
+    return replace(captured, graph=graph)
 
 
 def capture_real(

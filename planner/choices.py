@@ -1,41 +1,94 @@
 """What users say of the choices that a graph is given: which, over what link, with how much of the host's memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 
+import msgspec
 import psutil
 
-from graphs.errors import MismatchError, PlannerError
+from graphs.cost.link import format_rate, measured_link, published_link
+from graphs.errors import GraphError, MismatchError, PlannerError
 from graphs.ir import Graph
 from graphs.options import OPTIONS, with_options
-from graphs.options.surroundings import Surroundings
-from graphs.units import parse_budget, parse_rate
+from graphs.options.surroundings import Link, Surroundings
+from graphs.units import format_seconds, parse_budget, parse_rate
 
 # What PCIe 4, or 5 beside a training step that uses memory itself, carries in each direction.
 LINK = "25GB/s"
 _HOST_SHARE = 0.5  # of the memory that is free
 
 
+class LinkSource(StrEnum):
+    """Where the figures of a link are from; the first that is there counts."""
+
+    GIVEN = "given"  # by the user
+    MEASURED = "measured"  # beside the step, on its device
+    PUBLISHED = "published"  # by the maker of the device, times the part that a step reaches
+    DEFAULT = "default"
+
+
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """Options of a graph by name, and what they need to know."""
+class KnownLink:
+    """A link, and where its figures are from."""
 
-    options: tuple[str, ...]
-    surroundings: Surroundings
-
-    def offered(self, graph: Graph) -> Graph:
-        """`graph` with these options."""
-        return with_options(graph, self.options, self.surroundings)
+    link: Link
+    source: LinkSource
 
     @property
     def recorded(self) -> dict[str, object]:
         """As the settings of plans have it."""
-        around = self.surroundings
+        return {**asdict(self.link), "source": str(self.source)}
+
+    def __str__(self) -> str:
+        out, back = format_rate(self.link.out_bytes_per_s), format_rate(self.link.in_bytes_per_s)
+        rates = f"{out} each way" if out == back else f"{out} out, {back} in"
+        return f"{rates}, {format_seconds(self.link.latency_s)} a copy, {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Options of a graph by name, and what was said of the machine for them.
+
+    Attributes:
+        options: names in ``graphs.options.OPTIONS``.
+        link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
+        host_bytes: of the host's memory that a step may take.
+    """
+
+    options: tuple[str, ...]
+    link_bytes_per_s: float | None
+    host_bytes: int
+
+    def offered(self, graph: Graph) -> Graph:
+        """`graph` with these options.
+
+        Raises:
+            MismatchError: its provenance has a link that cannot be.
+        """
+        return with_options(graph, self.options, Surroundings(self.link(graph.provenance).link, self.host_bytes))
+
+    def recorded(self, provenance: Mapping[str, object]) -> dict[str, object]:
+        """As the settings of plans have it, for a graph of this provenance."""
         return {
             "options": list(self.options),
-            "link_bytes_per_s": around.link_bytes_per_s,
-            "host_budget_bytes": around.host_bytes,
+            "link": self.link(provenance).recorded,
+            "host_budget_bytes": self.host_bytes,
         }
+
+    def link(self, provenance: Mapping[str, object]) -> KnownLink:
+        """The link to plan with, for a graph of this provenance.
+
+        Raises:
+            MismatchError: it has one that cannot be.
+        """
+        if self.link_bytes_per_s is not None:
+            return KnownLink(Link.even(self.link_bytes_per_s), LinkSource.GIVEN)
+        if (measured := measured_link(provenance)) is not None:
+            return KnownLink(measured.link, LinkSource.MEASURED)
+        if (published := published_link(str(provenance.get("device", "")))) is not None:
+            return KnownLink(published, LinkSource.PUBLISHED)
+        return KnownLink(Link.even(parse_rate(LINK)), LinkSource.DEFAULT)
 
 
 def choices_of(options: Sequence[str], link: str | float | None = None, host_budget: str | int | None = None) -> Choices | None:
@@ -43,7 +96,8 @@ def choices_of(options: Sequence[str], link: str | float | None = None, host_bud
 
     Args:
         options: names in ``graphs.options.OPTIONS``.
-        link: bytes a second in each direction, or ``25GB/s``; None: ``LINK``.
+        link: bytes a second in each direction, or ``25GB/s``; None: what was measured or is published of a graph's device,
+            else ``LINK``.
         host_budget: bytes, ``64GB``, or ``50%`` of the host's memory that is free; None: half of that.
 
     Raises:
@@ -63,8 +117,25 @@ def choices_of(options: Sequence[str], link: str | float | None = None, host_bud
     if host_budget is None:
         host_budget = int(_HOST_SHARE * free_bytes)
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
-    rate = LINK if link is None else link
-    return Choices(tuple(options), Surroundings(parse_rate(rate) if isinstance(rate, str) else float(rate), host_bytes))
+    rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
+    Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # refused before anything is traced or measured
+    return Choices(tuple(options), rate, host_bytes)
+
+
+def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
+    """The link that the settings of a plan name; None where they name no options.
+
+    Raises:
+        MismatchError: they cannot be what a solve has recorded.
+    """
+    if not settings.get("options"):
+        return None
+    said = settings.get("link")
+    try:
+        source = msgspec.convert(said, dict[str, object]).get("source")
+        return KnownLink(msgspec.convert(said, Link), msgspec.convert(source, LinkSource))
+    except (msgspec.ValidationError, GraphError) as error:
+        raise _edited(f"a link of {said!r} ({error})") from None
 
 
 def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
@@ -74,12 +145,14 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
         MismatchError: they cannot be what a solve has recorded.
         GraphError: there is no such option, or the graph has choices already.
     """
-    names, rate, host_bytes = (settings.get(name) for name in ("options", "link_bytes_per_s", "host_budget_bytes"))
-    if not names:
+    known = recorded_link(settings)
+    if known is None:
         return graph
-    if not (isinstance(names, list) and isinstance(rate, int | float) and isinstance(host_bytes, int | None)):
-        raise MismatchError(
-            f"the settings of the plan have the options {names!r} with a link of {rate!r} and {host_bytes!r} bytes on the host, "
-            "which no solve records: its file was edited; solve again"
-        )
-    return with_options(graph, names, Surroundings(rate, host_bytes))
+    names, host_bytes = settings["options"], settings.get("host_budget_bytes")
+    if not (isinstance(names, list) and isinstance(host_bytes, int)):
+        raise _edited(f"the options {names!r} with {host_bytes!r} bytes on the host")
+    return with_options(graph, names, Surroundings(known.link, host_bytes))
+
+
+def _edited(what: str) -> MismatchError:
+    return MismatchError(f"the settings of the plan have {what}, which no solve records: its file was edited; solve again")

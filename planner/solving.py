@@ -62,7 +62,8 @@ def solve(
             None: for the solver ``windows`` only.
         options: choices that the graph is given, names in ``graphs.options``: ``offload``. For the solver ``windows`` and those
             that offload.
-        link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``.
+        link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``. Without `link` what is
+            known of the graph's device counts: measured, or else published.
         on_progress: called as the solve advances.
         should_stop: polled; once True, the best schedule so far is the answer.
 
@@ -94,7 +95,7 @@ def solve(
         result = result if other.status is Status.INFEASIBLE else other
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, clock, should_stop))
-    recorded = {} if choices is None else choices.recorded
+    recorded = {} if choices is None else choices.recorded(graph.provenance)
     return _plan_from(replace(result, graph=graph, settings={**result.settings, **recorded}), summary, graph)
 
 

@@ -4,6 +4,7 @@ An op takes a fixed time plus the longer of computing and moving: ``launch + max
 both limits lowered to what good kernels reach. Peaks are dense (no structured sparsity) and, like memory and
 bandwidth, those of the makers' public documents:
 
+- gh200: NVIDIA GH200 Grace Hopper Superchip datasheet, with 96 GB of HBM3
 - h200, h100: NVIDIA H200 and H100 Tensor Core GPU datasheets, SXM5 modules
 - a100: NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM4 module
 - l4: NVIDIA L4 Tensor Core GPU datasheet
@@ -15,6 +16,7 @@ commonly reach at large sizes. Torch is imported only when an op is timed.
 """
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -56,6 +58,7 @@ class Device:
 
 
 _ALL = (
+    Device("gh200", 96 * 10**9, 4.0e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
     Device("h200", 141 * 10**9, 4.8e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
     Device("h100", 80 * 10**9, 3.35e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
     Device("a100", 80 * 10**9, 2.039e12, 312e12, 156e12, 19.5e12, 5e-6, 0.80, 0.60, 0.60, 0.85),
@@ -75,6 +78,12 @@ def get_device(name: str) -> Device:
     if name not in DEVICES:
         raise TraceError(f"unknown device {name!r}: choose from {', '.join(DEVICES)}")
     return DEVICES[name]
+
+
+def device_called(product: str) -> Device | None:
+    """The device that its driver calls `product`, such as ``NVIDIA H100 80GB HBM3``; None of others."""
+    words = re.findall(r"[a-z0-9]+", product.lower().replace("rtx ", "rtx"))
+    return next((device for device in DEVICES.values() if device.name in words), None)
 
 
 def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device) -> float:
@@ -213,15 +222,10 @@ _ATTENTION_FORWARD = frozenset(
 )
 _ATTENTION_BACKWARD = frozenset(f"{name}_backward" for name in _ATTENTION_FORWARD)
 _CONVOLUTIONS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "convolution",
-        "_convolution",
-        "cudnn_convolution",
-        "convolution_overrideable",
-        "_slow_conv2d_forward",
-        "convolution_backward",
-    )
+    {
+        *("aten.convolution", "aten._convolution", "aten.cudnn_convolution", "aten.convolution_overrideable"),
+        *("aten._slow_conv2d_forward", "aten.convolution_backward"),
+    }
 )
 
 

@@ -63,12 +63,12 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
     ops, tensors = list(graph.ops), list(graph.tensors)
     for t in large or made:
-        time_s = t.size_bytes / surroundings.link_bytes_per_s
+        out_s, in_s = surroundings.link.out_s(t.size_bytes), surroundings.link.in_s(t.size_bytes)
         out, back, copy = len(ops), len(ops) + 1, len(tensors)
         phase = graph.ops[t.producers[0]].phase
         ops += (
-            Op(out, f"copy_out_{t.name}", "copy_out", (t.id,), (copy,), time_s, 0, phase, stream=DEVICE_TO_HOST, optional=True),
-            Op(back, f"copy_in_{t.name}", "copy_in", (copy,), (t.id,), time_s, 0, phase, stream=HOST_TO_DEVICE, optional=True),
+            Op(out, f"copy_out_{t.name}", "copy_out", (t.id,), (copy,), out_s, 0, phase, stream=DEVICE_TO_HOST, optional=True),
+            Op(back, f"copy_in_{t.name}", "copy_in", (copy,), (t.id,), in_s, 0, phase, stream=HOST_TO_DEVICE, optional=True),
         )
         tensors[t.id] = replace(t, producers=(*t.producers, back))
         tensors.append(Tensor(copy, f"{t.name}@host", t.size_bytes, (out,), t.kind, t.shape, t.dtype, pool=HOST))

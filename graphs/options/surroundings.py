@@ -2,8 +2,49 @@
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from graphs.errors import GraphError
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries copies between the device and the host, beside each other and beside the computation.
+
+    Attributes:
+        out_bytes_per_s: from the device to the host.
+        in_bytes_per_s: from the host to the device.
+        latency_s: that each copy takes besides its bytes.
+
+    Raises:
+        GraphError: a value that no machine has.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for rate in (self.out_bytes_per_s, self.in_bytes_per_s):
+            if not math.isfinite(rate) or rate <= 0:
+                raise GraphError(f"the link carries {rate!r} bytes a second: must be above 0, such as 25e9")
+        if not math.isfinite(self.latency_s) or self.latency_s < 0:
+            raise GraphError(
+                f"a copy over the link takes {self.latency_s!r} s besides its bytes: must be 0 or more, such as 1e-5"
+            )
+
+    @classmethod
+    def even(cls, bytes_per_s: float, latency_s: float = 0.0) -> Self:
+        """With one figure for both directions."""
+        return cls(bytes_per_s, bytes_per_s, latency_s)
+
+    def out_s(self, size_bytes: int) -> float:
+        """Seconds of a copy to the host."""
+        return self.latency_s + size_bytes / self.out_bytes_per_s
+
+    def in_s(self, size_bytes: int) -> float:
+        """Seconds of a copy back."""
+        return self.latency_s + size_bytes / self.in_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,18 +52,16 @@ class Surroundings:
     """The host, and the link to it.
 
     Attributes:
-        link_bytes_per_s: what is copied in a second in each direction, beside the other and beside the computation.
+        link: between the device and the host.
         host_bytes: of pinned memory on the host that a step may take; None for no limit.
 
     Raises:
         GraphError: a value that no machine has.
     """
 
-    link_bytes_per_s: float
+    link: Link
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.link_bytes_per_s) or self.link_bytes_per_s <= 0:
-            raise GraphError(f"the link carries {self.link_bytes_per_s!r} bytes a second: must be above 0, such as 25e9")
         if self.host_bytes is not None and self.host_bytes < 0:
             raise GraphError(f"the host has {self.host_bytes!r} bytes: must be 0 or more")

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
 from graphs.cost.devices import DEVICES
@@ -108,7 +109,8 @@ def add_choices(parser: Parser) -> None:
         "--link",
         type=options.rate,
         metavar="RATE",
-        help=f"what is copied to the host a second, and back at the same time, beside a training step (default: {LINK})",
+        help="what is copied to the host a second, and back at the same time, beside a training step (default: as measured, "
+        f"or published of the device; {LINK} where nothing is known)",
     )
     parser.add_argument(
         "--host-budget",
@@ -146,10 +148,12 @@ def tracing(arguments: argparse.Namespace) -> Tracing:
     )
 
 
-def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "ProgressLine") -> "Graph":
-    """Build and trace `model`, as the options of ``add_how_to_trace`` say."""
+def trace_model(
+    model: "ModelSpec", arguments: argparse.Namespace, progress: "ProgressLine", *, measure_link: bool = False
+) -> "Graph":
+    """Build and trace `model`, as the options of ``add_how_to_trace`` say; `measure_link` as in ``api.trace``."""
     progress.say(f"building and tracing {model}")
-    return tracing(arguments).graph(model)
+    return replace(tracing(arguments), measure_link=measure_link).graph(model)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:

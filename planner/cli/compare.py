@@ -207,4 +207,5 @@ def _graph(arguments: argparse.Namespace, progress: "ProgressLine") -> "tuple[Gr
     from planner.models.workload import parse_spec
 
     spec = parse_spec(arguments.model)
-    return trace_model(spec, arguments, progress), str(spec)
+    measure_link = bool(arguments.options) and arguments.link is None and arguments.roofline is None
+    return trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)

@@ -26,11 +26,17 @@ def add(commands: Commands) -> None:
         f"models:\n{models}\n\nexamples:\n"
         "  planner trace zoo:gpt2,layers=4,batch=8,seq=128 --optimizer adamw -o model.json\n"
         "  planner trace examples/own_model.py:build,batch=64 -o model.json\n"
+        "  planner trace examples/own_model.py:build --device cuda --measure-link -o model.json\n"
         "  planner trace zoo:llama --roofline h200 -o model.json",
     )
     parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", required=True, help="the graph to write")
     add_how_to_trace(parser)
+    parser.add_argument(
+        "--measure-link",
+        action="store_true",
+        help="also measure copies to the host and back beside the step, for planner solve --options offload",
+    )
     add_quiet(parser)
 
 
@@ -42,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_writable(arguments.output)
     with ProgressLine(quiet=arguments.quiet) as progress:
-        graph = trace_model(arguments.model, arguments, progress)
+        graph = trace_model(arguments.model, arguments, progress, measure_link=arguments.measure_link)
         write_graph(graph, arguments.output)
     print_written(graph, arguments)
     return DONE

@@ -16,7 +16,7 @@ class Tracing:
 
     Attributes:
         device, seed: as in ``workload.load``.
-        roofline, optimizer, accumulate, passes: as in ``api.trace``; with a roofline nothing is allocated.
+        roofline, optimizer, accumulate, passes, measure_link: as in ``api.trace``; with a roofline nothing is allocated.
     """
 
     device: str = "cpu"
@@ -25,6 +25,7 @@ class Tracing:
     accumulate: bool = False
     passes: int = 5
     seed: int = 0
+    measure_link: bool = False
 
     def graph(self, model: ModelSpec) -> "Graph":
         """The graph of the training step of `model`.
@@ -42,5 +43,6 @@ class Tracing:
             accumulate=self.accumulate,
             roofline=self.roofline,
             passes=self.passes,
+            measure_link=self.measure_link,
             name=str(model),
         )

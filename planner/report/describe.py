@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from graphs.cost.link import MEASURED_LINK, measured_link
 from graphs.plan import Plan
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.choices import recorded_link
 from planner.visible import visible
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def plan_text(plan: Plan) -> str:
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
         *_eager_lines(plan),
         *((f"{visible(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
+        *(() if (link := recorded_link(plan.settings)) is None else [("link", str(link))]),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_copied(plan)}"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
         ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_tolerated(plan)}"),
@@ -179,9 +182,15 @@ def summary_data(summary: dict[str, object]) -> dict[str, object]:
 
 
 def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Where a graph comes from, in names and values."""
+    """Where a graph comes from, in names and values.
 
-    def text(value: object) -> str:
+    Raises:
+        MismatchError: it has a link to the host that cannot be.
+    """
+
+    def text(name: str, value: object) -> str:
+        if name == MEASURED_LINK:
+            return str(measured_link(provenance))
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
-    return [(visible(name), visible(text(value))) for name, value in provenance.items()]
+    return [(visible(name), visible(text(name, value))) for name, value in provenance.items()]

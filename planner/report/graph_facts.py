@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options.offload import offloaded, without_copies
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
@@ -74,7 +74,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
     summary = summarize(graph)
     graph, copies = without_copies(graph)
     if copies is None:
-        _, copies = without_copies(offloaded(graph, Surroundings(1.0)))
+        _, copies = without_copies(offloaded(graph, Surroundings(Link.even(1.0))))
     order = reordered(graph).graph
     least = least_budget_bound(order)
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)

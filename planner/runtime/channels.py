@@ -5,6 +5,7 @@ count. On CUDA each has a stream (``planner.runtime.cuda_channels``).
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -19,6 +20,21 @@ from planner.runtime.host_memory import Copy, HostMemory, ended
 from planner.runtime.host_tensor import HostTensor, storage_bytes
 
 _LOOK_S = 0.2  # how often a waiting thread looks whether the one that copies is alive
+
+
+class Issued(Protocol):
+    """A copy that was issued, as the computation knows it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it is left to do."""
+
+    def seconds_after(self, earlier: Any) -> float:
+        """From the end of `earlier` of the same channels to the end of this one, waiting for both.
+
+        Raises:
+            CopyError: it has failed.
+        """
 
 
 class Channels(Protocol):
@@ -53,6 +69,13 @@ class Channels(Protocol):
             CopyError: there is nothing that copies.
         """
 
+    def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Any:
+        """Issue a copy, to the `host` or back, of bytes that are on both sides already: it takes no memory.
+
+        Returns:
+            The copy, an ``Issued``, which is to be waited for before either goes.
+        """
+
     def wait(self, copy: Any) -> None:
         """Let the computation wait for `copy`.
 
@@ -82,6 +105,13 @@ class ThreadChannels:
         copy = self._back.issue(host.values, storage_bytes(tensor), host.copies[:1])
         host.copies.append(copy)
         return tensor, copy
+
+    def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> "ThreadCopy":
+        """As ``Channels.again``."""
+        here, there = storage_bytes(tensor), host.values
+        copy = self._out.issue(here, there, ()) if out else self._back.issue(there, here, ())
+        host.copies.append(copy)
+        return copy
 
     def wait(self, copy: "ThreadCopy") -> None:
         """As ``Channels.wait``."""
@@ -121,7 +151,19 @@ class ThreadCopy:
         finally:
             self._after = self._behind = ()
             del self._source, self._target
+            self._ended_s = time.perf_counter()
             self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """As ``Issued.has_ended``."""
+        return self._ended.is_set()
+
+    def seconds_after(self, earlier: "ThreadCopy") -> float:
+        """As ``Issued.seconds_after``."""
+        earlier.finish()
+        self.finish()
+        return self._ended_s - earlier._ended_s
 
     def finish(self) -> None:
         """As ``Copy.finish``."""

@@ -17,10 +17,10 @@ from planner.runtime.host_tensor import HostTensor, storage_bytes
 class CudaChannels:
     """Channels of a CUDA device. Copies start no earlier than the present stream comes to where they are issued."""
 
-    def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
-        """With `capacity_bytes` of the host's memory, None for no limit."""
+    def __init__(self, device: torch.device, capacity_bytes: int | None = None, *, timed: bool = False) -> None:
+        """With `capacity_bytes` of the host's memory, None for no limit; if `timed`, copies know when they ended."""
         self.memory = HostMemory(capacity_bytes, lock=partial(_page_locked, device))
-        self._device = device
+        self._device, self._timed = device, timed
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def out(self, tensor: torch.Tensor, *after: "StreamCopy") -> tuple[HostTensor, "StreamCopy"]:
@@ -35,6 +35,13 @@ class CudaChannels:
         tensor = host.on_device()
         made = _events(host.copies[:1])
         return tensor, self._copied(self._back, host.values, storage_bytes(tensor), made, host, tensor)
+
+    def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> "StreamCopy":
+        """As ``Channels.again``."""
+        here, there = storage_bytes(tensor), host.values
+        if out:
+            return self._copied(self._out, here, there, (), host, tensor)
+        return self._copied(self._back, there, here, (), host, tensor)
 
     def wait(self, copy: "StreamCopy") -> None:
         """As ``Channels.wait``; the host goes on."""
@@ -56,7 +63,7 @@ class CudaChannels:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        event = stream.record_event()
+        event = stream.record_event(torch.cuda.Event(enable_timing=self._timed))
         host.copies.append(_OnStream(event))
         return StreamCopy(event, tensor, present)
 
@@ -85,6 +92,17 @@ class StreamCopy:
         self.event = event
         self.tensor: torch.Tensor | None = tensor
         self._computing = computing
+
+    @property
+    def has_ended(self) -> bool:
+        """As ``Issued.has_ended``."""
+        return bool(self.event.query())
+
+    def seconds_after(self, earlier: "StreamCopy") -> float:
+        """As ``Issued.seconds_after``; of channels that are timed."""
+        earlier.event.synchronize()
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
     def __del__(self) -> None:
         if self.tensor is not None:  # a step that was dropped half way: its memory is not to be used again before

@@ -198,9 +198,15 @@ def _channels(graph: Graph, device: torch.device) -> Channels | None:
     return None if host is None else open_channels(device, host.capacity_bytes)
 
 
-def open_channels(device: torch.device, host_bytes: int | None) -> Channels:
-    """Channels between `device` and so much of the host's memory, None for no limit. Several executors may share them."""
-    return CudaChannels(device, host_bytes) if device.type == "cuda" else ThreadChannels(HostMemory(host_bytes))
+def open_channels(device: torch.device, host_bytes: int | None, *, timed: bool = False) -> Channels:
+    """Channels between `device` and so much of the host's memory, None for no limit. Several executors may share them.
+
+    Args:
+        timed: so that copies know when they ended (``planner.runtime.channels.Issued``).
+    """
+    if device.type == "cuda":
+        return CudaChannels(device, host_bytes, timed=timed)
+    return ThreadChannels(HostMemory(host_bytes))
 
 
 def _other_grad(given: torch.Tensor) -> str:

@@ -210,7 +210,7 @@ def compare(
         OutputError: the CSV is of another graph or other choices, or of another make.
         PlannerError: no such method, or options out of range.
     """
-    recorded = {} if choices is None else choices.recorded
+    recorded = {} if choices is None else choices.recorded(graph.provenance)
     graph = graph if choices is None else choices.offered(graph)
     stop = should_stop or (lambda: False)
     judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s, recorded=recorded)

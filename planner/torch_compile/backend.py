@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
-from graphs.cost.devices import DEVICES, Device, get_device
+from graphs.cost.devices import DEVICES, Device, device_called, get_device
 from graphs.errors import PlannerError
 from graphs.torch_private.capture import (
     InstructionTranslator,
@@ -185,10 +185,9 @@ def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
     )
     if where.type == "cpu":
         return get_device("cpu")
-    name = torch.cuda.get_device_name(where).lower().replace(" ", "")
-    for known in DEVICES:
-        if known in name:
-            return get_device(known)
+    name = torch.cuda.get_device_name(where)
+    if (known := device_called(name)) is not None:
+        return known
     raise PlannerError(
         f"no times are known for {name!r}: name a device like it, options={{'roofline': ...}}, of {', '.join(DEVICES)}"
     )

@@ -69,8 +69,9 @@ def compile(  # noqa: A001
             inputs, gradients and optimizer state included.
         solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``, which ends within the tolerance or when its
             time is up, with the best schedule so far.
-        options, link, host_budget: as in ``solve``: with ``options=["offload"]`` tensors also go to the host and come back. On
-            several processes each takes as much of the host's memory: `host_budget` is in bytes, or ``8GB``, there.
+        options, link, host_budget: as in ``solve``: with ``options=["offload"]`` tensors also go to the host and come back.
+            Without `link` copies are measured beside the step. On several processes each takes as much of the host's memory:
+            `host_budget` is in bytes, or ``8GB``, there.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
         dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
@@ -103,14 +104,22 @@ def compile(  # noqa: A001
     channels, asked = None, {}
     if (choices := choices_of(options, link, host_budget)) is not None:
         _check_copies(wrapper, host_budget, dynamic=dynamic, cuda_graph=cuda_graph)
-        around = choices.surroundings
-        channels = open_channels(next(wrapper.module.parameters()).device, around.host_bytes)
-        solved = partial(solved, options=choices.options, link=around.link_bytes_per_s, host_budget=around.host_bytes)
-        asked = {"host_budget": around.host_bytes if _is_amount(host_budget) else host_budget}
+        channels = open_channels(next(wrapper.module.parameters()).device, choices.host_bytes)
+        solved = partial(solved, options=choices.options, link=choices.link_bytes_per_s, host_budget=choices.host_bytes)
+        asked = {"host_budget": choices.host_bytes if _is_amount(host_budget) else host_budget}
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
     compiler = _compiler_of(kernels, dynamic=dynamic)(
-        wrapper, loss_fn, optimizer, accumulate, passes, solved_here, recorder, compare_eager=compare_eager, channels=channels
+        wrapper,
+        loss_fn,
+        optimizer,
+        accumulate,
+        passes,
+        solved_here,
+        recorder,
+        compare_eager=compare_eager,
+        channels=channels,
+        measure_link=choices is not None and choices.link_bytes_per_s is None,
     )
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")

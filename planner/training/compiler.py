@@ -41,6 +41,7 @@ class Compiler:
         recorder: makes what records a step, to be replayed; None: steps run op by op.
         compare_eager: whether steps are run beside eager PyTorch.
         channels: by which all its steps copy to the host and back; None where no graph offers that.
+        measure_link: whether copies to the host and back are measured beside a step that is profiled.
     """
 
     wrapper: Unwrapped
@@ -52,6 +53,7 @@ class Compiler:
     recorder: Callable[[], Recorder] | None = None
     compare_eager: bool = True
     channels: Channels | None = None
+    measure_link: bool = False
 
     def capture(self, batch: Batch) -> Capture:
         """The step on `batch`, run once with everything kept; its times are not measured."""
@@ -81,7 +83,8 @@ class Compiler:
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """`captured` with measured times and workspaces."""
-        return with_times(captured, self.wrapper.module, self.loss_fn, batch, passes=self.passes)
+        model, measure_link = self.wrapper.module, self.measure_link
+        return with_times(captured, model, self.loss_fn, batch, passes=self.passes, measure_link=measure_link)
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The step of a profiled capture: solved until the measured peak is within the budget.

@@ -9,12 +9,12 @@ from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Op, Tensor
 from graphs.options import OPTIONS, with_options
 from graphs.options.offload import LEAST_BYTES, offloaded, without_copies
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
 
-AROUND = Surroundings(link_bytes_per_s=25e9, host_bytes=10**12)
+AROUND = Surroundings(Link.even(25e9), host_bytes=10**12)
 
 
 def mixed() -> Graph:
@@ -39,6 +39,11 @@ def test_a_large_tensor_may_go_and_come_back() -> None:
     assert (graph.tensors[5].name, graph.tensors[5].pool) == ("large@host", HOST)
     assert graph.pools[1].capacity_bytes == 10**12
     assert graph.time_s == mixed().time_s
+
+
+def test_each_copy_takes_the_latency_and_its_bytes_at_the_rate_of_its_direction() -> None:
+    graph = offloaded(mixed(), Surroundings(Link(out_bytes_per_s=LEAST_BYTES, in_bytes_per_s=2 * LEAST_BYTES, latency_s=0.25)))
+    assert [op.time_s for op in graph.ops[4:]] == [4.25, 2.25]
 
 
 def test_of_small_tensors_all_may() -> None:
@@ -92,9 +97,14 @@ def test_what_is_refused() -> None:
         with_options(mixed(), ("offload", "offload"), AROUND)
     for speed in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(GraphError, match="must be above 0"):
-            Surroundings(speed)
+            Link.even(speed)
+        with pytest.raises(GraphError, match="must be above 0"):
+            Link(1.0, speed)
+    for latency_s in (-1e-6, float("inf"), float("nan")):
+        with pytest.raises(GraphError, match="must be 0 or more, such as 1e-5"):
+            Link.even(1.0, latency_s)
     with pytest.raises(GraphError, match="must be 0 or more"):
-        Surroundings(1.0, -1)
+        Surroundings(Link.even(1.0), -1)
 
 
 def test_each_option_has_a_line_about_it() -> None:

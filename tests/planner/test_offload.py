@@ -1,21 +1,22 @@
 """The option offload, from what a user says to a plan in a file."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from graphs.cost.link import MEASURED_LINK, LinkProfile, Rates
 from graphs.errors import BudgetError, GraphError, InfeasibleError, MismatchError, PlannerError
 from graphs.io.formats import read_plan, write_graph, write_plan
 from graphs.ir import Graph
 from graphs.options import with_options
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
 from graphs.synthetic.random_graphs import random_training_step
 from planner import api, solve
-from planner.choices import LINK, choices_of
+from planner.choices import LINK, KnownLink, LinkSource, choices_of
 from planner.plan_check import check_plan, check_with_its_graph
 from planner.report.graph_facts import graph_facts
 from solvers.order.reorder import reordered
@@ -43,7 +44,7 @@ def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
     assert both.copied and both.recomputed and not recomputing.copied
     assert sending.recomputed == 0 < recomputing.recomputed
     assert both.bound_s is not None and both.bound_s <= both.time_s
-    offered = with_options(step, ["offload"], Surroundings(10e9, GB * 64))
+    offered = with_options(step, ["offload"], Surroundings(Link.even(10e9), GB * 64))
     simulation = check_plan(offered, both)
     assert simulation.peak_bytes == both.peak_bytes <= both.budget_bytes
     assert both.pool_peaks_bytes == {HOST: simulation.pool_peaks_bytes[1]}
@@ -51,11 +52,13 @@ def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
     assert (both.graph.ops, both.graph.tensors) == (len(step.ops), len(step.tensors))
     assert both.graph.optional_ops == 2 * both.graph.optional_tensors == len(offered.ops) - len(step.ops)
     assert both.settings["options"] == ["offload"]
-    assert (both.settings["link_bytes_per_s"], both.settings["host_budget_bytes"]) == (10e9, GB * 64)
+    assert (
+        both.settings["link"] == {**asdict(Link.even(10e9)), "source": "given"} and both.settings["host_budget_bytes"] == GB * 64
+    )
 
 
 def test_a_graph_that_offers_it_is_solved_as_it_is(step: Graph) -> None:
-    offered = with_options(step, ["offload"], Surroundings(50e9))
+    offered = with_options(step, ["offload"], Surroundings(Link.even(50e9)))
     plan = solve(offered, "60%", time_limit_s=5)
     assert plan.copied
     check_plan(offered, plan)
@@ -84,7 +87,7 @@ def test_what_nothing_fits_is_proved(step: Graph) -> None:
 
 
 def test_reordering_keeps_what_is_offered(step: Graph) -> None:
-    offered = with_options(step, ["offload"], Surroundings(1e9))
+    offered = with_options(step, ["offload"], Surroundings(Link.even(1e9)))
     order = reordered(offered)
     n = len(step.ops)
     assert order.original[:n] == reordered(step).original and order.original[n:] == tuple(range(n, len(offered.ops)))
@@ -94,16 +97,51 @@ def test_reordering_keeps_what_is_offered(step: Graph) -> None:
 def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
     facts = graph_facts(once(step))
     assert facts.least_budget_offload_bytes < facts.least_budget_bytes
-    offered = with_options(once(step), ["offload"], Surroundings(1e9))
+    offered = with_options(once(step), ["offload"], Surroundings(Link.even(1e9)))
     assert replace(graph_facts(offered), summary=facts.summary) == facts
 
 
 def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:
     choices = choices_of(["offload"])
-    assert choices is not None and choices.surroundings.host_bytes is not None
-    assert choices.surroundings.link_bytes_per_s == 25e9 and LINK == "25GB/s"
-    assert choices.surroundings.host_bytes == pytest.approx(psutil.virtual_memory().available / 2, rel=0.1)
+    assert choices is not None and choices.host_bytes == pytest.approx(psutil.virtual_memory().available / 2, rel=0.1)
+    assert choices.link({}) == KnownLink(Link.even(25e9), LinkSource.DEFAULT) and LINK == "25GB/s"
     assert choices_of([]) is None
+
+
+def test_what_is_given_goes_before_what_is_measured_and_that_before_what_is_published() -> None:
+    rates = Rates(20e9, 30e9, 19e9)
+    measured = LinkProfile(rates, rates, 2e-5)
+    there: dict[str, object] = {"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded}
+    given, found = choices_of(["offload"], "50GB/s"), choices_of(["offload"])
+    assert given is not None and found is not None
+    assert given.link(there) == KnownLink(Link.even(50e9), LinkSource.GIVEN)
+    assert found.link(there) == KnownLink(Link(20e9, 30e9, 2e-5), LinkSource.MEASURED)
+    del there[MEASURED_LINK]
+    assert found.link(there) == KnownLink(Link.even(25.6e9, 1e-5), LinkSource.PUBLISHED)
+    assert found.link({"device": "a card of tomorrow"}).source is LinkSource.DEFAULT
+
+
+def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = Rates(20e9, 30e9, 10e9)
+    link = LinkProfile(rates, rates, 2e-5)
+    graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"
+    write_graph(replace(step, provenance={MEASURED_LINK: link.recorded}), graph_file)
+    assert "20.00 GB/s out, 30.00 GB/s in, 10.00 GB/s each at once beside the step" in call(capsys, "info", graph_file).out
+    asked = ("--budget", "60%", "--options", "offload", "--time-limit", "5", "--quiet")
+    said = call(capsys, "solve", graph_file, *asked, "-o", plan_file)
+    line = "10.00 GB/s each way, 20 us a copy, measured"  # both directions at once are slower, and share a figure
+    assert said.code == 0 and line in said.out and line in call(capsys, "info", plan_file).out
+    assert read_plan(plan_file).settings["link"] == {**asdict(link.link), "source": "measured"}
+    for wrong in (
+        "fast",
+        {"alone": 1},
+        {**link.recorded, "latency_s": -1.0},
+        {**link.recorded, "alone": {**asdict(rates), "in_bytes_per_s": 0}},
+    ):
+        write_graph(replace(step, provenance={MEASURED_LINK: wrong}), graph_file)
+        refused(call(capsys, "solve", graph_file, *asked), 1, "its link to the host what no trace measures")
+        refused(call(capsys, "info", graph_file), 1, "--link 25GB/s")
+    assert call(capsys, "solve", graph_file, *asked, "--link", "25GB/s").code == 0
 
 
 def test_what_is_refused(step: Graph) -> None:
@@ -137,7 +175,10 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
     write_plan(replace(plan, pool_peaks_bytes={HOST: 1}), plan_file)
     refused(call(capsys, "info", plan_file), 1, "other pools")
     with pytest.raises(MismatchError, match="no solve records"):
-        check_with_its_graph(replace(plan, settings={**plan.settings, "link_bytes_per_s": "fast"}), plan_file)
+        check_with_its_graph(replace(plan, settings={**plan.settings, "link": "fast"}), plan_file)
+    for name, value in (("link", {**asdict(Link.even(1.0)), "source": "heard"}), ("link", {}), ("host_budget_bytes", "all")):
+        write_plan(replace(plan, settings={**plan.settings, name: value}), plan_file)
+        refused(call(capsys, "info", plan_file), 1, "no solve records")
 
 
 def test_what_such_plans_say_is_checked_before_they_run(step: Graph) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options import with_options
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
@@ -50,7 +50,9 @@ def case(seed: int, most_ops: int) -> Case | None:
     draw = random.Random(seed)
     program = random_graph(draw.randint(0, 10**6), draw.randint(3, most_ops))
     host_bytes = draw.choice((None, None, draw.randint(3, 20)))
-    graph = with_options(program, ("offload",), Surroundings(draw.choice((1.0, 2.0, 4.0)), host_bytes))
+    rates = (1.0, 2.0, 4.0)
+    link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
+    graph = with_options(program, ("offload",), Surroundings(link, host_bytes))
     copies = problem_of(graph, 1).copies
     assert copies is not None
     least = least_budget_bound(program, copies.trips).budget_bytes

@@ -8,7 +8,7 @@ from graphs.capture.trace import capture
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.offload import without_copies
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.runtime.executor import Executor
@@ -18,7 +18,7 @@ from tests.support.steps import make
 
 def offering(captured: Capture, *, host_bytes: int | None = None) -> Capture:
     """`captured` with round trips to the host, over a link that is faster than any."""
-    return replace(captured, graph=with_options(captured.graph, ["offload"], Surroundings(1e12, host_bytes)))
+    return replace(captured, graph=with_options(captured.graph, ["offload"], Surroundings(Link.even(1e12), host_bytes)))
 
 
 def copying_step(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:

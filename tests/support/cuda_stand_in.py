@@ -3,6 +3,7 @@
 Work on a stream other than the present one is done as late as it may be, so that a wait that is missing shows in the numbers.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +15,23 @@ import torch
 class Event:
     """Behind what its stream had to do when it was recorded."""
 
-    def __init__(self, stream: "Stream") -> None:
-        self.stream, self.place = stream, stream.issued
+    stream: "Stream"
+    place: int
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timed = enable_timing
 
     def synchronize(self) -> None:
         self.stream.run_to(self.place)
+
+    def query(self) -> bool:
+        """Meanwhile the stream has done one thing more."""
+        self.stream.run_to(min(self.stream.done + 1, self.place))
+        return self.stream.done >= self.place
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.timed and later.timed and max(later.stream.done - later.place, self.stream.done - self.place) >= 0
+        return 1e3 * (later.stream.done_s[later.place] - self.stream.done_s[self.place])
 
 
 class Stream:
@@ -27,6 +40,7 @@ class Stream:
     def __init__(self, device: object = None) -> None:
         self.device = device
         self.issued = self.done = 0
+        self.done_s = {0: time.perf_counter()}
         self._work: list[Callable[[], object]] = []
 
     def launch(self, work: Callable[[], object]) -> None:
@@ -38,6 +52,7 @@ class Stream:
             work = self._work.pop(0)
             self.done += 1
             work()
+            self.done_s[self.done] = time.perf_counter()
 
     def wait_event(self, event: Event) -> None:
         self.launch(event.synchronize)
@@ -45,8 +60,10 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
-    def record_event(self) -> Event:
-        return Event(self)
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.stream, event.place = self, self.issued
+        return event
 
 
 class Present(Stream):
@@ -61,6 +78,7 @@ class Cuda:
     """Stands for ``torch.cuda``, with the page-locked memory that it has been asked for."""
 
     Stream = Stream
+    Event = Event
 
     def __init__(self) -> None:
         self.present = Present()

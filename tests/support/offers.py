@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from graphs.ir import Graph, Phase
 from graphs.options import with_options
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import DEVICE
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
@@ -16,7 +16,7 @@ from tests.support.event_judge import judged, runs
 
 
 def with_trips(graph: Graph, bytes_per_s: float = 1.0, host_bytes: int | None = None) -> Graph:
-    return with_options(graph, ("offload",), Surroundings(bytes_per_s, host_bytes))
+    return with_options(graph, ("offload",), Surroundings(Link.even(bytes_per_s), host_bytes))
 
 
 def random_step(seed: int, most_ops: int = 12) -> Graph:

@@ -120,7 +120,8 @@ class Outer:
 
     def _limits(self) -> list[float]:
         """The most that r and o of each layer can be."""
-        rate = next((self.offer.size_bytes(t) / trip.out_s for t, trip in self.offer.trips.items() if trip.out_s), np.inf)
+        all_s = sum(trip.out_s for trip in self.offer.trips.values())
+        rate = sum(map(self.offer.size_bytes, self.offer.trips)) / all_s if all_s else np.inf
         again, away = [], []
         for b, saved in enumerate(self.saved):
             most_bytes = min(sum(s.size_bytes for s in saved if s.away), rate * self.forward_s[b], rate * self.backward_s[b])

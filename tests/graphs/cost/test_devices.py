@@ -262,7 +262,7 @@ def test_figures_are_plausible(device: Any) -> None:
 
 def test_unknown_device_is_refused() -> None:
     assert get_device("h200") is H200
-    with pytest.raises(TraceError, match="unknown device 'b200': choose from h200, h100, a100, l4, rtx4090, cpu"):
+    with pytest.raises(TraceError, match="unknown device 'b200': choose from gh200, h200, h100, a100, l4, rtx4090, cpu"):
         get_device("b200")
 
 

@@ -69,7 +69,7 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
     # Those that recompute find what they find without the choice.
     alone = compare(graph, ["75%"], ["chen-sqrt", "dtr"], tmp_path / "alone")
     assert {row.method: row.time_s for row in alone} == {row.method: by_method[row.method].time_s for row in alone}
-    assert all(json.loads(row.settings)["link_bytes_per_s"] == 50e9 for row in found)
+    assert all(json.loads(row.settings)["link"]["in_bytes_per_s"] == 50e9 for row in found)
     assert compare(graph, ["75%"], names, tmp_path, choices=choices) == found
     with pytest.raises(OutputError, match="ask for the same"):
         compare(graph, ["75%"], names, tmp_path, choices=choices_of(["offload"], 25e9, 10**11))

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import planner
+from graphs.cost.link import measured_link
 from graphs.errors import CopyError, PlannerError
-from graphs.io.formats import read_plan, write_plan
+from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.pools import HOST
 from graphs.zoo import Workload, build
 from planner.runtime.executor import Executor
@@ -61,6 +62,15 @@ def test_compile_is_one_call(tmp_path: Path) -> None:
     expected.backward()
     assert torch.equal(loss, expected) and torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(gradients[name], p.grad) for name, p in workload.model.named_parameters())
+
+
+def test_the_link_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.runtime.link.LARGE_BYTES", 2**23)
+    plan = compiled(small(), link=None, budget="95%").plan
+    measured = measured_link(plan.graph.provenance)
+    assert measured is not None
+    assert plan.settings["link"] == {**asdict(measured.link), "source": "measured"}
+    assert measured_link(compiled(small()).plan.graph.provenance) is None
 
 
 def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +173,8 @@ def test_a_host_without_memory_is_an_error_of_compile(monkeypatch: pytest.Monkey
 def test_the_commands_solve_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = "zoo:mlp,batch=64,layers=6,width=32,classes=3"
     graph_file, plan_file = tmp_path / "graph.json", tmp_path / "plan.json"
-    assert call(capsys, "trace", model, "-o", graph_file, "--quiet").code == 0
+    assert call(capsys, "trace", model, "--measure-link", "-o", graph_file, "--quiet").code == 0
+    assert measured_link(read_graph(graph_file).provenance) is not None
     asked = ("--options", "offload", "--link", "1000GB/s", "--host-budget", "1GB", "--time-limit", "10", "--quiet")
     assert call(capsys, "solve", graph_file, "--budget", "60%", *asked, "-o", plan_file).code == 0
     plan = read_plan(plan_file)

@@ -6,7 +6,7 @@ import pytest
 
 from graphs.ir import Graph, Op, Tensor
 from graphs.options import with_options
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
@@ -25,7 +25,9 @@ from tests.support.random_orders import everything, random_order, short_form
 def offering(draw: random.Random, most_ops: int) -> Graph:
     graph = random_graph(draw.randint(0, 10**6), draw.randint(3, most_ops))
     host_bytes = draw.choice((None, None, draw.randint(3, 30)))
-    return with_options(graph, ("offload",), Surroundings(draw.choice((0.5, 1.0, 2.0, 4.0)), host_bytes))
+    rates = (0.5, 1.0, 2.0, 4.0)
+    link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
+    return with_options(graph, ("offload",), Surroundings(link, host_bytes))
 
 
 def some_away(draw: random.Random, problem: Problem, computed: list[int]) -> frozenset[tuple[int, int]]:
@@ -97,7 +99,7 @@ def test_what_is_to_go_first_goes_out_first() -> None:
     reads = ((), (), (), (b,), (z, a), (), (b,), (a,), (z,))
     tensors = tuple(Tensor(i, f"t{i}", 4, (i,)) for i in range(len(reads)))
     ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(reads))
-    graph = with_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(1.0))
+    graph = with_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
     problem = problem_of(graph, 100)
     found = timed(problem, range(9), {(b, 6), (a, 7), (z, 8)})
     assert problem.copies is not None

@@ -1,0 +1,102 @@
+"""What copies between the device and the host reach, alone and beside a step, by the means that plans copy with."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import mean, median
+
+import torch
+
+from graphs.cost.link import LinkProfile, Rates
+from graphs.cost.replay import RealStep
+from planner.runtime.channels import Channels, Issued
+from planner.runtime.executor import open_channels
+from planner.runtime.host_tensor import HostTensor
+
+Compute = Callable[[Callable[[], None]], object]  # computes a step, and calls what it is given after each op
+
+LARGE_BYTES, SMALL_BYTES = 2**25, 2**12  # the large one takes far longer than starting it, the small one hardly
+_LEAST_COPIES, _MOST_COPIES, _SMALL_COPIES = 8, 256, 32  # one after the other
+_LONGEST_S = 1.0
+
+
+class _AllCopiedError(Exception):
+    """Ends a step that is computed only while copies are made."""
+
+
+def link_beside(real: RealStep, step_s: float) -> LinkProfile:
+    """What the link between the host and the device of `real` carries, alone and beside the step.
+
+    In each direction copies of ``LARGE_BYTES`` follow each other for about as long as the step takes, a second at most;
+    beside the step, it is computed op by op, everything kept, until they have ended. Then small ones: what they take beyond
+    their bytes is the latency. Parameters, buffers and the random state are afterwards as they were.
+
+    Args:
+        real: the step, as ``graphs.cost.profile`` times it.
+        step_s: seconds of the step.
+    """
+    channels = open_channels(real.device, None, timed=True)
+    compute = real.compile(look=lambda _: "", at_end=True)
+    large, small = (_Copies(channels, real.device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
+    with real.running():
+        large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
+        each_s = mean(large.seconds(_LEAST_COPIES, out=True, back=False)[0])
+        count = int(min(max(_LEAST_COPIES, min(step_s, _LONGEST_S) / each_s), _MOST_COPIES))
+        alone, beside = (_rates(large, count, computing) for computing in (None, compute))
+        # Of many, for one that is interrupted takes milliseconds.
+        out_s, in_s = (median(small.seconds(_SMALL_COPIES, out=out, back=not out, compute=compute)[0]) for out in (True, False))
+    latency_s = max(0.0, out_s - SMALL_BYTES / beside.out_bytes_per_s, in_s - SMALL_BYTES / beside.in_bytes_per_s)
+    return LinkProfile(alone, beside, latency_s)
+
+
+def _rates(large: "_Copies", count: int, compute: Compute | None) -> Rates:
+    out, back, both = (
+        LARGE_BYTES / max(map(mean, large.seconds(count, out=to_host, back=to_device, compute=compute)))
+        for to_host, to_device in ((True, False), (False, True), (True, True))
+    )
+    return Rates(out, back, both)
+
+
+class _Copies:
+    """Copies of one size, out and back, each between memory of its own on the device and on the host."""
+
+    def __init__(self, channels: Channels, device: torch.device, size_bytes: int) -> None:
+        self._channels = channels
+        self._sides = {out: self._both_sides(device, size_bytes) for out in (True, False)}
+
+    def _both_sides(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, HostTensor]:
+        tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        host, copy = self._channels.out(tensor)
+        self._channels.wait(copy)
+        return tensor, host
+
+    def seconds(self, count: int, *, out: bool, back: bool, compute: Compute | None = None) -> list[list[float]]:
+        """Of each of `count` copies that follow one: out, back, or both at once; a list for each direction.
+
+        Args:
+            compute: run, again and again, while they are made.
+        """
+        copies: dict[bool, list[Issued]] = {direction: [] for direction in (True, False) if (out, back)[not direction]}
+        for _ in range(count + 1):
+            for direction, issued in copies.items():
+                issued.append(self._channels.again(*self._sides[direction], out=direction))
+        if compute is not None:
+            _compute_until(compute, lambda: all(issued[-1].has_ended for issued in copies.values()))
+        found = [[copy.seconds_after(before) for before, copy in pairwise(issued)] for issued in copies.values()]
+        for issued in copies.values():
+            for copy in issued:
+                self._channels.wait(copy)
+        for _, host in self._sides.values():
+            del host.copies[1:]
+        return found
+
+
+def _compute_until(compute: Compute, done: Callable[[], bool]) -> None:
+    def look() -> None:
+        if done():
+            raise _AllCopiedError
+
+    try:
+        while True:
+            compute(look)
+    except _AllCopiedError:
+        return

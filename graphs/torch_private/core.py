@@ -43,6 +43,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._sympy.interp import sympy_interp  # a condition on numbers, for other numbers
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's arithmetic
 
+# What autograd has saved is read by the node that runs.
+current_autograd_node = torch._C._current_autograd_node
 # A kernel that stands for an op calls the op itself, without coming back to itself.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # What is called inside a capture, or a custom operator, runs as it would outside: with the keys that were set there.

@@ -92,8 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
     if arguments.measure and arguments.cluster is not None:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    if arguments.measure and arguments.options:
-        return _usage("--measure runs schedules, which it cannot yet with --options: leave one of them out")
     choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
     methods = methods_named(arguments.methods, offload=choices is not None)
     new_figure()  # without matplotlib there is no use in computing
@@ -104,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         StopOnInterrupt(progress, ending="with the rows that are done, to go on with the others next time") as interrupt,
     ):
         if arguments.measure:
-            rows = _measure(arguments, methods, progress, interrupt)
+            rows = _measure(arguments, methods, choices, progress, interrupt)
         else:
             rows = _simulate(arguments, methods, choices, progress, interrupt)
     known = read_rows(folder / "rows.csv")
@@ -147,15 +145,21 @@ def _simulate(
 
 
 def _measure(
-    arguments: argparse.Namespace, methods: "Sequence[str]", progress: "ProgressLine", should_stop: "Callable[[], bool]"
+    arguments: argparse.Namespace,
+    methods: "Sequence[str]",
+    choices: "Choices | None",
+    progress: "ProgressLine",
+    should_stop: "Callable[[], bool]",
 ) -> "list[Row]":
     from planner.models.workload import parse_spec
 
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
     from planner.models import workload
+    from planner.runtime.executor import open_channels
     from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import Settings, compare_measured, profiled
+    from planner.studies.offloading import offloading_methods
 
     folder = Path(arguments.output)
     built = workload.load(spec, device=arguments.device, seed=arguments.seed)
@@ -166,6 +170,7 @@ def _measure(
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         passes=arguments.passes,
+        measure_link=choices is not None and choices.link_bytes_per_s is None,
         name=str(spec),
     )
     settings = Settings(
@@ -178,6 +183,9 @@ def _measure(
     )
     targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
     stock = baseline_methods(built.model, targets=targets)
+    device = next(built.model.parameters()).device
+    channels = None if choices is None else open_channels(device, choices.host_bytes)
+    stock += [] if channels is None else offloading_methods(channels)
     if arguments.methods != "all":
         stock = of_policies(stock, methods)
     return compare_measured(
@@ -188,6 +196,8 @@ def _measure(
         stock,
         folder,
         settings,
+        choices=choices,
+        channels=channels,
         on_activity=progress.say,
         should_stop=should_stop,
     )

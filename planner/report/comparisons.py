@@ -27,6 +27,10 @@ _MEASURED = (
     "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
 )
+_ON_HOST = (
+    "On the host: the most of what was copied there, which is not in the peak. PyTorch's save_on_cpu and torchtune's "
+    "OffloadActivations are hooks on saved tensors that copy as schedules do."
+)
 _TUNED = (
     "Of the levels and depths of blocks, the save lists of SAC and the fractions of the Memory Budget API, the fastest that was "
     "measured to fit with right gradients, as a multiple of eager PyTorch's time. OOM: all that run need more; wrong: those that "
@@ -65,7 +69,8 @@ def table_text(rows: Sequence[Row]) -> str:
             as_markdown(simulated_table(judged)),
         ]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
-        parts += [f"## Measured\n\n{_MEASURED}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]
+        said = f"{_MEASURED} {_ON_HOST}" if any(row.measured_host_bytes for row in rows) else _MEASURED
+        parts += [f"## Measured\n\n{said}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]
     if any(row.run_by == RunBy.TORCH for row in rows):
         parts += [f"## PyTorch's own, tuned for each budget\n\n{_TUNED}", as_markdown(tuned_table(rows))]
     pairs = iso_memory_pairs(rows)
@@ -124,11 +129,11 @@ def _iso_memory_line(pair: IsoMemoryPair) -> tuple[str, ...]:
     if baseline.measured_ratio is None or baseline.measured_peak_bytes is None:
         why = "does not apply" if baseline.reason == Reason.INAPPLICABLE else "does not run"
         return pair.name, f"{why}: {shorten(baseline.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
-    theirs = (pair.name, baseline.exactness, format_bytes(baseline.measured_peak_bytes), f"{baseline.measured_ratio:.2f}x")
+    theirs = (pair.name, baseline.exactness, baseline.measured_memory, f"{baseline.measured_ratio:.2f}x")
     if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or pair.ratio is None:
         return (*theirs, "another of its kind is better" if ours is None else cell_text(ours), "", "")
     time = _bold(f"{ours.measured_ratio:.2f}x", best=not pair.lost)
-    return *theirs, format_bytes(ours.measured_peak_bytes), time, f"{pair.ratio:.2f}"
+    return *theirs, ours.measured_memory, time, f"{pair.ratio:.2f}"
 
 
 def iso_memory_note(pairs: Sequence[IsoMemoryPair]) -> str:
@@ -165,7 +170,7 @@ def measured_text(row: Row) -> str:
         return "wrong"
     if row.measured_ratio is None or row.measured_peak_bytes is None:
         return cell_text(row) if row.time_s is None else "error"
-    return f"{row.measured_ratio:.2f}x, {format_bytes(row.measured_peak_bytes)}"
+    return f"{row.measured_ratio:.2f}x, {row.measured_memory}"
 
 
 def _sound_ratio(row: Row) -> float | None:

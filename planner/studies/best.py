@@ -114,7 +114,7 @@ def _step_text(kind: str, row: Row, least: float) -> str:
     """Time and peak of a step that was measured, in bold if it reads like the `least` time, and with what options."""
     time = f"{row.measured_ratio:.2f}x"
     options = row.method if kind == "sac" else row.method.partition(" ")[2]
-    return f"{mark(time, f'{least:.2f}x')}, {format_bytes(row.measured_peak_bytes or 0)}{f' ({options})' if options else ''}"
+    return f"{mark(time, f'{least:.2f}x')}, {row.measured_memory}{f' ({options})' if options else ''}"
 
 
 def mark(text: str, least: str) -> str:

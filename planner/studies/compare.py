@@ -117,6 +117,7 @@ class SolveRow:
             measured_ratio=None,
             measured_peak_bytes=None,
             reserved_bytes=None,
+            measured_host_bytes=None,
             exactness="",
             gradient_error=None,
             repeats=None,

@@ -16,6 +16,8 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
 from graphs.zoo import Workload
 from planner import api
+from planner.choices import Choices
+from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name
 from planner.solving import check_same_graph, summarize
@@ -24,6 +26,7 @@ from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_tasks, tasks_for
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
 from planner.studies.measured import Benchmark, Measured
+from solvers.registry import SOLVERS
 from solvers.result import Reason
 
 _TOGETHER = 8  # of PyTorch's methods are run before they are timed, and meet the optimum
@@ -43,11 +46,18 @@ class Settings:
 
 
 def profiled(
-    workload: Workload, folder: Path, *, optimizer: str = "none", accumulate: bool = False, passes: int = 5, name: str = ""
+    workload: Workload,
+    folder: Path,
+    *,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    passes: int = 5,
+    measure_link: bool = False,
+    name: str = "",
 ) -> Capture:
     """The captured step with the times in ``graph.json`` of `folder`; measured, and written there, if there is none.
 
-    A comparison that goes on later goes on with the same times.
+    A comparison that goes on later goes on with the same times, and the same link to the host if one was measured.
 
     Raises:
         MismatchError: the graph in the folder is another.
@@ -55,7 +65,9 @@ def profiled(
     """
     path = folder / "graph.json"
     if not path.exists():
-        captured = api.capture_profiled(*workload, optimizer=optimizer, accumulate=accumulate, passes=passes, name=name)
+        captured = api.capture_profiled(
+            *workload, optimizer=optimizer, accumulate=accumulate, passes=passes, measure_link=measure_link, name=name
+        )
         folder.mkdir(parents=True, exist_ok=True)
         write_graph(captured.graph, path)
         return captured
@@ -74,6 +86,8 @@ def compare_measured(
     folder: Path,
     settings: Settings,
     *,
+    choices: Choices | None = None,
+    channels: Channels | None = None,
     on_activity: Callable[[str], None],
     should_stop: Callable[[], bool],
 ) -> list[Row]:
@@ -88,6 +102,8 @@ def compare_measured(
         stock: PyTorch's own, as in ``planner.studies.baselines``.
         folder: is made; rows that are in its CSV are not made again.
         settings: how.
+        choices: that the graph is given. Methods that only recompute leave them.
+        channels: by which schedules and `stock` copy, with choices; the host's memory is counted there.
         on_activity: told what is being done.
         should_stop: polled; once True, no more is begun, and what is under way is not kept.
 
@@ -97,18 +113,21 @@ def compare_measured(
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
+    recorded = {} if choices is None else choices.recorded(captured.graph.provenance)
+    offered = captured if choices is None else replace(captured, graph=choices.offered(captured.graph))
     judge = judge_of(
-        captured.graph,
+        offered.graph,
         settings.model,
         tolerance=settings.tolerance,
         time_limit_s=settings.time_limit_s,
         seed=settings.seed,
         machine_name=device_name(next(workload.model.parameters()).device),
+        recorded=recorded,
     )
     tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
-    kept = KeptRows(folder, captured.graph)
+    kept = KeptRows(folder, offered.graph, recorded)
     kept.missing([*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)])
-    comparison = _Comparison(workload, captured, judge, kept, settings, on_activity, should_stop)
+    comparison = _Comparison(workload, captured, offered, judge, kept, settings, channels, on_activity, should_stop)
     for budget in dict.fromkeys(task.budget for task in tasks):
         comparison.budget([task for task in tasks if task.budget == budget and task.key not in kept])
     missing = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
@@ -145,13 +164,16 @@ class _Comparison:
         self,
         workload: Workload,
         captured: Capture,
+        offered: Capture,
         judge: SolveRow,
         kept: KeptRows,
         settings: Settings,
+        channels: Channels | None,
         on_activity: Callable[[str], None],
         should_stop: Callable[[], bool],
     ) -> None:
-        self._captured = captured
+        self._captured, self._offered = captured, offered
+        self._channels = channels
         self._judge = judge
         self._kept = kept
         self._settings = settings
@@ -159,7 +181,7 @@ class _Comparison:
         self._should_stop = should_stop
         reserved = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
         extra_bytes = sum(tensor.size_bytes for tensor in captured.graph.tensors if tensor.kind in reserved)
-        self._benchmark = Benchmark(workload, extra_bytes=extra_bytes)
+        self._benchmark = Benchmark(workload, extra_bytes=extra_bytes, host=None if channels is None else channels.memory)
         self._benchmark.enter(eager())
         self._entered: dict[str, _Entry] = {}  # PyTorch's methods, by name
 
@@ -209,7 +231,10 @@ class _Comparison:
         if schedule is None:
             return _Entry(name, row)
         self._say(f"running {name}")
-        method = Method(name, lambda model, loss_fn: Executor(self._captured, schedule, model, loss_fn))
+        if self._channels is not None and SOLVERS[row.method].copies:
+            method = Method(name, lambda model, loss_fn: Executor(self._offered, schedule, model, loss_fn, self._channels))
+        else:
+            method = Method(name, lambda model, loss_fn: Executor(self._captured, schedule, model, loss_fn))
         return _Entry(name, _with(row, self._benchmark.enter(method)))
 
     def _enter_stock(self, method: Method) -> _Entry:
@@ -241,6 +266,7 @@ def _with(row: Row, measured: Measured) -> Row:
         row,
         measured_peak_bytes=measured.peak_bytes,
         reserved_bytes=measured.reserved_bytes,
+        measured_host_bytes=measured.host_bytes,
         exactness=str(measured.exactness),
         gradient_error=measured.gradient_error,
     )

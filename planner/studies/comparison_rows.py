@@ -10,7 +10,7 @@ from typing import TypeAlias
 from graphs.errors import OutputError
 from graphs.ir import Graph
 from graphs.plan import relative_gap
-from graphs.units import format_seconds
+from graphs.units import format_bytes, format_seconds
 from planner.studies import rows as tables
 from solvers.registry import SOLVERS
 
@@ -52,6 +52,7 @@ class Row:
         measured_ratio: median of the multiples of plain PyTorch's time in the same turn.
         measured_peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included.
         reserved_bytes: what the CUDA allocator held.
+        measured_host_bytes: most on the host of what was copied there; None where the graph was given no copies.
         exactness: of loss and gradients, as in ``planner.studies.measured.Exactness``.
         gradient_error: Euclidean distance from eager's gradients, over their length.
         repeats: steps timed.
@@ -81,6 +82,7 @@ class Row:
     measured_ratio: float | None
     measured_peak_bytes: int | None
     reserved_bytes: int | None
+    measured_host_bytes: int | None
     exactness: str
     gradient_error: float | None
     repeats: int | None
@@ -96,6 +98,12 @@ class Row:
     def key(self) -> Key:
         """What no other row has."""
         return self.run_by, self.method, self.budget
+
+    @property
+    def measured_memory(self) -> str:
+        """The measured peak as text, with what was on the host."""
+        host = f", {format_bytes(self.measured_host_bytes)} on the host" if self.measured_host_bytes else ""
+        return f"{format_bytes(self.measured_peak_bytes or 0)}{host}"
 
     @property
     def overhead(self) -> float | None:

@@ -13,6 +13,7 @@ from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError
 from graphs.zoo import Workload
 from planner.runtime import measure
+from planner.runtime.host_memory import HostMemory
 from planner.runtime.measure import Step, StepOutcome
 from planner.studies.baselines import Method
 from planner.studies.blocks import InapplicableError
@@ -37,6 +38,7 @@ class Measured:
         method: its name.
         peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included.
         reserved_bytes: what the CUDA allocator held; None on the CPU.
+        host_bytes: most on the host of what was copied there; None where nothing was to be.
         exactness: of loss and gradients.
         loss_error: distance from eager's loss, over its absolute value.
         gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
@@ -48,6 +50,7 @@ class Measured:
     method: str
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
+    host_bytes: int | None = None
     exactness: Exactness | None = None
     loss_error: float | None = None
     gradient_error: float | None = None
@@ -66,11 +69,12 @@ class Benchmark:
         workload: real tensors; its model in the mode it is trained in.
         seed: of the random state that loss and gradients are compared from.
         extra_bytes: of what is not made here but counts: optimizer state, gradients of earlier batches.
+        host: the memory that all methods copy to; None where none does.
     """
 
-    def __init__(self, workload: Workload, *, seed: int = 0, extra_bytes: int = 0) -> None:
+    def __init__(self, workload: Workload, *, seed: int = 0, extra_bytes: int = 0, host: HostMemory | None = None) -> None:
         self._workload = workload
-        self._seed = seed
+        self._seed, self._host = seed, host
         self._steps: dict[str, Step] = {}
         self._device = next(workload.model.parameters()).device
         step = TrainingStep(workload.model, workload.loss_fn)
@@ -108,6 +112,8 @@ class Benchmark:
     def _check(self, name: str, step: Step) -> Measured:
         model, _, batch = self._workload
         reference = self._reference
+        if self._host is not None:
+            self._host.peak_bytes = self._host.used_bytes
         found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
         with unchanged(model, batch):
             isolated = measure.Isolated(step, model, batch)
@@ -117,6 +123,7 @@ class Benchmark:
             name,
             peak_bytes=memory.peak_bytes,
             reserved_bytes=memory.reserved_bytes,
+            host_bytes=None if self._host is None else self._host.peak_bytes,
             exactness=errors.exactness(self._allowed),
             loss_error=errors.loss,
             gradient_error=errors.gradients,

@@ -198,6 +198,26 @@ def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str],
     assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png", "measured.png"}
 
 
+def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--options", "offload", "--link", "1000GB/s", "--host-budget", "1GB", "--repeats", "1", "--passes", "1"]
+    methods = ("windows", "store_all", "save-on-cpu", "offload-activations")
+    words = ["--measure", "--budgets", "75%,100%", "--methods", ",".join(methods), "--time-limit", "10", "--quiet", *asked]
+    assert main(["compare", SPEC, *words, "-o", str(tmp_path)]) == 0
+    assert " on the host" in capsys.readouterr().out
+    rows = {row.key: row for row in read_rows(tmp_path / "rows.csv")}
+    for name in methods[2:]:
+        row = rows[RunBy.TORCH, name, ""]
+        assert row.exactness == "identical" and (row.measured_host_bytes or 0) > 0
+        assert (row.measured_peak_bytes or 0) < (rows[RunBy.TORCH, "eager", ""].measured_peak_bytes or 0)
+    ours = rows[RunBy.EXECUTOR, "windows", "75%"]
+    assert ours.exactness == "identical" and (ours.measured_peak_bytes or 0) <= (ours.peak_bytes or 0) <= (ours.budget_bytes or 0)
+    assert (ours.measured_host_bytes or 0) > 0
+    imitated = rows[RunBy.EXECUTOR, "save-on-cpu", "100%"]
+    assert imitated.exactness == "identical" and (imitated.measured_host_bytes or 0) > 0
+    assert rows[RunBy.EXECUTOR, "store_all", "100%"].measured_host_bytes == 0  # it has no copies, and runs without them
+    assert rows[RunBy.TORCH, "eager", ""].measured_host_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"), [(("model.json",), "is a graph"), (("zoo:mlp", "--roofline", "h200"), "nothing is run")]
 )

@@ -1,0 +1,118 @@
+"""Methods of PyTorch's world that send what autograd saves to the host, by its hooks on saved tensors.
+
+On the CPU, device and host are one memory: ``torch.autograd.graph.save_on_cpu`` hands tensors on and moves nothing there, and
+torchtune's class is for CUDA. So both are hooks here that copy by ``planner.runtime.channels``, as plans do: what is sent is
+really copied, into memory that PyTorch's allocator does not count, and is back on the device, in memory that it does count,
+when it is read. Peaks of the device and of the host thus mean the same as for a plan.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphs.capture.step import LossFn, TrainingStep
+from graphs.torch_private.core import current_autograd_node
+from planner.runtime.channels import Channels
+from planner.runtime.host_tensor import HostTensor
+from planner.runtime.measure import Step
+from planner.studies.baselines import Method
+
+_STASH, _LEAST_BYTES = 5, 1024  # of torchtune's OffloadActivations
+
+
+def offloading_methods(channels: Channels) -> list[Method]:
+    """Both, by `channels`, which say what they may take of the host."""
+    return [save_on_cpu(channels), offload_activations(channels)]
+
+
+def save_on_cpu(channels: Channels) -> Method:
+    """What ``torch.autograd.graph.save_on_cpu`` does: all that is saved, parameters included; copies are waited for."""
+    return _method("save-on-cpu", channels, stash=0, least_bytes=0, parameters=True)
+
+
+def offload_activations(channels: Channels) -> Method:
+    """What torchtune's ``OffloadActivations`` does: what is saved, of 1024 bytes and more, but for parameters.
+
+    Copies out go on beside the computation. The last five tensors are a stash that stays on the device, and goes once a second
+    node of the backward pass reads what was saved. What is not in it is asked for where it is read, as there: CUDA's streams
+    run ahead of the computation then, and the CPU waits. A view of a parameter counts as one here.
+    """
+    return _method("offload-activations", channels, stash=_STASH, least_bytes=_LEAST_BYTES, parameters=False)
+
+
+def _method(name: str, channels: Channels, *, stash: int, least_bytes: int, parameters: bool) -> Method:
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        step = TrainingStep(model, loss_fn)
+        kept = frozenset() if parameters else frozenset(_storage(p) for p in (*model.parameters(), *model.buffers()))
+
+        def run(*args: object, **kwargs: object) -> Any:
+            hooks = _Hooks(channels, stash, least_bytes, kept)
+            with saved_tensors_hooks(hooks.pack, hooks.unpack):
+                return step(*args, **kwargs)
+
+        return run
+
+    return Method(name, prepare)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A saved tensor: on the host, and on the device as long as it is in the stash; the copy there until it was waited for."""
+
+    host: HostTensor
+    here: torch.Tensor | None
+    copy: Any
+
+
+class _Hooks:
+    """Of one forward pass and its backward pass."""
+
+    def __init__(self, channels: Channels, stash: int, least_bytes: int, kept: frozenset[int]) -> None:
+        """With a stash of so many; what is smaller than `least_bytes`, or has one of the storages `kept`, stays."""
+        self._channels = channels
+        self._stash: deque[_Sent] = deque()
+        self._stash_size, self._least_bytes, self._kept = stash, least_bytes, kept
+        self._first_reader: object = None
+
+    def pack(self, tensor: torch.Tensor) -> "_Sent | torch.Tensor":
+        """What autograd keeps in place of `tensor`."""
+        if not tensor.nbytes or tensor.nbytes < self._least_bytes or _storage(tensor) in self._kept:
+            return tensor
+        with torch.no_grad():
+            tensor = tensor.detach()
+            if tensor.nbytes < tensor.untyped_storage().nbytes():
+                tensor = tensor.clone()  # of a part of a storage no more than that is sent
+        host, copy = self._channels.out(tensor)
+        sent = _Sent(host, tensor, copy)
+        self._stash.append(sent)
+        while len(self._stash) > self._stash_size:
+            self._let_go(self._stash.popleft())
+        return sent
+
+    def unpack(self, saved: "_Sent | torch.Tensor") -> torch.Tensor:
+        """The tensor that was saved, for the node that is about to read it."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        reader = current_autograd_node()
+        if self._first_reader is None:
+            self._first_reader = reader
+        elif reader is not self._first_reader:
+            while self._stash:
+                self._let_go(self._stash.popleft())
+        if saved.here is not None:
+            return saved.here
+        tensor, copy = self._channels.back(saved.host)
+        self._channels.wait(copy)
+        return tensor
+
+    def _let_go(self, sent: _Sent) -> None:
+        self._channels.wait(sent.copy)
+        sent.here = sent.copy = None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

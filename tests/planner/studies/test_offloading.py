@@ -1,0 +1,98 @@
+"""Hooks that send what is saved to the host: the bits of plain PyTorch, less on the device, what they take of the host."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
+
+from graphs.capture.step import TrainingStep
+from graphs.zoo import Workload
+from planner.runtime.channels import ThreadChannels
+from planner.runtime.host_memory import HostMemory
+from planner.runtime.measure import loss_of
+from planner.studies.baselines import eager
+from planner.studies.measured import Benchmark, Exactness
+from planner.studies.offloading import offload_activations, offloading_methods, save_on_cpu
+from tests.support.steps import make
+
+
+@pytest.mark.parametrize("name", ["gpt2_written", "gpt2_sdpa", "resnet18", "tied", "mutated"])
+def test_bits_are_those_of_eager_and_the_host_has_what_the_device_has_not(name: str) -> None:
+    channels = ThreadChannels(HostMemory())
+    benchmark = Benchmark(make(name), host=channels.memory)
+    plain, saved, stashed = map(benchmark.enter, (eager(), *offloading_methods(channels)))
+    for row in (plain, saved, stashed):
+        assert row.error is None and row.exactness is Exactness.IDENTICAL and row.differences == ()
+    assert plain.host_bytes == 0
+    # Parameters go too, and stay all the same.
+    assert (saved.host_bytes or 0) > (stashed.host_bytes or 0) > 0
+    assert (saved.peak_bytes or 0) < (plain.peak_bytes or 0)
+    assert (stashed.peak_bytes or 0) < (plain.peak_bytes or 0) or name == "mutated"  # at its peak its stash is whole
+    assert channels.memory.used_bytes == 0
+
+
+class Counting(torch_save_on_cpu):
+    """PyTorch's own, which says how much it packs. Where nothing is pinned it hands tensors of the CPU on."""
+
+    def __init__(self) -> None:
+        super().__init__(pin_memory=True)
+        self.packed_bytes = 0
+        own = self.pack_hook
+
+        def pack(tensor: torch.Tensor) -> object:
+            packed = own(tensor)
+            self.packed_bytes += packed[1].nbytes
+            return packed
+
+        self.pack_hook = pack
+
+
+@pytest.mark.parametrize("name", ["gpt2_written", "gpt2_sdpa", "resnet18"])
+def test_as_much_is_sent_as_by_pytorch_itself(name: str) -> None:
+    workload = make(name)
+    counting = Counting()
+    with counting:
+        TrainingStep(workload.model, workload.loss_fn)(*workload.batch)
+    channels = ThreadChannels(HostMemory())
+    step = save_on_cpu(channels).prepare(workload.model, workload.loss_fn)
+    returned = step(*workload.batch)
+    assert channels.memory.used_bytes == counting.packed_bytes > 0
+    del returned
+    assert channels.memory.used_bytes == 0
+
+
+class Chain(nn.Module):
+    """Exponentials of one another, each of which saves its output of 4 kB, and of a few bytes at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        for _ in range(8):
+            x = (-x).exp()
+        return x[:10].exp().sum()
+
+
+def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None:
+    workload = Workload(Chain(), None, (torch.ones(1000),))
+    channels = ThreadChannels(HostMemory())
+    copies: list[int] = []
+    back = channels.back
+    channels.back = lambda host: copies.append(len(host.values)) or back(host)  # type: ignore[assignment,func-returns-value]
+    loss = loss_of(offload_activations(channels).prepare(workload.model, workload.loss_fn)(*workload.batch))
+    assert channels.memory.used_bytes == 9 * 4000  # the input, which the product saves, and eight exponentials
+    loss.backward()
+    # The first node takes its tensor from the stash; the second finds it gone.
+    assert copies == [4000] * 8
+    assert channels.memory.used_bytes == 0
+
+
+def test_a_host_without_room_is_a_row_that_says_so() -> None:
+    channels = ThreadChannels(HostMemory(1000))
+    row = Benchmark(make("resnet18"), host=channels.memory).enter(save_on_cpu(channels))
+    assert row.error is not None and "finds" in row.error and "of the host's memory in use" in row.error
+    assert row.peak_bytes is None and not math.isnan(channels.memory.used_bytes)

@@ -48,12 +48,13 @@ def test_trace_passes_its_options_on(api: Any, tmp_path: Path, capsys: pytest.Ca
     assert said.out.startswith(f"{path}: 12 ops, 13 tensors, step time 12 ms")
     assert read_graph(path) == chain()
     assert api.calls == [
-        (3, {"optimizer": "adamw", "accumulate": True, "roofline": "h200", "passes": 3, "name": TINY}),
+        (3, {"optimizer": "adamw", "accumulate": True, "roofline": "h200", "passes": 3, "measure_link": False, "name": TINY}),
     ]
-    data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json").out)
+    data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json", "--measure-link").out)
     assert data["ops"] == 12
     assert data["output"] == str(path)
-    assert api.calls[1][1] == {"optimizer": "none", "accumulate": False, "roofline": None, "passes": 5, "name": TINY}
+    usual = {"optimizer": "none", "accumulate": False, "roofline": None, "passes": 5}
+    assert api.calls[1][1] == {**usual, "measure_link": True, "name": TINY}
 
 
 def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from graphs.clocks import passages
 from graphs.io.formats import write_graph, write_plan
 from graphs.ir import Graph
 from graphs.options import with_options
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import Plan
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Free, Schedule, Step
@@ -65,7 +65,8 @@ def chain(
     plain = training_chain(4)
     tensors = tuple(replace(t, name=name) if t.name == "f1" else t for t in plain.tensors)
     ops = tuple(replace(op, workspace_bytes=int(op.name == works)) for op in plain.ops)
-    graph = with_options(Graph(ops, tensors, plain.kept, plain.provenance), ["offload"], Surroundings(link, host_bytes))
+    renamed = Graph(ops, tensors, plain.kept, plain.provenance)
+    graph = with_options(renamed, ["offload"], Surroundings(Link.even(link), host_bytes))
     step_of: dict[str, Step] = {op.name: Compute(op.id) for op in plain.ops}
     for t, host in zip(plain.tensors, graph.tensors[len(tensors) :], strict=False):
         out, back = host.producers[0], host.producers[0] + 1
@@ -198,7 +199,7 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
 
 def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
     plain = training_chain(4)
-    offered = with_options(plain, ["offload"], Surroundings(1.0, 10))
+    offered = with_options(plain, ["offload"], Surroundings(Link.even(1.0), 10))
     text, as_ever = (page(Timeline(graph, plan_of(graph, store_all(plain)))) for graph in (offered, plain))
     assert "Beside the computation" not in as_ever
     assert text.replace(offered.fingerprint, plain.fingerprint) == as_ever
@@ -206,7 +207,7 @@ def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() ->
 
 def test_what_was_at_the_host_is_said_of_what_is_held() -> None:
     graph, plan = solved(["offload"])
-    timeline = Timeline(with_options(graph, ["offload"], Surroundings(10e9, 10**12)), plan)
+    timeline = Timeline(with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12)), plan)
     rows = parsed(page(timeline)).rows
     header = next(row for row in rows if row[-1] == "elsewhere")
     held = rows[rows.index(header) + 1 :]
@@ -307,7 +308,7 @@ def test_the_command_shows_such_plans(tmp_path: Path) -> None:
     counts = [e["args"]["bytes"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "memory of host"]
     assert max(counts) == plan.pool_peaks_bytes[HOST]
     # The same where the graph in the file offers it already.
-    offered = with_options(graph, ["offload"], Surroundings(10e9, 10**12))
+    offered = with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
     write_graph(offered, graph_file)
     asked = {name for name in plan.settings if name not in ("options", "link_bytes_per_s", "host_budget_bytes")}
     write_plan(replace(plan, settings={name: plan.settings[name] for name in asked}), plan_file)

@@ -73,7 +73,7 @@ def solve_program(
         return _without_variables(program)
     solver = _load(program)
     settings: dict[str, Option] = {
-        "time_limit": highspy.kHighsInf if clock.counts_work else left(clock),
+        "time_limit": highspy.kHighsInf if clock.counts_work else max(0.0, left(clock)),  # loading took some
         "mip_abs_gap": max(0.0, absolute_gap),
         "mip_rel_gap": 0.0,
         "mip_feasibility_tolerance": _FEASIBILITY,

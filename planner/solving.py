@@ -176,7 +176,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: C
     asked many times.
     """
     program, copies = without_copies(graph)
-    proved_bytes = least_budget_bound(program, () if copies is None else copies.trips).budget_bytes
+    proved_bytes = least_budget_bound(program, copies).budget_bytes
     if budget_bytes >= proved_bytes:
         return ""
     if left(clock) <= 0:

@@ -1,9 +1,11 @@
 """What schedules need: lower bounds on the least feasible budget, in one order of the ops and in any, and what sets them."""
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from graphs.ir import Graph
+from graphs.options.offload import Copies
 from graphs.units import format_bytes
 
 
@@ -16,8 +18,9 @@ class Need:
         total_bytes: all of the following.
         static_bytes: what lives throughout.
         inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, static inputs not counted.
-        held_bytes: other tensors made before that must be there: kept ones, and what is read later
-            and cannot be made again. What is made before is a matter of the order of first executions.
+        held_bytes: other tensors made before that must be there: kept ones, and what is read later,
+            cannot be made again, and has no place on the host. What is made before is a matter of the
+            order of first executions.
     """
 
     op: int
@@ -43,7 +46,7 @@ class LeastBudget:
     need: Need
 
 
-def least_budget_bound(graph: Graph, movable: Collection[int] = ()) -> LeastBudget:
+def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudget:
     """The least budget that the needs of single ops do not refute, where ops are first executed in program order.
 
     A first execution of op v has in memory its inputs, outputs and workspace; the kept tensors made
@@ -53,13 +56,14 @@ def least_budget_bound(graph: Graph, movable: Collection[int] = ()) -> LeastBudg
 
     Args:
         graph: one without choices.
-        movable: tensors that may be elsewhere until they are read, though nothing makes them again.
+        copies: round trips to the host. What makes one may be there until it is read, though nothing makes it again; of
+            these tensors together no more than the host holds.
     """
-    need = need_at(graph, None, movable)
-    low, high = need.total_bytes, need_at(graph, 0, movable).total_bytes
+    need = need_at(graph, None, copies)
+    low, high = need.total_bytes, need_at(graph, 0, copies).total_bytes
     while low < high:  # budgets below `low` are refuted, `high` is not
         middle = (low + high) // 2
-        found = need_at(graph, middle, movable)
+        found = need_at(graph, middle, copies)
         if found.total_bytes > middle:
             low, need = middle + 1, found
         else:
@@ -67,13 +71,13 @@ def least_budget_bound(graph: Graph, movable: Collection[int] = ()) -> LeastBudg
     return LeastBudget(low, need)
 
 
-def need_at(graph: Graph, budget_bytes: int | None, movable: Collection[int] = ()) -> Need:
+def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None) -> Need:
     """The largest need when nothing that takes more than `budget_bytes` (None: no limit) is executed again.
 
-    `movable` as in ``least_budget_bound``.
+    `copies` as in ``least_budget_bound``.
     """
     sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
-    held = _held_bytes(graph, sizes, budget_bytes, movable)
+    held = _held_bytes(graph, sizes, budget_bytes, copies)
     best: Need | None = None
     for op in graph.ops:
         inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
@@ -84,9 +88,10 @@ def need_at(graph: Graph, budget_bytes: int | None, movable: Collection[int] = (
     return best
 
 
-def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None, movable: Collection[int]) -> list[int]:
+def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None, copies: Copies | None) -> list[int]:
     """For each op the bytes outside its inputs and outputs that must be in memory when it is first executed."""
-    change = [0] * (len(graph.ops) + 1)
+    n = len(graph.ops)
+    here, movable = [0] * (n + 1), [0] * (n + 1)
     kept_bytes = 0
     for op in graph.ops:
         outputs = sum(sizes[t] for t in op.outputs)
@@ -97,19 +102,23 @@ def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None, movabl
         fixed = not op.recomputable or (budget_bytes is not None and again > budget_bytes)
         for t in op.outputs:
             readers = graph.consumers[t]
-            end = len(graph.ops) if t in graph.kept else readers[-1] if fixed and readers and t not in movable else op.id + 1
-            change[op.id + 1] += sizes[t]
-            change[max(end, op.id + 1)] -= sizes[t]
-            # Those that read it have it among their inputs.
-            for reader in readers:
-                if reader < end:
-                    change[reader] -= sizes[t]
-                    change[reader + 1] += sizes[t]
-    held, running = [], 0
-    for position in range(len(graph.ops)):
-        running += change[position]
-        held.append(running)
-    return held
+            if t in graph.kept:
+                _add(here, sizes[t], op.id + 1, n, readers)
+            elif fixed and readers:
+                _add(movable if copies is not None and t in copies.trips else here, sizes[t], op.id + 1, readers[-1], readers)
+    room = None if copies is None else copies.host_bytes
+    left = [0 if room is None else max(0, size - room) for size in accumulate(movable)]
+    return [held + more for held, more in zip(accumulate(here[:n]), left, strict=False)]
+
+
+def _add(change: list[int], size: int, begin: int, end: int, readers: Iterable[int]) -> None:
+    """Count `size` at the ops from `begin` on and before `end`, but not at `readers`, which have it among their inputs."""
+    change[begin] += size
+    change[max(begin, end)] -= size
+    for reader in readers:
+        if reader < end:
+            change[reader] -= size
+            change[reader + 1] += size
 
 
 def any_order_need(graph: Graph) -> Need:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphs.ir import Graph
+from graphs.options.offload import without_copies
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
@@ -13,10 +14,12 @@ from solvers.policies.store_all import store_all
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.driver import run
+from solvers.windows.heuristics.sending import least_sending
 from solvers.windows.incumbent import Search
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6
+_SENDING = 0.5  # of the time for rules of eviction, for those with tensors on the host
 _SLICE = 0.25  # of the time that is left, for each of them; and of all of it, for rules of eviction
 
 
@@ -50,17 +53,15 @@ def least_budget(
     """Bracket the least feasible budget of `graph`, to `precision` if time allows.
 
     Args:
-        graph: the training step.
+        graph: the training step; where it offers round trips to the host, schedules may make them.
         clock: what to spend; None: 30 seconds.
         precision: stop when the bracket's width is at most this part of its upper end.
         should_stop: polled; once True, the bracket so far is the answer.
     """
     clock = clock or WallClock(30.0)
     should_stop = should_stop or (lambda: False)
-    proved = least_budget_bound(graph).budget_bytes
-    rules = clock.part(_SLICE * clock.limit)
-    evicting = least_evicting_schedule(graph, rules, should_stop=should_stop, proved_bytes=proved)
-    best = min((s for s in (store_all(graph), evicting) if s), key=lambda s: simulate(graph, s).peak_bytes)
+    proved = least_budget_bound(*without_copies(graph)).budget_bytes
+    best = least_known(graph, clock.part(_SLICE * clock.limit), should_stop=should_stop)
     found = simulate(graph, best).peak_bytes
     refused = proved  # nothing was found here, though it is not proved that there is nothing
     while found - proved > precision * found and left(clock) > 0 and not should_stop():
@@ -75,6 +76,18 @@ def least_budget(
         if search.infeasible:
             proved = refused
     return LeastBudgetBracket(proved, found, best)
+
+
+def least_known(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Schedule:
+    """The schedule of least peak that comes without solving anything: nothing is proved."""
+    program, copies = without_copies(graph)
+    found = [store_all(program)]
+    if copies is not None:
+        found.append(least_sending(graph, clock.part(_SENDING * clock.limit), should_stop=should_stop).schedule)
+    proved = least_budget_bound(program, copies).budget_bytes
+    evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved)
+    judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
+    return min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0]
 
 
 def _first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> Search:

@@ -86,7 +86,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
         reordered_peak_bytes=simulate(order, store_all(order)).peak_bytes,
         least_budget_bytes=least.budget_bytes,
-        least_budget_offload_bytes=least_budget_bound(order, () if copies is None else copies.trips).budget_bytes,
+        least_budget_offload_bytes=least_budget_bound(order, copies).budget_bytes,
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),

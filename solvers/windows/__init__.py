@@ -27,7 +27,7 @@ def solve(request: Request) -> Result:
     """
     search = Search(request)
     program, copies = search.problem.graph, search.problem.copies
-    least = least_budget_bound(program, () if copies is None else copies.trips)
+    least = least_budget_bound(program, copies)
     settled = request.tolerance.first
     if request.budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(program, request.budget_bytes, least)

@@ -13,6 +13,7 @@ from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.heuristics.portfolio import Portfolio
+from solvers.windows.heuristics.sending import sending_orders
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
 from solvers.windows.solution.decode import late_writers, order_of
@@ -52,6 +53,8 @@ def run(search: Search) -> None:
 
     beside = search.clock.start(find)
     try:
+        if search.problem.copies is not None:
+            _send(search)
         if search.best is None:
             _evict(search)
         imitate(search)
@@ -85,6 +88,22 @@ def _evict(search: Search) -> None:
     least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
     if least is not None and not should_stop():
         _offer(search, least.computed)
+
+
+def _send(search: Search) -> None:
+    """Offer orders in which what is not needed now is on the host, and the rest is computed again by rules of eviction."""
+    until = search.clock.now + search.params.first_schedule.sending_limit
+    whole = Discretization((search.problem.ops - 1,))
+
+    def ended() -> bool:
+        search.tell("sending what is not needed now")
+        return search.enough() or search.clock.now > until
+
+    for order in sending_orders(search.problem, should_stop=search.spending(WORK_PER_EVICTION, ended)):
+        if ended():
+            return
+        if not late_writers(search.problem, order):
+            search.offer(order, whole)
 
 
 def imitate(search: Search) -> None:

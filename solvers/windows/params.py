@@ -57,6 +57,7 @@ class FirstScheduleParams:
         rules_limit: for all rules while nothing else looks for schedules;
         few_executions: and per op of the graph.
         eviction_limit: for rules of eviction while something else looks.
+        sending_limit: for orders that send what is not needed now, where tensors may go to the host.
         imitated: other methods whose schedules are offered;
         imitation_limit: for all of them.
     """
@@ -66,6 +67,7 @@ class FirstScheduleParams:
     rules_limit: float = 1.0
     few_executions: float = 4.0
     eviction_limit: float = 20.0
+    sending_limit: float = 4.0
     imitated: tuple[str, ...] = _IMITATED
     imitation_limit: float = 4.0
 

@@ -55,7 +55,7 @@ def case(seed: int, most_ops: int) -> Case | None:
     graph = with_options(program, ("offload",), Surroundings(link, host_bytes))
     copies = problem_of(graph, 1).copies
     assert copies is not None
-    least = least_budget_bound(program, copies.trips).budget_bytes
+    least = least_budget_bound(program, copies).budget_bytes
     peak = simulate(program, store_all(program)).peak_bytes
     budget = max(1, least - (draw.random() < 0.2) + round((peak - least) * draw.random() ** 2))
     try:

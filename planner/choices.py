@@ -36,6 +36,11 @@ class KnownLink:
     source: LinkSource
 
     @property
+    def named(self) -> str:
+        """In a sentence."""
+        return ", ".join(self.options)
+
+    @property
     def recorded(self) -> dict[str, object]:
         """As the settings of plans have it."""
         return {**asdict(self.link), "source": str(self.source)}

@@ -1,4 +1,4 @@
-"""``planner max-batch``: a model and a budget in, the largest batches out."""
+"""``planner max-batch``: a model and a budget in, the largest batches out, or the largest of another size."""
 
 import argparse
 
@@ -6,15 +6,20 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
+    USAGE,
     Commands,
+    add_choices,
     add_command,
     add_how_to_trace,
     add_quiet,
     add_reorder,
+    complain,
     print_json,
     print_text,
     tracing,
 )
+
+_LIMIT = 4096  # in multiples of --multiple-of
 
 
 def add(commands: Commands) -> None:
@@ -23,11 +28,14 @@ def add(commands: Commands) -> None:
         commands,
         "max-batch",
         "find the largest batch whose step fits a memory budget",
-        "The optimal schedule beside keeping everything and checkpointing every block.\n"
+        "The optimal schedule beside keeping everything and checkpointing every block; with --options one more row has the\n"
+        "optimal schedule with these. --vary seq finds the largest sequence instead, or what else is an option of MODEL.\n"
         "Ctrl-C ends the search with what has been found so far; a second one quits at once.\n"
-        "exit codes: 0 a batch, 2 usage, 3 not even a batch of 1 fits, 4 none found in time, 1 anything else\n\n"
+        "exit codes: 0 a batch, 2 usage, 3 not even the least fits, 4 none found in time, 1 anything else\n\n"
         "examples:\n"
         "  planner max-batch zoo:gpt2,layers=24 --budget 80GB --max-overhead 20% --roofline h200 --optimizer adamw\n"
+        "  planner max-batch zoo:llama,seq=16384 --vary seq --multiple-of 1024 --budget 80GB --max-overhead 10% \\\n"
+        "      --roofline h200 --options offload --link 50GB/s --host-budget 256GB\n"
         "  planner max-batch examples/own_model.py:build --budget 100MB",
     )
     parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
@@ -38,41 +46,67 @@ def add(commands: Commands) -> None:
         help="memory of the whole step, parameters and optimizer state included: 80GB (10^9) or 79GiB (2^30)",
     )
     parser.add_argument("--max-overhead", type=options.fraction, metavar="PART", help="20%% or 0.2 (default: any)")
-    parser.add_argument(
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
         "--batch-option", default="batch", metavar="NAME", help="the option of MODEL that is the batch size (default: batch)"
     )
-    parser.add_argument("--limit", type=options.count, default=4096, metavar="N", help="largest batch to try (default: 4096)")
+    sizes.add_argument(
+        "--vary",
+        metavar="NAME",
+        help="another option of MODEL, such as the length of a sequence, to find the largest of; the search begins at what MODEL "
+        "gives for it",
+    )
+    parser.add_argument("--multiple-of", type=options.count, default=1, metavar="N", help="try multiples of N only (default: 1)")
+    parser.add_argument("--limit", type=options.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)")
     add_how_to_trace(parser)
     parser.add_argument(
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each solve: 90, 90s, 10m (default: 1m)"
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_choices(parser)
     add_reorder(parser, default=True, said="yes")
     add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, and print an answer for each method. Returns the exit code."""
+    from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
     from planner.cli.progress import ProgressLine
     from planner.report.curves import max_batch_data, max_batch_text
-    from planner.studies.max_batch import Wanted, max_batch
+    from planner.studies.max_batch import max_batch
+    from planner.studies.sizes import BATCH, Wanted, samples_for
 
+    choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
+    unit = arguments.multiple_of
+    if arguments.limit is not None and arguments.limit < unit:
+        complain(f"--limit {arguments.limit} is below --multiple-of {unit}, the least that is tried: raise it")
+        return USAGE
     with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.say(f"building {arguments.model}")
-        from planner.models.batches import Batches
+        from planner.models.sizes import Sizes
 
-        batches = Batches(arguments.model, arguments.batch_option, tracing(arguments))
+        sizes = Sizes(
+            arguments.model,
+            arguments.vary or arguments.batch_option,
+            tracing(arguments),
+            unit=unit,
+            way_out="name another with --vary" if arguments.vary else "name the one that is the batch size with --batch-option",
+        )
         wanted = Wanted(
             budget_bytes=arguments.budget,
             max_overhead=arguments.max_overhead,
-            limit=arguments.limit,
-            first=batches.first,
+            limit=_LIMIT if arguments.limit is None else arguments.limit // unit,
+            first=sizes.first,
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
             reorder=arguments.reorder,
+            varies=arguments.vary or BATCH,
+            unit=unit,
+            samples=samples_for(arguments.vary or BATCH, sizes.first),
+            choices=choices,
         )
-        answers = max_batch(batches.graph, wanted, on_activity=progress.say, should_stop=interrupt)
+        answers = max_batch(sizes.graph, wanted, on_activity=progress.say, should_stop=interrupt)
     if arguments.json:
         print_json(max_batch_data(answers, wanted))
     else:

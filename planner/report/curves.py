@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.describe import table
 from planner.studies.curve import Curve, Point
-from planner.studies.max_batch import LargestBatch, Wanted
+from planner.studies.sizes import LargestSize, Wanted
+from planner.visible import visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,12 +104,12 @@ def _seconds_line(curve: Curve) -> list[str]:
     return lines
 
 
-def max_batch_text(answers: Sequence[LargestBatch], wanted: Wanted) -> str:
-    """The largest batch of each method for people, and what is not known of it."""
+def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
+    """The largest size of each method for people, and what is not known of it."""
     rows = [
         (
             answer.method,
-            "none" if answer.batch is None else f"{answer.batch:,}",
+            "none" if answer.size is None else f"{answer.size:,}",
             _percent(answer.overhead),
             *_peak_and_time(answer),
         )
@@ -117,28 +118,31 @@ def max_batch_text(answers: Sequence[LargestBatch], wanted: Wanted) -> str:
     cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
     return "\n".join(
         (
-            f"largest batch within {format_bytes(wanted.budget_bytes)}{cap}",
-            table(("method", "batch", "overhead", "peak", "step time"), rows, numbers=0),
-            *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer)),
+            f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{cap}",
+            table(("method", visible(wanted.varies), "overhead", "peak", "step time"), rows, numbers=0),
+            *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer, wanted)),
         )
     )
 
 
-def max_batch_data(answers: Sequence[LargestBatch], wanted: Wanted) -> dict[str, object]:
+def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, object]:
     """The same as plain data."""
     return {
         "holds": "max-batch",
         "budget_bytes": wanted.budget_bytes,
         "max_overhead": wanted.max_overhead,
-        "limit": wanted.limit,
+        "limit": wanted.limit * wanted.unit,
+        "varies": wanted.varies,
+        "multiple_of": wanted.unit,
+        **({} if wanted.choices is None else wanted.choices.recorded),
         "methods": [
             {
                 "method": answer.method,
-                "batch": answer.batch,
+                "size": answer.size,
                 "overhead": answer.overhead,
-                "peak_bytes": None if answer.batch is None or answer.result is None else answer.result.peak_bytes,
-                "time_s": None if answer.batch is None or answer.result is None else answer.result.time_s,
-                "gap": None if answer.batch is None or answer.result is None else answer.result.gap,
+                "peak_bytes": None if answer.size is None or answer.result is None else answer.result.peak_bytes,
+                "time_s": None if answer.size is None or answer.result is None else answer.result.time_s,
+                "gap": None if answer.size is None or answer.result is None else answer.result.gap,
                 "at_limit": answer.at_limit,
                 "undecided": answer.undecided,
                 "complete": answer.complete,
@@ -149,23 +153,25 @@ def max_batch_data(answers: Sequence[LargestBatch], wanted: Wanted) -> dict[str,
     }
 
 
-def _peak_and_time(answer: LargestBatch) -> tuple[str, str]:
+def _peak_and_time(answer: LargestSize) -> tuple[str, str]:
     result = answer.result
-    if answer.batch is None or result is None or result.peak_bytes is None or result.time_s is None:
+    if answer.size is None or result is None or result.peak_bytes is None or result.time_s is None:
         return _UNKNOWN, _UNKNOWN
     return format_bytes(result.peak_bytes), format_seconds(result.time_s)
 
 
-def _remarks(answer: LargestBatch) -> list[str]:
+def _remarks(answer: LargestSize, wanted: Wanted) -> list[str]:
     remarks = []
     if not answer.complete:
-        remarks.append("stopped: larger batches may fit")
+        remarks.append("stopped: larger ones may fit")
     if answer.at_limit:
-        remarks.append("the largest batch that was tried: raise --limit")
+        remarks.append("the largest that was tried: raise --limit")
     if answer.undecided is not None and answer.complete:
-        remarks.append(f"not decided in time at a batch of {answer.undecided}, taken as too large: raise --time-limit")
+        remarks.append(
+            f"not decided in time at {wanted.named(answer.undecided // wanted.unit)}, taken as too large: raise --time-limit"
+        )
     if answer.extrapolated:
-        remarks.append("its sizes and times were extrapolated from smaller batches: there was not enough memory to measure them")
-    if answer.batch is None and answer.result is not None and answer.result.message:
-        remarks.append(f"at a batch of 1, {answer.result.message}")
+        remarks.append("its sizes and times were extrapolated from smaller ones: there was not enough memory to measure them")
+    if answer.size is None and answer.result is not None and answer.result.message:
+        remarks.append(f"at {wanted.named(1)}, {answer.result.message}")
     return remarks

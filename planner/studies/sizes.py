@@ -1,0 +1,108 @@
+"""What ``max_batch`` is asked for, and what it answers. Never imports torch."""
+
+from dataclasses import dataclass
+
+from graphs.cost.scaling import sample_sizes
+from graphs.ir import Graph
+from planner.choices import Choices
+from solvers.result import Result
+
+OPTIMAL = "windows"
+BATCH = "batch"
+# Name in the tables and in the registry. What one of them fits, those after it are asked beyond only.
+METHODS = (("keep everything", "store_all"), ("checkpoint every block", "checkpoint_blocks"), ("optimal", OPTIMAL))
+# Batches whose graphs give the first guess: large enough for the fixed costs of kernels to matter little.
+BATCHES = (8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class LargestSize:
+    """The largest size that one method fits into the budget.
+
+    Attributes:
+        method: for people.
+        size: None if not even the least fits.
+        at_limit: `size` is the largest that was allowed; larger ones may fit.
+        undecided: the least size for which neither a schedule nor a proof that there is none was found
+            in time; None if there is none such.
+        complete: False when the search was stopped: larger sizes may fit.
+        extrapolated: the graph of `size` was not captured but read off a line or curve through others.
+        result: the schedule at `size`; where there is none, why.
+        store_all_time_s: of the step at `size` without recomputation.
+    """
+
+    method: str
+    size: int | None
+    at_limit: bool
+    undecided: int | None
+    complete: bool
+    extrapolated: bool
+    result: Result | None
+    store_all_time_s: float
+
+    @property
+    def overhead(self) -> float | None:
+        """Of the schedule, as a fraction of the step without recomputation."""
+        if self.size is None or self.result is None or self.result.time_s is None:
+            return None
+        return self.result.time_s / self.store_all_time_s - 1 if self.store_all_time_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for. Sizes that are tried are multiples of `unit`; where it says so, they are counted in it.
+
+    Attributes:
+        budget_bytes: of the whole step, static bytes included.
+        max_overhead: as a fraction of the step without recomputation; None: any.
+        limit: the largest to consider, in units.
+        first: what to begin with, in units.
+        tolerance: on the gap of the schedule in the answer.
+        time_limit_s: for each solve.
+        reorder: as in ``planner.solving.solve``; what is done by hand is in program order in any case.
+        varies: the name of the size.
+        unit: what sizes are multiples of.
+        samples: in units, the sizes whose graphs give the first guess: two for a straight line, three for a square.
+        choices: that the optimal schedule is given in one more row.
+    """
+
+    budget_bytes: int
+    max_overhead: float | None = None
+    limit: int = 4096
+    first: int = 1
+    tolerance: float = 1e-3
+    time_limit_s: float = 60.0
+    reorder: bool = True
+    varies: str = BATCH
+    unit: int = 1
+    samples: tuple[int, ...] = BATCHES
+    choices: Choices | None = None
+
+    def named(self, units: int) -> str:
+        """A size, in a sentence."""
+        size = units * self.unit
+        return f"a batch of {size}" if self.varies == BATCH else f"{self.varies}={size}"
+
+    @property
+    def methods(self) -> "tuple[Method, ...]":
+        """What there are answers for."""
+        methods = tuple(Method(name, solver) for name, solver in METHODS)
+        return methods if self.choices is None else (*methods, Method(f"with {self.choices.named}", OPTIMAL, self.choices))
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A name in the tables, one in the registry, and what the graph is given for it."""
+
+    name: str
+    solver: str
+    choices: Choices | None = None
+
+    def offered(self, graph: Graph) -> Graph:
+        """`graph` as this method gets it."""
+        return graph if self.choices is None else self.choices.offered(graph)
+
+
+def samples_for(varies: str, first: int) -> tuple[int, ...]:
+    """``Wanted.samples`` for a search that begins at `first`: a batch adds up, other sizes may count as their square."""
+    return BATCHES if varies == BATCH else sample_sizes(max(first, max(BATCHES)))

@@ -40,8 +40,9 @@ bench-executor: $(STAMP) ## what the executor itself costs, against eager and to
 bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
 	$(BIN)/python -m benchmarks.training $(ARGS)
 
-bench-offload: $(STAMP) ## recomputing, offloading and both at once, on the roofline of an H200, into results/offload
+bench-offload: $(STAMP) ## recomputing, offloading and both at once, and what they fit into 80 GB, on the roofline of an H200, into results/offload
 	$(BIN)/python -m benchmarks.offload $(ARGS)
+	$(BIN)/python -m benchmarks.offload_sizes
 
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
 	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)

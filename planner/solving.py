@@ -12,7 +12,7 @@ from graphs.plan import GraphSummary, Plan
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
-from planner.choices import choices_of
+from planner.choices import Choices, choices_of
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.eviction.least_peak import least_evicting_schedule
@@ -78,9 +78,7 @@ def solve(
     tolerance = Tolerance.of(tolerance)
     choices = choices_of(options, link, host_budget)
     if choices is not None:
-        if not SOLVERS[solver].copies:
-            raise PlannerError(f"the solver {solver!r} recomputes only: leave the options out, or take the solver 'windows'")
-        graph = choices.offered(graph)
+        graph = offered_to(solver, graph, choices)
 
     def solve_in(order: Reordering) -> Result:
         return order.result_of_source(run(Request(order.graph, budget_bytes, tolerance, clock, on_progress, should_stop)))
@@ -97,6 +95,17 @@ def solve(
         raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, clock, should_stop))
     recorded = {} if choices is None else choices.recorded(graph.provenance)
     return _plan_from(replace(result, graph=graph, settings={**result.settings, **recorded}), summary, graph)
+
+
+def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
+    """`graph` with `choices`.
+
+    Raises:
+        PlannerError: `solver` takes no graph that has some.
+    """
+    if not SOLVERS[solver].copies:
+        raise PlannerError(f"the solver {solver!r} recomputes only: leave the options out, or take the solver 'windows'")
+    return choices.offered(graph)
 
 
 def clock_of(time_limit_s: float, work_limit: float | None = None) -> Clock:

@@ -10,6 +10,7 @@ from planner.cli.arguments import (
     JOBS,
     LIMIT,
     Commands,
+    add_choices,
     add_command,
     add_quiet,
     add_reorder,
@@ -26,13 +27,15 @@ def add(commands: Commands) -> None:
         commands,
         "curve",
         "solve a graph at several budgets: overhead against memory",
-        "A schedule for one budget serves all larger ones, a bound at one holds at all smaller ones.\n"
+        "A schedule for one budget serves all larger ones, a bound at one holds at all smaller ones. With --options the\n"
+        "same budgets are solved without them, too.\n"
         "Ctrl-C ends the solves with what has been found so far; a second one quits at once.\n"
         "exit codes: 0 a schedule for some budget, 2 usage, 3 proved: none fits any in the order of the ops that was tried,\n"
         "4 none found in time, 1 anything else\n\n"
         "examples:\n"
         "  planner curve model.json -o curve.csv --plot curve.png\n"
-        "  planner curve model.json --budgets 90%,8GB,7.5GiB --time-limit 2m",
+        "  planner curve model.json --budgets 90%,8GB,7.5GiB --time-limit 2m\n"
+        "  planner curve model.json --options offload --link 50GB/s --host-budget 64GB -o curve.csv",
     )
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
     parser.add_argument(
@@ -50,6 +53,7 @@ def add(commands: Commands) -> None:
         "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each budget: 90, 90s, 10m (default: 1m)"
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_choices(parser)
     add_reorder(parser, default=None, said="with --solver windows")
     add_quiet(parser)
 
@@ -58,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Solve at every budget, and write and draw what was found if asked to. Returns the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph
+    from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
     from planner.cli.progress import ProgressLine
     from planner.report.curves import curve_data, curve_frame, curve_text
@@ -66,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
+    choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
     if arguments.output is not None:
         check_writable(arguments.output)
     if arguments.plot is not None:
@@ -81,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
             reorder=arguments.reorder,
+            choices=choices,
             on_point=lambda done, count: progress.say(f"{done} of {count} budgets done"),
             should_stop=interrupt,
         )

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.describe import table
-from planner.studies.curve import Curve, Point
+from planner.studies.curve import Curve
+from planner.studies.frontier import Point
 from planner.studies.sizes import LargestSize, Wanted
 from planner.visible import visible
 
@@ -16,7 +17,14 @@ _UNKNOWN = "-"
 
 
 def curve_text(curve: Curve) -> str:
-    """The curve for people: a row per budget, and where it begins."""
+    """The curve for people: a row per budget, and where it begins; where the graph has options, first without them."""
+    if curve.without is None:
+        return _part_text(curve)
+    parts = ("recomputing only", _part_text(curve.without), "", f"with {', '.join(curve.options)}", _part_text(curve))
+    return "\n".join(parts)
+
+
+def _part_text(curve: Curve) -> str:
     rows = [
         (
             format_bytes(point.budget_bytes),
@@ -46,14 +54,17 @@ def curve_data(curve: Curve) -> dict[str, object]:
         "least_budget_proved_bytes": None if least is None else least.proved_bytes,
         "least_budget_found_bytes": None if least is None else least.found_bytes,
         "points": _rows(curve),
+        "options": list(curve.options),
+        "without_options": None if curve.without is None else curve_data(curve.without),
     }
 
 
 def curve_frame(curve: Curve) -> "pd.DataFrame":
-    """The curve as a table, for CSV; an empty cell is unknown."""
+    """The curve as a table, for CSV, first without options; an empty cell is unknown, or that there are no options."""
     import pandas as pd
 
-    return pd.DataFrame(_rows(curve))
+    parts = (curve,) if curve.without is None else (curve.without, curve)
+    return pd.DataFrame([{**row, "options": ",".join(part.options)} for part in parts for row in _rows(part)])
 
 
 def _rows(curve: Curve) -> list[dict[str, object]]:

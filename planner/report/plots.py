@@ -67,23 +67,28 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
     """
     figure = new_figure()
     axes = figure.add_subplot()
-    bounded = [(p.budget_bytes / 1e9, 100 * o) for p in curve.points if (o := curve.overhead(p.bound_s)) is not None]
-    solved = [(p.budget_bytes / 1e9, 100 * o) for p in curve.points if (o := curve.overhead(p.time_s)) is not None]
-    if bounded:
-        xs, ys = zip(*bounded, strict=True)
-        # A bound holds at all smaller budgets too: between two points, that of the larger one.
-        axes.fill_between(xs, ys, step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible in this order")
-    if solved:
-        xs, ys = zip(*solved, strict=True)
-        # A schedule serves all larger budgets: between two points, that of the smaller one.
-        axes.step(xs, ys, where="post", color="C0", marker="o", markersize=4, label="best schedule")
+    drawn = False
+    for number, part in enumerate((curve,) if curve.without is None else (curve.without, curve)):
+        bounded = [(p.budget_bytes / 1e9, 100 * o) for p in part.points if (o := part.overhead(p.bound_s)) is not None]
+        solved = [(p.budget_bytes / 1e9, 100 * o) for p in part.points if (o := part.overhead(p.time_s)) is not None]
+        kind = f" with {', '.join(part.options)}" if part.options else ""
+        if bounded:
+            xs, ys = zip(*bounded, strict=True)
+            # A bound holds at all smaller budgets too: between two points, that of the larger one.
+            label = f"proved impossible in this order{kind}"
+            axes.fill_between(xs, ys, step="pre", color=("C7", "C0")[number], alpha=0.3, linewidth=0, label=label)
+        if solved:
+            xs, ys = zip(*solved, strict=True)
+            # A schedule serves all larger budgets: between two points, that of the smaller one.
+            axes.step(xs, ys, where="post", color=f"C{number}", marker="o", markersize=4, label=f"best schedule{kind}")
+        drawn = drawn or bool(bounded or solved)
     for budget in [p.budget_bytes / 1e9 for p in curve.points if p.status == "infeasible"]:
         axes.axvline(budget, color="C3", linestyle=":", linewidth=1)
     axes.set(xlabel="budget in GB", ylabel="overhead in %")
     set_title(axes, title)
     axes.margins(x=0.02)
     axes.set_ylim(bottom=0)
-    if bounded or solved:
+    if drawn:
         axes.legend()
     save_figure(figure, path)
 

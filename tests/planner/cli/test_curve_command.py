@@ -50,9 +50,21 @@ def test_no_budget_that_anything_fits_is_exit_code_3(graph_file: Path, capsys: p
     assert capsys.readouterr().out.count("infeasible") == 2
 
 
+def test_options_are_drawn_and_written_beside(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, figure = tmp_path / "c.csv", tmp_path / "c.png"
+    given = ["--options", "offload", "--link", "1GB/s", "--host-budget", "1GB", "-o", str(table), "--plot", str(figure)]
+    assert main(["curve", str(graph_file), "--budgets", "5kB,7kB", "--jobs", "1", *given]) == 0
+    assert "with offload" in capsys.readouterr().out
+    rows = pd.read_csv(table, keep_default_na=False)
+    assert list(rows["options"]) == ["", "", "offload", "offload"]
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [
+        (["--link", "1GB/s"], 1, "link given, but no option that copies"),
+        (["--options", "offload", "--solver", "dtr"], 1, "the solver 'dtr' recomputes only"),
         (["--budgets", "8"], 0, "least feasible"),
         (["--budgets", "0"], 2, "'0' is not a whole number"),
         (["--budgets", "8GB,9"], 2, "has no unit"),

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from planner import options
-from planner.studies.curve import Curve, curve, evenly, outside_in
+from planner.choices import choices_of
+from planner.report.curves import curve_data, curve_frame, curve_text
+from planner.studies.curve import Curve, curve
+from planner.studies.frontier import evenly, outside_in
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
@@ -67,6 +70,30 @@ def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> Non
     graph = random_graph(seed, ops)
     peak_bytes = simulate(graph, store_all(graph)).peak_bytes
     judged(graph, curve(graph, sorted({max(1, peak_bytes * share // 100) for share in (50, 70, 80, 90, 100)}), time_limit_s=5.0))
+
+
+def test_with_options_there_is_the_curve_without_beside() -> None:
+    graph = random_training_step(5, 30)
+    choices = choices_of(["offload"], link=10e9, host_budget=10**12)
+    assert choices is not None
+    found = curve(graph, 3, choices=choices, time_limit_s=4.0)
+    assert found.options == ("offload",) and found.without is not None and found.without.without is None
+    judged(choices.offered(graph), found)
+    judged(graph, found.without)
+    assert found.least is not None and found.without.least is not None
+    assert found.least.found_bytes < found.without.least.found_bytes
+    assert found.without.least.proved_bytes > found.points[0].budget_bytes or found.without.points[0].schedule is None
+    for without, point in zip(found.without.points, found.points, strict=True):
+        assert without.budget_bytes == point.budget_bytes
+        assert without.time_s is None or (point.time_s is not None and point.time_s <= without.time_s)
+    assert found.points[1].time_s is not None and found.without.points[1].time_s is not None
+    assert curve_data(found)["without_options"] == curve_data(found.without)
+    assert list(curve_frame(found)["options"]) == [""] * 3 + ["offload"] * 3
+    text = curve_text(found)
+    assert text.startswith("recomputing only\n") and "\nwith offload\n" in text
+    assert text.count("least feasible budget") == 2
+    with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
+        curve(graph, 3, solver="dtr", choices=choices)
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, answers: Callable[[Graph, int], Result]) -> list[int]:

@@ -78,10 +78,12 @@ class Frontier:
         self.learn_schedule(store_all(without_copies(graph)[0]))
 
     def learn_schedule(self, schedule: Schedule) -> None:
+        """A schedule that runs, whatever it was found for."""
         simulation = simulate(self.graph, schedule)
         self.schedules.append((simulation.time_s, simulation.peak_bytes, schedule))
 
     def learn(self, result: Result) -> None:
+        """What a solve came to."""
         if result.status is Status.ERROR:
             raise PlannerError(f"the solver {result.solver} failed: {result.message}")
         if result.status is Status.INFEASIBLE:
@@ -92,6 +94,7 @@ class Frontier:
             self.learn_schedule(result.schedule)
 
     def point(self, budget_bytes: int, seconds: float | None) -> Point:
+        """What is known at a budget."""
         if budget_bytes <= self.infeasible_bytes:
             return Point(budget_bytes, Status.INFEASIBLE, None, None, None, None, seconds)
         bound_s = max(bound_s for at, bound_s in self.bounds if at >= budget_bytes)
@@ -129,11 +132,13 @@ class Turns:
         return self.waiting.pop(0)
 
     def learn(self, result: Result) -> None:
+        """What a solve came to."""
         self.solving -= 1
         self.seconds[result.budget_bytes] = result.seconds
         self.known.learn(result)
 
     def point(self, budget_bytes: int) -> Point:
+        """What is known at a budget."""
         return self.known.point(budget_bytes, self.seconds.get(budget_bytes))
 
     def _drop_settled(self) -> None:

@@ -92,7 +92,9 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         size, overhead, gap, peak = (row.get(key) for key in ("size", "overhead", "gap", "peak_bytes"))
         cells.append(
             (
-                *(str(row[key]) for key in ("model", "varies", "method")),
+                str(row["model"]),
+                str(row["varies"]),
+                str(row["method"]),
                 f"{size:,}" if isinstance(size, int) else "none",
                 format_ratio(overhead) if isinstance(overhead, float) else "",
                 format_ratio(gap) if isinstance(gap, float) else "",

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph, check_sums
-from graphs.options.offload import without_copies
+from graphs.options.offload import offloaded, without_copies
+from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -15,13 +16,14 @@ from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
 from planner.choices import Choices, choices_of
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
 from solvers.result import Progress, Result, Status
 from solvers.tolerance import WIDENING, Tolerance
+from solvers.windows.heuristics.sending import least_sending
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
@@ -179,21 +181,28 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
 
 
 def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> str:
-    """A budget that is known to do, where a single op refutes `budget_bytes`; otherwise the solver has said what is known.
+    """Budgets that are known to do: where a single op refutes `budget_bytes`, as otherwise the solver has said what is known;
+    and with round trips to the host, where `graph` offers none.
 
     It takes up to some seconds, of those that are left: worth it here, where a person is told, and not in solvers, which are
     asked many times.
     """
-    program, copies = without_copies(graph)
-    proved_bytes = least_budget_bound(program, copies).budget_bytes
-    if budget_bytes >= proved_bytes:
-        return ""
     if left(clock) <= 0:
         return ""
     limited = clock.part(_WOULD_DO)
-    evicting = least_evicting_schedule(program, limited, should_stop=should_stop, proved_bytes=proved_bytes)
-    schedule = evicting or store_all(program)
-    return f" A schedule is known for {format_bytes(simulate(program, schedule).peak_bytes)}."
+    said, least_bytes = "", budget_bytes + 1
+    if budget_bytes < least_budget_bound(*without_copies(graph)).budget_bytes:
+        known = least_known(graph, limited.part(limited.limit / 2), should_stop=should_stop)
+        least_bytes = simulate(graph, known).peak_bytes
+        said = f" A schedule is known for {format_bytes(least_bytes)}."
+    if graph.plain:
+        whole = offloaded(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
+        sending = least_sending(whole, limited, should_stop=should_stop)
+        if sending.peak_bytes < least_bytes:
+            _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes
+            found = f"{format_bytes(sending.peak_bytes)}, with {format_bytes(host_bytes)} on the host"
+            said += f" With --options offload a schedule is known for {found}."
+    return said
 
 
 def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:

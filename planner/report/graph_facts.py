@@ -14,10 +14,13 @@ from planner.report.describe import aligned, provenance_lines, summary_data, tab
 from planner.solving import summarize
 from planner.visible import visible
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
+from solvers.clock import WorkClock
+from solvers.least import least_known
 from solvers.order.reorder import reordered
 from solvers.policies.store_all import store_all
 
 LISTED = 10
+_FINDING = 1.0  # units of work, for schedules that need little memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class GraphFacts:
     No schedule that first executes the ops in the order which a solve finds for them (``solvers.order.reorder``) needs less
     than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how. In that order, keeping
     everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
+    A schedule is known for `least_budget_found_bytes`. With round trips to the host these are `least_budget_offload_bytes`
+    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there.
     """
 
     summary: GraphSummary
@@ -61,7 +66,10 @@ class GraphFacts:
     time_s_by_phase: Mapping[str, float]
     reordered_peak_bytes: int
     least_budget_bytes: int
+    least_budget_found_bytes: int
     least_budget_offload_bytes: int
+    least_budget_offload_found_bytes: int
+    least_budget_offload_host_bytes: int
     least_budget_any_order_bytes: int
     least_budget_op: str
     least_budget_reason: str
@@ -72,11 +80,11 @@ class GraphFacts:
 def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of `graph`, with the largest ops and tensors first; what it offers besides its program is left out."""
     summary = summarize(graph)
-    graph, copies = without_copies(graph)
-    if copies is None:
-        _, copies = without_copies(offloaded(graph, Surroundings(Link.even(1.0))))
-    order = reordered(graph).graph
-    least = least_budget_bound(order)
+    whole = reordered(offloaded(graph, Surroundings(Link.even(1.0))) if graph.plain else graph).graph
+    graph, _ = without_copies(graph)
+    order, copies = without_copies(whole)
+    least, found = least_budget_bound(order), simulate(order, least_known(order, WorkClock(_FINDING)))
+    sending = simulate(whole, least_known(whole, WorkClock(_FINDING)))
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -86,7 +94,10 @@ def graph_facts(graph: Graph) -> GraphFacts:
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
         reordered_peak_bytes=simulate(order, store_all(order)).peak_bytes,
         least_budget_bytes=least.budget_bytes,
+        least_budget_found_bytes=found.peak_bytes,
         least_budget_offload_bytes=least_budget_bound(order, copies).budget_bytes,
+        least_budget_offload_found_bytes=sending.peak_bytes,
+        least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
@@ -103,7 +114,7 @@ def graph_data(facts: GraphFacts) -> dict[str, object]:
 
 def graph_text(facts: GraphFacts) -> str:
     """The facts of a graph for people."""
-    summary = facts.summary
+    summary, host_bytes = facts.summary, facts.least_budget_offload_host_bytes
     times = ", ".join(f"{phase} {format_seconds(time_s)}" for phase, time_s in facts.time_s_by_phase.items() if time_s)
     lines = [
         *provenance_lines(summary.provenance),
@@ -114,7 +125,9 @@ def graph_text(facts: GraphFacts) -> str:
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
         ("peak", f"{format_bytes(summary.store_all_peak_bytes)} without recomputation{_reordered(facts)}"),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
+        ("  known", format_bytes(facts.least_budget_found_bytes)),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} in that order"),
+        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {format_bytes(host_bytes)} on the host"),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [

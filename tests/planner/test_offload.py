@@ -86,6 +86,20 @@ def test_what_nothing_fits_is_proved(step: Graph) -> None:
         solve(step, "1%", options=["offload"])
 
 
+def test_what_is_too_little_comes_with_what_offload_makes_possible(step: Graph) -> None:
+    single = once(step)
+    least = graph_facts(single).least_budget_offload_found_bytes
+    with pytest.raises(
+        InfeasibleError, match=r"With --options offload a schedule is known for ([\d.]+ .?B), with .* on the host"
+    ):
+        solve(single, least)
+    plan = solve(single, least, options=["offload"], link=1e9, host_budget=GB * 64, time_limit_s=5)
+    assert plan.peak_bytes <= least
+    with pytest.raises(InfeasibleError, match=r"A schedule is known for") as refused:
+        solve(single, "1%", options=["offload"], link=1e9, host_budget=GB * 64)
+    assert "--options offload" not in str(refused.value)
+
+
 def test_reordering_keeps_what_is_offered(step: Graph) -> None:
     offered = with_options(step, ["offload"], Surroundings(Link.even(1e9)))
     order = reordered(offered)
@@ -96,7 +110,8 @@ def test_reordering_keeps_what_is_offered(step: Graph) -> None:
 
 def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
     facts = graph_facts(once(step))
-    assert facts.least_budget_offload_bytes < facts.least_budget_bytes
+    assert facts.least_budget_offload_bytes <= facts.least_budget_offload_found_bytes < facts.least_budget_bytes
+    assert facts.least_budget_bytes <= facts.least_budget_found_bytes and facts.least_budget_offload_host_bytes > 0
     offered = with_options(once(step), ["offload"], Surroundings(Link.even(1e9)))
     assert replace(graph_facts(offered), summary=facts.summary) == facts
 

@@ -86,10 +86,10 @@ def rows_of(name: str, case: Case, *, budget: str = BUDGET, limit_s: float = LIM
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """The largest size by method, and what the step takes longer there."""
-    cells = [("model", "varies", "method", "largest", "overhead", "gap", "peak")]
+    """The largest size by method, what the step takes longer there, and the next size where that was not decided in time."""
+    cells = [("model", "varies", "method", "largest", "overhead", "gap", "peak", "not decided")]
     for row in rows:
-        size, overhead, gap, peak = (row.get(key) for key in ("size", "overhead", "gap", "peak_bytes"))
+        size, overhead, gap, peak, undecided = (row[key] for key in ("size", "overhead", "gap", "peak_bytes", "undecided"))
         cells.append(
             (
                 str(row["model"]),
@@ -99,6 +99,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
                 format_ratio(overhead) if isinstance(overhead, float) else "",
                 format_ratio(gap) if isinstance(gap, float) else "",
                 format_bytes(peak) if isinstance(peak, int) else "",
+                f"{undecided:,}" if isinstance(undecided, int) else "",
             )
         )
     return as_markdown(cells)

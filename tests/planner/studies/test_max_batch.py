@@ -1,11 +1,9 @@
 """The largest batch: equal to trying them all, honest about what is not known, and refused in one line."""
 
-import json
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,7 +15,6 @@ from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.choices import choices_of
-from planner.cli.main import main
 from planner.models.sizes import Sizes
 from planner.models.tracing import Tracing
 from planner.models.workload import parse_spec
@@ -29,8 +26,6 @@ from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Progress, Result, Status
 from tests.support.requests import ask
-
-MLP = "zoo:mlp,layers=4,width=32,classes=8"
 
 
 def chain(batch: int) -> Graph:
@@ -243,74 +238,3 @@ def test_sizes_are_multiples_of_the_unit() -> None:
         max_batch(chain, replace(wanted, budget_bytes=1100))
     assert samples_for("batch", 1) == samples_for("batch", 100) == (8, 16)
     assert samples_for("seq", 1) == (16, 8, 4) and samples_for("seq", 64) == (64, 32, 16)
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_prints_a_row_for_each_method(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["max-batch", MLP, "--roofline", "h200", "--budget", "200kB", "--limit", "15"]
-    assert main(arguments) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.startswith("largest batch within 200.00 kB\nmethod")
-    assert main([*arguments, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert [row["method"] for row in data["methods"]] == [method for method, _ in METHODS]
-    assert all(row["size"] == 15 and row["at_limit"] for row in data["methods"])
-    assert "raise --limit" in out
-
-
-def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixture[str]) -> None:
-    varied = ["--vary", "width", "--multiple-of", "8", "--limit", "70"]
-    given = ["--options", "offload", "--link", "50GB/s", "--host-budget", "1GB"]
-    arguments = ["max-batch", "zoo:mlp,layers=4,batch=64,classes=8,width=32", "--roofline", "h200", "--budget", "150kB", *varied]
-    assert main([*arguments, *given, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert (data["varies"], data["multiple_of"], data["limit"]) == ("width", 8, 64)
-    assert (data["options"], data["link_bytes_per_s"], data["host_budget_bytes"]) == (["offload"], 50e9, 10**9)
-    assert [row["method"] for row in data["methods"]] == [*(method for method, _ in METHODS), "with offload"]
-    sizes = [row["size"] for row in data["methods"]]
-    assert all(size % 8 == 0 for size in sizes) and sizes[-1] >= sizes[-2] >= sizes[0]
-    assert main([*arguments, *given]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "largest width within 150.00 kB" and out[1].split() == [
-        "method",
-        "width",
-        "overhead",
-        "peak",
-        "step",
-        "time",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "word"),
-    [
-        (["zoo:mlp", "--budget", "8GB", "--link", "50GB/s"], 1, "link given, but no option that copies"),
-        (["zoo:mlp", "--budget", "8GB", "--options", "compress"], 1, "there is no option 'compress'"),
-        (["zoo:mlp", "--budget", "8GB", "--vary", "seq"], 1, "name another with --vary"),
-        (["zoo:mlp", "--budget", "8GB", "--multiple-of", "8", "--limit", "7"], 2, "--limit 7 is below --multiple-of 8"),
-        (["zoo:mlp"], 2, "--budget"),
-        (["zoo:mlp", "--budget", "60%"], 2, "a part of a peak that changes with the batch"),
-        (["zoo:mlp", "--budget", "8"], 2, "has no unit"),
-        (["zoo:mlp", "--budget", "8GB", "--limit", "0"], 2, "--limit"),
-        (["zoo:mlp,batch=x", "--budget", "8GB"], 1, "a size that varies is a whole number above 0"),
-        (["zoo:none", "--budget", "8GB"], 1, "gpt2"),
-        (["zoo:mlp", "--budget", "8GB", "--batch-option", "size"], 1, "name the one that is the batch size with --batch-option"),
-        (["{file}:build", "--budget", "8GB"], 1, "has no option 'batch'"),
-        (["zoo:mlp,width=64", "--budget", "1kB", "--limit", "4"], 3, "not even a batch of 1"),
-    ],
-)
-def test_it_is_refused_in_one_line(
-    arguments: list[str], code: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(
-        "import torch\ndef build(width: int = 4):\n    return torch.nn.Linear(width, 1), None, (torch.ones(2, width),)\n"
-    )
-    assert main(["max-batch", *(a.format(file=file) for a in arguments), "--roofline", "h200"]) == code
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("planner: error: ")
-    assert word in err

@@ -36,11 +36,6 @@ class KnownLink:
     source: LinkSource
 
     @property
-    def named(self) -> str:
-        """In a sentence."""
-        return ", ".join(self.options)
-
-    @property
     def recorded(self) -> dict[str, object]:
         """As the settings of plans have it."""
         return {**asdict(self.link), "source": str(self.source)}
@@ -64,6 +59,16 @@ class Choices:
     options: tuple[str, ...]
     link_bytes_per_s: float | None
     host_bytes: int
+
+    @property
+    def named(self) -> str:
+        """In a sentence."""
+        return ", ".join(self.options)
+
+    @property
+    def asked(self) -> dict[str, object]:
+        """As JSON has what was asked for."""
+        return {"options": list(self.options), "link_bytes_per_s": self.link_bytes_per_s, "host_budget_bytes": self.host_bytes}
 
     def offered(self, graph: Graph) -> Graph:
         """`graph` with these options.

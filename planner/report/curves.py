@@ -145,7 +145,7 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
         "limit": wanted.limit * wanted.unit,
         "varies": wanted.varies,
         "multiple_of": wanted.unit,
-        **({} if wanted.choices is None else wanted.choices.recorded),
+        **({} if wanted.choices is None else wanted.choices.asked),
         "methods": [
             {
                 "method": answer.method,

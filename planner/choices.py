@@ -120,6 +120,8 @@ def choices_of(options: Sequence[str], link: str | float | None = None, host_bud
                 f"{' and '.join(given)} given, but no option that copies: add options=['offload'] (--options offload)"
             )
         return None
+    if isinstance(options, str):
+        raise PlannerError(f"options is {options!r}: must be a list of names, [{options!r}]")
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise PlannerError(f"there is no option {unknown[0]!r}: choose of {', '.join(OPTIONS)}")

@@ -48,3 +48,10 @@ def dropout_from(x: Tensor, p: float, train: bool | None, *, generator: torch.Ge
 
 def _names(overload: OpOverload) -> list[str]:
     return [argument.name for argument in overload._schema.arguments]
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The one that random ops on `device` draw from."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator

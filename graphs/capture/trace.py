@@ -19,6 +19,7 @@ from graphs.capture.joint import compiled_graph, device_of, joint_graph
 from graphs.capture.layouts import layouts_as_eager
 from graphs.capture.lower import Capture, lower
 from graphs.capture.outputs import fix_outputs
+from graphs.capture.redraw import generator_of
 from graphs.capture.signature import Batch, Signature, leaves
 from graphs.capture.statics import StaticTensors, allocated_bytes
 from graphs.capture.step import LossFn, TrainingStep
@@ -70,7 +71,7 @@ def capture(
     statics = _statics(step, batch, planned_device, optimizer, accumulate=accumulate)
     provenance = _provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
     signature = Signature.of(batch, joint.out_spec)
-    lowered = lower(graph, statics, signature, generator=_generator(device), provenance=provenance)
+    lowered = lower(graph, statics, signature, generator=generator_of(device), provenance=provenance)
     return replace(lowered, guards=guards, conditions=conditions)
 
 
@@ -104,7 +105,7 @@ def capture_kernels(
     provenance = _provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
     provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
     signature = Signature.of(batch, halves.joint.out_spec)
-    lowered = lower_step(halves, statics, signature, generator=_generator(device), provenance=provenance)
+    lowered = lower_step(halves, statics, signature, generator=generator_of(device), provenance=provenance)
     return replace(lowered, guards=guards, whole=halves.called_as(step))
 
 
@@ -147,10 +148,3 @@ def _describe(leaf: object) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return repr(leaf)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """The generator that random ops on `device` draw from."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator

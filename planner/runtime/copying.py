@@ -1,7 +1,8 @@
 """The steps of a schedule that copies, as source lines: copies are issued where it says, and waited for where they must be."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import count
+from typing import Generic, TypeVar
 
 from graphs.capture.program import Program, Writer, variable
 from graphs.ir import Graph, check_plain
@@ -9,38 +10,90 @@ from graphs.options.offload import without_copies
 from graphs.pools import DEVICE_TO_HOST
 from graphs.schedule import Compute, Step
 
+C = TypeVar("C")
+D = TypeVar("D")
 
-class CopyingWriter(Writer):
-    """Writes steps with round trips to the host (``graphs.options.offload``), by ``channels`` of the namespace.
+
+class UnderWay(Generic[C]):
+    """The copies that were issued and not waited for yet, by whatever stands for one.
 
     The computation waits for a copy in before it reads what that makes, and for all that was issued with a tensor before
     that is freed; copies wait for each other. That is where ``graphs.clocks`` waits.
+
+    Attributes:
+        issued: by tensor on the device, in the order of issue.
     """
+
+    def __init__(self) -> None:
+        self.issued: dict[int, list[C]] = {}
+        self._arriving: dict[int, C] = {}
+
+    @property
+    def copies(self) -> tuple[C, ...]:
+        """All of them."""
+        return tuple(copy for copies in self.issued.values() for copy in copies)
+
+    def known_as(self, other: Callable[[C], D]) -> "UnderWay[D]":
+        """The same copies by what `other` says stands for each."""
+        same: UnderWay[D] = UnderWay()
+        for t, copies in self.issued.items():
+            for copy in copies:
+                known = other(copy)
+                same.out(t, known)
+                if self._arriving.get(t) is copy:
+                    same._arriving[t] = known
+        return same
+
+    def out(self, t: int, copy: C) -> None:
+        """`copy` reads `t`."""
+        self.issued.setdefault(t, []).append(copy)
+
+    def back(self, t: int, copy: C) -> None:
+        """`copy` makes `t`."""
+        self.issued[t] = [copy]
+        self._arriving[t] = copy
+
+    def making(self, t: int) -> tuple[C, ...]:
+        """The copy that makes `t`, if it may be under way."""
+        return (self._arriving[t],) if t in self._arriving else ()
+
+    def before_reading(self, tensors: Iterable[int]) -> list[C]:
+        """What is to be waited for before `tensors` are read."""
+        waited = []
+        for t in tensors:
+            if (copy := self._arriving.pop(t, None)) is not None:
+                self.issued[t].remove(copy)
+                waited.append(copy)
+        return waited
+
+    def before_freeing(self, t: int) -> list[C]:
+        """What is to be waited for before `t` goes."""
+        self._arriving.pop(t, None)
+        return self.issued.pop(t, [])
+
+
+class CopyingWriter(Writer):
+    """Writes steps with round trips to the host (``graphs.options.offload``), by ``channels`` of the namespace."""
 
     def __init__(self, graph: Graph, program: Program, *, repeated: Container[int] = ()) -> None:
         """As ``Writer``."""
         super().__init__(graph, program, repeated=repeated)
         self._number = count()
-        self._issued: dict[int, list[str]] = {}  # by tensor on the device: variables of copies not waited for yet
-        self._arriving: dict[int, str] = {}  # the one of these that makes it
+        self._under_way: UnderWay[str] = UnderWay()  # by variable
 
     @property
     def copies(self) -> tuple[str, ...]:
         """Variables of the copies that may be under way after the steps written so far."""
-        return tuple(name for names in self._issued.values() for name in names)
+        return self._under_way.copies
 
     def write(self, steps: Iterable[Step]) -> list[str]:
         """As ``Writer.write``."""
         lines: list[str] = []
         for step in steps:
             if not isinstance(step, Compute):
-                lines += self._wait(self._issued.pop(step.tensor, []))
-                self._arriving.pop(step.tensor, None)
+                lines += self._wait(self._under_way.before_freeing(step.tensor))
             elif not self.graph.ops[step.op].optional:
-                for t in self.graph.ops[step.op].inputs:
-                    if (name := self._arriving.pop(t, None)) is not None:
-                        self._issued[t].remove(name)
-                        lines += self._wait([name])
+                lines += self._wait(self._under_way.before_reading(self.graph.ops[step.op].inputs))
             lines += super().write([step])
         return lines
 
@@ -51,13 +104,12 @@ class CopyingWriter(Writer):
         (source,), (target,) = copy.inputs, copy.outputs
         name = f"c{next(self._number)}"
         if copy.stream == DEVICE_TO_HOST:
-            self._issued.setdefault(source, []).append(name)
-            arguments = ", ".join((variable(source), *((self._arriving[source],) if source in self._arriving else ())))
+            self._under_way.out(source, name)
+            arguments = ", ".join((variable(source), *self._under_way.making(source)))
             # What is there already is copied once more, and dropped.
             made = variable(target) if target in wanted else "_"
             return [f"{made}, {name} = channels.out({arguments})", *(() if target in wanted else ("del _",))]
-        self._issued[target] = [name]
-        self._arriving[target] = name
+        self._under_way.back(target, name)
         return [f"{variable(target)}, {name} = channels.back({variable(source)})"]
 
     def _wait(self, names: Iterable[str]) -> list[str]:

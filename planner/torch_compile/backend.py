@@ -31,7 +31,7 @@ from planner.torch_compile.partition import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps
 from planner.torch_compile.shared_budget import SharedBudget
 
-_OPTIONS = ("budget", "compile", "roofline", "time_limit", "tolerance")
+_OPTIONS = ("budget", "compile", "host_budget", "link", "options", "roofline", "time_limit", "tolerance")
 _COMPILERS = ("eager", "inductor")
 
 
@@ -46,7 +46,9 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of all graphs of
             the model; a percentage is of the peak without recomputation), ``compile`` (whose kernels run: those of
             eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
-            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (as in ``planner.compile``).
+            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (as in ``planner.compile``);
+            and ``options``, ``link`` and ``host_budget``, likewise: with ``["offload"]`` tensors also go to the host and
+            come back. All graphs share the host's memory.
 
     Raises:
         PlannerError: unknown options, or no budget.
@@ -70,7 +72,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = _device(joint, budget.options)
         captured = capture_joint(joint, device, measure="roofline" not in budget.options)
-        graph = PlannedOps(joint, captured, num_fwd_outputs)
+        graph = PlannedOps(joint, *budget.offered(captured, _where(joint)), outputs=num_fwd_outputs)
         add(graph)
         planned.append(graph)
         return graph.interface()
@@ -107,7 +109,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        graph = PlannedKernels(joint, captured, num_fwd_outputs)
+        graph = PlannedKernels(joint, *budget.offered(captured, _where(joint)), outputs=num_fwd_outputs)
         add(graph)
         planned.append(graph)
         return graph.interface()
@@ -180,9 +182,7 @@ def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
     """The device whose times are modelled."""
     if "roofline" in options:
         return get_device(str(options["roofline"]))
-    where = next(
-        n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor)
-    )
+    where = _where(joint)
     if where.type == "cpu":
         return get_device("cpu")
     name = torch.cuda.get_device_name(where)
@@ -191,3 +191,9 @@ def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
     raise PlannerError(
         f"no times are known for {name!r}: name a device like it, options={{'roofline': ...}}, of {', '.join(DEVICES)}"
     )
+
+
+def _where(joint: fx.GraphModule) -> torch.device:
+    """The device that a joint graph runs on."""
+    values = (node.meta["val"] for node in joint.graph.find_nodes(op="placeholder"))
+    return next(value.device for value in values if isinstance(value, torch.Tensor))

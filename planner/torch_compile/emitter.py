@@ -1,8 +1,9 @@
 """Parts of a schedule as FX graphs, which AOTAutograd calls as forward and backward."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from graphs.capture.eager_ops import called
 from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import ignored_inputs
+from graphs.pools import DEVICE_TO_HOST, HOST
 from graphs.schedule import Compute, Step
 from graphs.torch_private.capture import SavedForBackwardsAOTOutput
+from planner.runtime.channels import Channels
+from planner.runtime.copying import UnderWay
+from planner.runtime.host_tensor import HostTensor
 
 aten = torch.ops.aten
 
@@ -25,7 +30,8 @@ class Emitter:
     """Writes a part of a schedule as an FX graph.
 
     Attributes:
-        env: for each tensor in memory the node of the new graph that holds it.
+        env: for each tensor in memory, on the device or the host, the node of the new graph that holds it.
+        under_way: the copies that are not waited for yet.
     """
 
     def __init__(
@@ -33,15 +39,25 @@ class Emitter:
         module: fx.GraphModule,
         captured: Capture,
         origins: Mapping[fx.Node, int],
+        channels: Channels | None = None,
         *,
         after_forward: bool,
     ) -> None:
+        """Write for `module`, the joint graph, which was `captured`.
+
+        Args:
+            origins: the tensor that each of its nodes stands for.
+            channels: to copy by, if at all.
+            after_forward: whether the forward pass has ended.
+        """
         self.after_forward = after_forward
         self.module = module
         self.captured = captured
         self.origins = origins
         self.graph = fx.Graph()
         self.env: dict[int, fx.Node] = {}
+        self.under_way: UnderWay[fx.Node] = UnderWay()
+        self._copy = None if channels is None else _Copying(channels)
 
     def input(self, node: fx.Node) -> None:
         """Take an input of the joint graph as one of this part."""
@@ -58,15 +74,63 @@ class Emitter:
         self.env[tensor] = self.graph.placeholder(name)
         self.env[tensor].meta = dict(value.meta)
 
+    @property
+    def on_host(self) -> dict[int, fx.Node]:
+        """The tensors in the host's memory."""
+        return {t: value for t, value in self.env.items() if self.captured.graph.tensors[t].pool == HOST}
+
+    @property
+    def handed_over(self) -> list[fx.Node]:
+        """What the part behind gets that are no tensors on the device: copies on the host, and those that are under way."""
+        return [*self.on_host.values(), *self.under_way.copies]
+
+    def take_over(self, before: "Emitter") -> None:
+        """Take what the part `before` hands over, as inputs."""
+        self.env |= {t: self.graph.placeholder(f"on_host_{t}") for t in before.on_host}
+        number = count()
+        self.under_way = before.under_way.known_as(lambda _: self.graph.placeholder(f"under_way_{next(number)}"))
+
     def run(self, steps: Sequence[Step]) -> None:
         """Write `steps`."""
         for step in steps:
             if not isinstance(step, Compute):
-                self.env.pop(step.tensor, None)
-                continue
-            node = self.captured.nodes[step.op]
-            if node is not None:
+                freed = self.env.pop(step.tensor, None)
+                if self.captured.graph.tensors[step.tensor].pool == HOST:
+                    self._hold(freed)
+                self._wait(self.under_way.before_freeing(step.tensor), held=freed)
+            elif self.captured.graph.ops[step.op].optional:
+                self._transfer(step.op)
+            elif (node := self.captured.nodes[step.op]) is not None:
+                self._wait(self.under_way.before_reading(self.captured.graph.ops[step.op].inputs))
                 self._compute(step.op, node)
+
+    def _transfer(self, op: int) -> None:
+        """Issue a copy to the host or back."""
+        assert self._copy is not None
+        copy = self.captured.graph.ops[op]
+        (source,), (target,) = copy.inputs, copy.outputs
+        out = copy.stream == DEVICE_TO_HOST
+        after = self.under_way.making(source) if out else ()
+        issued = self.graph.call_function(self._copy.out if out else self._copy.back, (self.env[source], *after))
+        if target not in self.env:  # what is there already is copied once more, and dropped
+            self.env[target] = self.graph.call_function(operator.getitem, (issued, 0))
+        known = self.graph.call_function(operator.getitem, (issued, 1))
+        if out:
+            self.under_way.out(source, known)
+        else:
+            self.under_way.back(target, known)
+
+    def _wait(self, copies: Iterable[fx.Node], held: fx.Node | None = None) -> None:
+        """Wait for `copies`; what they use is `held` until then."""
+        for copy in copies:
+            assert self._copy is not None
+            self.graph.call_function(self._copy.wait, (copy,))
+            self._hold(held)
+
+    def _hold(self, value: fx.Node | None) -> None:
+        """Let `value` be there until now, for a name ends with its last use."""
+        if value is not None:
+            self.graph.call_function(_held, (value,))
 
     def _compute(self, op: int, node: fx.Node) -> None:
         target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
@@ -107,18 +171,42 @@ class Emitter:
         return copied
 
     def finish_forward(self, returned: Sequence[tuple[object, object]], saved: Sequence[fx.Node | None]) -> fx.GraphModule:
-        """The module that returns the values of `returned`, each with its descriptor, and what is `saved`."""
+        """The module that returns the values of `returned`, each with its descriptor, what is `saved` and what is handed over."""
         descs = [SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
-        return self._finish([*map(self.value, (v for v, _ in returned)), *saved], [*(d for _, d in returned), *descs])
+        results = [*map(self.value, (v for v, _ in returned)), *saved, *self.handed_over]
+        return self._finish(results, [*(d for _, d in returned), *descs])
 
     def finish_backward(self, returned: Sequence[tuple[object, object]]) -> fx.GraphModule:
         """The module that returns the values of `returned`, each with its descriptor."""
+        for value in self.on_host.values():  # the schedule leaves them to the end
+            self._hold(value)
         return self._finish([self.value(value) for value, _ in returned], [desc for _, desc in returned])
 
     def _finish(self, results: Sequence[object], descs: Sequence[object]) -> fx.GraphModule:
         self.graph.output(tuple(results)).meta["desc"] = list(descs)  # type: ignore[arg-type]
         self.graph.lint()
         return fx.GraphModule(self.module, self.graph)
+
+
+class _Copying:
+    """What a graph calls to copy by `channels`."""
+
+    def __init__(self, channels: Channels) -> None:
+        # Functions, for FX asks what it calls for its name and its module.
+        def out(tensor: torch.Tensor, *after: Any) -> Any:
+            return channels.out(tensor, *after)
+
+        def back(host: HostTensor) -> Any:
+            return channels.back(host)
+
+        def wait(copy: Any) -> None:
+            channels.wait(copy)
+
+        self.out, self.back, self.wait = out, back, wait
+
+
+def _held(_: object) -> None:
+    pass
 
 
 def _without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...]]:

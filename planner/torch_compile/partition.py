@@ -26,6 +26,7 @@ from graphs.ir import Graph, Kind, Phase
 from graphs.schedule import Compute, Schedule, Step
 from graphs.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
 from graphs.torch_private.core import pytree
+from planner.runtime.channels import Channels
 from planner.runtime.codegen import boundary
 from planner.torch_compile.emitter import Emitter
 
@@ -92,13 +93,14 @@ class Placeholders(StaticTensors):
 def once(graph: Graph, mutated: set[int]) -> Graph:
     """`graph` with ops that are executed once only, where they read an input that is overwritten behind the forward pass."""
     ops = tuple(replace(op, recomputable=op.recomputable and not mutated.intersection(op.inputs)) for op in graph.ops)
-    return Graph(ops, graph.tensors, graph.kept, graph.provenance)
+    return replace(graph, ops=ops)
 
 
 def split(
     module: fx.GraphModule,
     captured: Capture,
     schedule: Schedule,
+    channels: Channels | None = None,
     *,
     forward_outputs: int,
     slots: Sequence[int],
@@ -106,28 +108,32 @@ def split(
     """The forward and the backward module of `schedule`, as AOTAutograd calls them.
 
     Forward: the primal inputs in, the graph's first `forward_outputs` outputs and what is saved out.
-    Backward: what is saved and the tangents in, the graph's other outputs out.
+    Backward: what is saved and the tangents in, the graph's other outputs out. Behind what is saved, and behind the
+    tangents, comes what AOTAutograd does not know of: tensors on the host, and copies that may be under way.
 
     Args:
         module, captured, schedule: the joint graph, and how to run it.
+        channels: by which it copies to the host and back, if at all.
         forward_outputs: how many of its outputs are not gradients.
         slots: a tensor for each place among what is saved, where None stands for what is not.
     """
     cut = boundary(captured.graph, schedule)
     origins, returned = _origins(module, captured), outputs(module.graph)
     read = _read_later(captured, origins, schedule.steps[cut:], [value for value, _ in returned[forward_outputs:]])
-    forward = Emitter(module, captured, origins, after_forward=False)
+    forward = Emitter(module, captured, origins, channels, after_forward=False)
     for node in _inputs(module, tangents=False):
         forward.input(node)
     forward.run(schedule.steps[:cut])
+    read.update(forward.under_way.issued)  # there until they have been waited for
     saved = {t: value for t, value in forward.env.items() if t in read}
     first = forward.finish_forward(returned[:forward_outputs], [saved.get(t) for t in slots])
 
-    backward = Emitter(module, captured, origins, after_forward=True)
+    backward = Emitter(module, captured, origins, channels, after_forward=True)
     for t in slots:
         backward.saved(t, saved.get(t))
     for node in _inputs(module, tangents=True):
         backward.input(node)
+    backward.take_over(forward)
     backward.run(schedule.steps[cut:])
     return first, backward.finish_backward(returned[forward_outputs:])
 
@@ -141,7 +147,7 @@ def interface(
     """
     graph = captured.graph
     origins, returned = _origins(module, captured), outputs(module.graph)
-    steps = [Compute(op.id) for op in graph.ops]
+    steps = [Compute(op.id) for op in graph.program]
     cut = boundary(graph, Schedule(tuple(steps)))
     forward = Emitter(module, captured, origins, after_forward=False)
     for node in _inputs(module, tangents=False):
@@ -171,7 +177,7 @@ def slots(module: fx.GraphModule, captured: Capture) -> tuple[int, ...]:
     graph, excluded = captured.graph, set(tangents(module, captured))
     primals = {node.name for node in _inputs(module, tangents=False)}
     found = [s.tensor for s in captured.program.sources if s.name in primals and s.tensor not in excluded]
-    for op, node in zip(graph.ops, captured.nodes, strict=True):
+    for op, node in zip(graph.program, captured.nodes, strict=True):
         if op.phase is Phase.FORWARD and node is not None:
             found += op.outputs
     return tuple(found)
@@ -197,7 +203,9 @@ def _origins(module: fx.GraphModule, captured: Capture) -> dict[fx.Node, int]:
 def _read_later(captured: Capture, origins: Mapping[fx.Node, int], steps: Sequence[Step], results: Sequence[object]) -> set[int]:
     """The tensors that `steps` and the values returned after them read."""
     read: set[int] = set()
-    nodes = [captured.nodes[step.op] for step in steps if isinstance(step, Compute)]
+    ops = [captured.graph.ops[step.op] for step in steps if isinstance(step, Compute)]
+    read.update(t for op in ops if op.optional for t in op.inputs)
+    nodes = [captured.nodes[op.id] for op in ops if not op.optional]
     pending = [arg for node in nodes if node is not None for arg in node.all_input_nodes if arg not in ignored_inputs(node)]
     pending += [value for value in results if isinstance(value, fx.Node)]
     while pending:

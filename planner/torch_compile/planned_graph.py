@@ -13,12 +13,19 @@ import torch
 from torch import fx
 
 from graphs.capture.lower import Capture
+from graphs.errors import PlannerError
+from graphs.pools import HOST
 from graphs.schedule import Schedule
+from graphs.simulate import simulate
 from graphs.torch_private.capture import boxed_nop
+from planner.runtime.channels import Channels
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
 
-Pass = Callable[[list[Any]], Any]  # empties the list of its arguments
+# Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
+# over besides tensors: what is on the host, and copies that may be under way.
+Forward = Callable[[list[Any]], tuple[list[Any], list[Any]]]
+Backward = Callable[[list[Any]], Any]
 
 
 class PlannedGraph(ABC):
@@ -41,11 +48,15 @@ class PlannedGraph(ABC):
         self.slots = tuple(slots)
         self.lean: Schedule | None = None
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
-        self._passes: list[tuple[Pass, Pass]] = []
+        self._handing_over: set[int] = set()  # plans whose forward passes hand over more than tensors
+        self._passes: list[tuple[Forward, Backward]] = []
 
     @abstractmethod
-    def passes(self, schedule: Schedule) -> tuple[Pass, Pass]:
-        """The forward and the backward pass by `schedule`: with what is saved, None for what is not, in place of `slots`."""
+    def passes(self, schedule: Schedule) -> tuple[Forward, Backward]:
+        """The forward and the backward pass by `schedule`: with what is saved, None for what is not, in place of `slots`.
+
+        The forward pass returns what it hands over apart from what AOTAutograd knows of.
+        """
 
     @abstractmethod
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -66,19 +77,44 @@ class PlannedGraph(ABC):
         """What is in memory between the passes, besides what is static."""
         return kept_bytes(self.captured.graph, self._schedule)
 
+    @property
+    def on_host(self) -> tuple[int, int]:
+        """Most that the plan takes of the host's memory, and what it takes between the passes."""
+        graph = self.captured.graph
+        if graph.plain:
+            return 0, 0
+        peaks = dict(zip((pool.name for pool in graph.pools), simulate(graph, self._schedule).pool_peaks_bytes, strict=True))
+        return peaks[HOST], kept_bytes(graph, self._schedule, HOST)
+
     def forward(self, args: list[Any]) -> list[Any]:
         """A forward pass as AOTAutograd calls it; empties `args`."""
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
-        returned = self._passes[number][0](args)
-        plan = torch.empty((number, 0))  # takes no memory, whatever its shape says
+        returned, handed_over = self._passes[number][0](args)
+        plan, nothing = torch.empty((number, 0)), torch.empty(0)  # take no memory, whatever a shape says
+        if handed_over:
+            # Autograd holds the storage for as long as a backward pass may come, whichever tensors it makes of it.
+            plan.untyped_storage().handed_over = handed_over  # type: ignore[attr-defined]
+            self._handing_over.add(number)
         if seen is not None:
             seen(returned[: self.outputs], plan)
-        return [*returned[: self.outputs], *(plan if t is None else t for t in returned[self.outputs :]), plan]
+        return [*returned[: self.outputs], *(nothing if t is None else t for t in returned[self.outputs :]), plan]
 
     def backward(self, args: list[Any]) -> Any:
-        """A backward pass as AOTAutograd calls it; empties `args`."""
-        number = args.pop(len(self.slots)).shape[0]
+        """A backward pass as AOTAutograd calls it; empties `args`.
+
+        Raises:
+            PlannerError: hooks have put other tensors in the place of those that were saved.
+        """
+        plan = args.pop(len(self.slots))
+        number, handed_over = plan.shape[0], getattr(plan.untyped_storage(), "handed_over", [])
+        if not handed_over and number in self._handing_over:
+            raise PlannerError(
+                "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied what a planned graph "
+                "saves for its backward pass: leave them out, for the plan says what is kept where"
+            )
+        args += handed_over
+        del plan, handed_over  # with what is on the host, unless the backward pass may come again
         return self._passes[number][1](args)
 
     # AOTAutograd hands over its arguments in a list that the callee empties.
@@ -89,16 +125,24 @@ class PlannedGraph(ABC):
 class PlannedOps(PlannedGraph):
     """One that runs eager PyTorch's kernels."""
 
-    def __init__(self, module: fx.GraphModule, captured: Capture, outputs: int) -> None:
-        """Plan for `module`, the joint graph, which was `captured`."""
+    def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
+        """Plan for `module`, the joint graph, which was `captured`; with `channels` where it offers copies."""
         tangents, slots = partition.tangents(module, captured), partition.slots(module, captured)
         super().__init__(captured, tangents=tangents, slots=slots, outputs=outputs)
-        self._module = module
+        self._module, self._channels = module, channels
 
-    def passes(self, schedule: Schedule) -> tuple[Pass, Pass]:
+    def passes(self, schedule: Schedule) -> tuple[Forward, Backward]:
         """See ``PlannedGraph``."""
-        forward, backward = partition.split(self._module, self.captured, schedule, forward_outputs=self.outputs, slots=self.slots)
-        return boxed_nop(forward, []), boxed_nop(backward, [])
+        first, second = partition.split(
+            self._module, self.captured, schedule, self._channels, forward_outputs=self.outputs, slots=self.slots
+        )
+        run, known = boxed_nop(first, []), self.outputs + len(self.slots)
+
+        def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
+            returned = run(args)
+            return returned[:known], returned[known:]
+
+        return forward, boxed_nop(second, [])
 
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """See ``PlannedGraph``."""

@@ -1,6 +1,7 @@
 """A graph of a compiled model that runs Inductor's kernels."""
 
 import copy
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from graphs.capture.kernels.lower import lower_graph
 from graphs.capture.kernels.variants import Variant
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import outputs
+from graphs.capture.redraw import generator_of
 from graphs.capture.signature import Signature
 from graphs.cost.profile import profile
 from graphs.cost.replay import RealStep, with_real_sizes
@@ -29,9 +31,11 @@ from graphs.torch_private.capture import (
     tracing,
 )
 from graphs.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
+from planner.runtime.channels import Channels
 from planner.runtime.codegen import compile_schedule
+from planner.runtime.undo import undoing
 from planner.torch_compile.partition import Placeholders, mutated_inputs, once
-from planner.torch_compile.planned_graph import Pass, PlannedGraph
+from planner.torch_compile.planned_graph import Backward, Forward, PlannedGraph
 
 _PASSES = 3
 
@@ -54,8 +58,9 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any]) -> Capture:
         halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, Variant.DEFAULT)
         joint = halves.joint.graph_module
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
-        statics = Placeholders(placeholders, placeholders[0].meta["val"].device)
-        captured = lower_graph(halves, statics, Signature.of((), pytree.tree_structure(())), provenance={})
+        device = placeholders[0].meta["val"].device
+        statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
+        captured = lower_graph(halves, statics, signature, generator=generator_of(device), provenance={})
         graph = once(captured.graph, mutated_inputs(joint, statics))
     with disable_current_modes(), no_python_dispatcher():
         given = {node.name: _given(node, module, inputs) for node in placeholders}
@@ -83,40 +88,48 @@ def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torc
 class PlannedKernels(PlannedGraph):
     """One that runs Inductor's kernels."""
 
-    def __init__(self, module: fx.GraphModule, captured: Capture, outputs: int) -> None:
-        """Plan for what was `captured`, of which `module` is the joint graph."""
+    def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
+        """Plan for what was `captured`, of which `module` is the joint graph; with `channels` where it offers copies."""
         placeholders = module.graph.find_nodes(op="placeholder")
-        self._module = module
+        self._module, self._channels = module, channels
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], TangentAOTInput)]
         self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput)]
         static = {source.name: source.tensor for source in captured.program.sources if source.kind is Kind.INPUT}
         slots = [static[node.name] for node in self._primals if node.name in static]
-        slots += [t for op in captured.graph.ops if op.phase is Phase.FORWARD for t in op.outputs]
+        slots += [t for op in captured.graph.program if op.phase is Phase.FORWARD for t in op.outputs]
         tangents = [static[node.name] for node in self._incoming if node.name in static]
         super().__init__(captured, tangents=tangents, slots=slots, outputs=outputs)
 
-    def passes(self, schedule: Schedule) -> tuple[Pass, Pass]:
+    def passes(self, schedule: Schedule) -> tuple[Forward, Backward]:
         """See ``PlannedGraph``."""
-        code = compile_schedule(self.captured.graph, self.captured.program, schedule)
+        code = compile_schedule(self.captured.graph, self.captured.program, schedule, self._channels)
+        if self._channels is not None:
+            code = undoing(self.captured.graph, self.captured.program, code)
         sources = self.captured.program.sources
         constants = {s.name: self.captured.program.namespace[s.name] for s in sources if s.kind is Kind.CONSTANT}
         read = {source.tensor for source, reads in zip(sources, code.backward_reads, strict=True) if reads}
         position = {t: i for i, t in enumerate(self.slots)}
+        among = [t in position for t in code.saved]  # the others are on the host
 
-        def forward(args: list[Any]) -> list[Any]:
+        def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
             given = {node.name: value for node, value in zip(self._primals, args, strict=True)} | constants
             args.clear()
             first, others, alive = code.forward([given.get(source.name) for source in sources])
             saved = {source.tensor: given.get(source.name) for source in sources if source.tensor in read}
-            saved |= dict(zip(code.saved, alive, strict=True))
-            return [first, *others, *(saved.get(t) for t in self.slots)]
+            saved |= dict(zip(code.saved, alive, strict=False))
+            apart = [value for value, known in zip(alive, among, strict=False) if not known] + alive[len(among) :]
+            return [first, *others, *(saved.get(t) for t in self.slots)], apart
 
         def backward(args: list[Any]) -> Any:
-            incoming = {node.name: value for node, value in zip(self._incoming, args[len(self.slots) :], strict=True)}
+            here = len(self.slots) + len(self._incoming)
+            incoming = {node.name: value for node, value in zip(self._incoming, args[len(self.slots) : here], strict=True)}
+            apart = deque(args[here:])
             given = constants | incoming
             static = [args[position[s.tensor]] if s.tensor in position else given.get(s.name) for s in sources]
-            alive = [args[position[t]] for t in code.saved]
+            alive = [args[position[t]] if known else apart.popleft() for t, known in zip(code.saved, among, strict=True)]
+            alive += apart
             args.clear()
+            apart.clear()
             return code.backward(static, alive)
 
         return forward, backward

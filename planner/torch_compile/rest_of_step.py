@@ -8,11 +8,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from graphs.ir import Graph, Op, Phase
+from graphs.options.offload import without_copies
+from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from planner.runtime.codegen import boundary
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.policies.store_all import store_all
 
 _TRIES = 5  # of bytes to be left for the rest, on the way to the most
 _TRY_S = 2.0
@@ -30,7 +33,7 @@ def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
     rest = Op(cut, "rest_of_the_step", "rest", tuple(outputs), made, 0.0, rest_bytes, Phase.BACKWARD, recomputable=False)
     ops = (*graph.ops[:cut], rest, *(replace(op, id=op.id + 1) for op in graph.ops[cut:]))
     tensors = tuple(replace(t, producers=(cut,) if t.id in made else shifted(t.producers)) for t in graph.tensors)
-    return Graph(ops, tensors, graph.kept.union(made), graph.provenance)
+    return replace(graph, ops=ops, tensors=tensors, kept=graph.kept.union(made))
 
 
 def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
@@ -45,7 +48,12 @@ def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
     return Schedule(tuple(steps))
 
 
-def kept_bytes(graph: Graph, schedule: Schedule) -> int:
+def keeping_all(graph: Graph) -> Schedule:
+    """Every op of the program once; what else `graph` offers is left alone."""
+    return store_all(without_copies(graph)[0])
+
+
+def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
     """What is in memory between the forward and the backward pass, static bytes left out."""
     live: set[int] = set()
     for step in schedule.steps[: boundary(graph, schedule)]:
@@ -53,12 +61,13 @@ def kept_bytes(graph: Graph, schedule: Schedule) -> int:
             live.update(graph.ops[step.op].outputs)
         else:
             live.discard(step.tensor)
-    return sum(graph.tensors[t].size_bytes for t in live)
+    return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
 
 
 def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
-    """A schedule within the budget that keeps little between the passes; None where none is found."""
+    """A schedule within the budget that keeps little between the passes, and copies nothing; None where none is found."""
     made = tuple(tangents)
+    graph, _ = without_copies(graph)
     end = min(_TRY_S, time_limit_s / _TRIES)
 
     def leaving(rest_bytes: int) -> Schedule | None:

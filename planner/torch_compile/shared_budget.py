@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphs.capture.lower import Capture
 from graphs.errors import InfeasibleError, LimitError
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
+from planner.choices import choices_of
+from planner.runtime.channels import Channels
 from planner.torch_compile.planned_graph import PlannedGraph
-from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
+from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.torch_compile.round_trips import RoundTrips, host_room, with_host_bytes
 from planner.torch_compile.step_memory import Seen, beside, unread
 from planner.torch_compile.together import Together
-from solvers.policies.store_all import store_all
 from solvers.tolerance import WIDENING
 
 Solve = Callable[..., Any]
@@ -41,20 +44,29 @@ class _Run:
 
 
 class SharedBudget:
-    """What one call of ``torch.compile`` may use.
+    """What one call of ``torch.compile`` may use, of the device's memory and of the host's.
 
     Args:
         options: of that call.
         solve: as ``planner.solving.solve``.
+
+    Raises:
+        PlannerError: the options of its graphs, or what they need to know, cannot be read.
     """
 
     def __init__(self, options: Mapping[str, Any], solve: Solve) -> None:
         self.options = options
+        choices = choices_of(options.get("options", ()), options.get("link"), options.get("host_budget"))
+        self._trips = None if choices is None else RoundTrips(choices)
         self._solve = solve
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
         self._known: dict[PlannedGraph, Seen] = {}
+
+    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
+        """`captured`, a graph on `device`, with the choices that were asked for, and by what it copies, if it may."""
+        return (captured, None) if self._trips is None else (self._trips.offered(captured), self._trips.channels(device))
 
     def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
         """Plan a graph that was just reached.
@@ -89,23 +101,25 @@ class SharedBudget:
     def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
         """Plan `graph` within `room` bytes, before those are known that follow."""
         captured = graph.captured.graph
+        order = [*(run.graph for run in self._runs), graph]
+        there = host_room(order, graph, {run.graph: run.graph.on_host for run in self._runs}, self._host_bytes)
         if more:
             if self._in_percent:
                 room = solving.summarize(captured).store_all_peak_bytes
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
             if graph.lean is None:
-                graph.schedule = self._solve(captured, room, **self._settings).schedule
+                graph.schedule = self._solve(with_host_bytes(captured, there), room, **self._settings).schedule
             else:
                 rest_bytes = room - captured.static_bytes - kept_bytes(captured, graph.lean)
-                graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean)
+                graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean, there)
         except InfeasibleError as error:
             if not self._runs:
                 raise
             if any(run.graph.lean is None for run in self._runs):  # taken for the last one; from the next step on it keeps less
                 peak_bytes = solving.summarize(captured).store_all_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
-                graph.schedule = graph.lean or store_all(captured)
+                graph.schedule = graph.lean or keeping_all(captured)
                 return
             kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self._runs)
             raise InfeasibleError(
@@ -123,13 +137,17 @@ class SharedBudget:
         return float(self.options.get("time_limit", 60.0))
 
     @property
+    def _host_bytes(self) -> int:
+        return 0 if self._trips is None else self._trips.host_bytes
+
+    @property
     def _settings(self) -> dict[str, Any]:
         return {"time_limit_s": self.limit_s, "tolerance": self.options.get("tolerance", WIDENING)}
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
         """The budget in bytes, for a step of these graphs."""
         captured = [graph.captured.graph for graph in graphs]
-        kept = [kept_bytes(graph, store_all(graph)) for graph in captured]
+        kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
         peaks = [solving.summarize(graph).store_all_peak_bytes for graph in captured]
         return solving.budget_in_bytes(self.options["budget"], max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks)))
 
@@ -160,7 +178,8 @@ class SharedBudget:
             self._planned.add(step)
             if len(runs) > 1 or runs[0].graph.lean is not None:
                 order, seen = [run.graph for run in runs], [run.seen for run in runs]
-                together = Together(order, seen, self.whole(order, seen), self.leaving, limit_s=self.limit_s)
+                whole, host_bytes = self.whole(order, seen), self._host_bytes
+                together = Together(order, seen, whole, self.leaving, host_bytes=host_bytes, limit_s=self.limit_s)
                 together.warn_of_first_step()
                 together.plan()
 
@@ -171,10 +190,13 @@ class SharedBudget:
             stacklevel=3,
         )
 
-    def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule) -> Schedule:
-        """The schedule within `budget_bytes` that leaves `rest_bytes` of it between the passes; `known` is one."""
+    def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule, host_bytes: int) -> Schedule:
+        """The schedule within `budget_bytes` that leaves `rest_bytes` of it between the passes; `known` is one.
+
+        It takes at most `host_bytes` on the host.
+        """
         captured = graph.captured.graph
-        roomy = with_rest(captured, graph.tangents, rest_bytes)
+        roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
         try:
             schedule = without_rest(captured, self._solve(roomy, budget_bytes, **self._settings).schedule)
         except (InfeasibleError, LimitError):

@@ -4,11 +4,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from graphs.errors import InfeasibleError
+from graphs.options.offload import without_copies
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
-from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
+from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.torch_compile.round_trips import host_room
 from planner.torch_compile.step_memory import Seen, beside
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
@@ -25,7 +27,9 @@ class Together:
         order: the graphs in the order of their forward passes; one may come several times.
         seen: what each of these passes met.
         whole_bytes: the budget.
-        leaving: a schedule of a graph within a budget that leaves so much of it between the passes, given one that does.
+        leaving: a schedule of a graph within a budget that leaves so much of it between the passes, given one that does, and
+            what it may take of the host's memory.
+        host_bytes: of the host's memory, for all of them.
         limit_s: seconds for each graph.
     """
 
@@ -34,13 +38,14 @@ class Together:
         order: Sequence[PlannedGraph],
         seen: Sequence[Seen],
         whole_bytes: int,
-        leaving: Callable[[PlannedGraph, int, int, Schedule], Schedule],
+        leaving: Callable[[PlannedGraph, int, int, Schedule, int], Schedule],
         *,
+        host_bytes: int,
         limit_s: float,
     ) -> None:
         self._order, self._seen, self._whole = order, seen, whole_bytes
         self._graphs = tuple(dict.fromkeys(order))
-        self._leaving, self._limit_s = leaving, limit_s
+        self._leaving, self._host_bytes, self._limit_s = leaving, host_bytes, limit_s
 
     def plan(self) -> None:
         """Give each graph its plan.
@@ -48,13 +53,15 @@ class Together:
         Raises:
             InfeasibleError: no plans are found that fit beside each other; says what each keeps.
         """
-        most = {graph: kept_bytes(graph.captured.graph, store_all(graph.captured.graph)) for graph in self._graphs}
+        most = {graph: kept_bytes(graph.captured.graph, keeping_all(graph.captured.graph)) for graph in self._graphs}
         kept, known = self._shares(most)
+        on_host: dict[PlannedGraph, tuple[int, int]] = {}
         for graph in self._graphs:
-            room = self._room(graph, kept)
-            schedule = self._leaving(graph, room, self._rest(graph, room, kept), known[graph])
+            room, there = self._room(graph, kept), host_room(self._order, graph, on_host, self._host_bytes)
+            schedule = self._leaving(graph, room, self._rest(graph, room, kept), known[graph], there)
             kept = {**kept, graph: kept_bytes(graph.captured.graph, schedule)}
             graph.schedule = schedule
+            on_host[graph] = graph.on_host
 
     def warn_of_first_step(self) -> None:
         """Say so where the step that is over took more than the budget."""
@@ -110,7 +117,7 @@ class Together:
         """Schedules that keep no more than `kept`; None where none are found."""
         found = {}
         for graph in self._graphs:
-            captured, room = graph.captured.graph, self._room(graph, kept)
+            captured, room = without_copies(graph.captured.graph)[0], self._room(graph, kept)
             roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
             schedule: Schedule | None = store_all(roomy)
             if schedule is not None and simulate(roomy, schedule).peak_bytes > room:

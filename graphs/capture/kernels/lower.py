@@ -50,20 +50,26 @@ def lower_step(
         TraceError: the step is none that is trained, or Inductor's code does something that no static graph can hold.
     """
     check_outputs(halves.joint.graph_module.graph)
-    lowering = _Lowering(halves, statics)
-    lowering.wrapper.namespace |= {"generator": generator, "lock": LOCK}
+    lowering = _Lowering(halves, statics, generator)
     returned, gradients = lowering.read_step()
     trained, values = [tensor for tensor, _ in gradients], [value for _, value in gradients]
     return lowering.finish(returned, values, trained, signature, provenance)
 
 
-def lower_graph(halves: Halves, statics: StaticTensors, signature: Signature, *, provenance: Mapping[str, object]) -> Capture:
+def lower_graph(
+    halves: Halves,
+    statics: StaticTensors,
+    signature: Signature,
+    *,
+    generator: torch.Generator,
+    provenance: Mapping[str, object],
+) -> Capture:
     """A graph of several that a model is compiled to, as in ``lower_step``.
 
     Its program returns what AOTAutograd expects: all that the forward pass returns, but for what it saves, the first in place of
     a loss; and a value, or None, for each output of the backward pass.
     """
-    lowering = _Lowering(halves, statics)
+    lowering = _Lowering(halves, statics, generator)
     forward, saved = lowering.read_forward()
     backward = lowering.read_backward(saved)
     returned = [value for desc, value in forward if not isinstance(desc, SavedForBackwardsAOTOutput)]
@@ -71,10 +77,11 @@ def lower_graph(halves: Halves, statics: StaticTensors, signature: Signature, *,
 
 
 class _Lowering:
-    def __init__(self, halves: Halves, statics: StaticTensors) -> None:
+    def __init__(self, halves: Halves, statics: StaticTensors, generator: torch.Generator) -> None:
         self.halves = halves
         self.statics = statics
         self.wrapper = Wrapper()
+        self.wrapper.namespace |= {"generator": generator, "lock": LOCK}
         self.static: dict[int, int] = {}  # values that are there throughout, and their tensors
         self.known: dict[int, ast.expr] = {}  # those tensors, and their values
         self.tensors = statics.tensors

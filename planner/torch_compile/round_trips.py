@@ -1,0 +1,78 @@
+"""Round trips to the host that the graphs of a compiled model share: the channels, and the host's memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from graphs.capture.lower import Capture
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.pools import HOST
+from planner.choices import Choices
+from planner.runtime.channels import Channels
+from planner.runtime.executor import open_channels
+
+G = TypeVar("G")
+
+
+class RoundTrips:
+    """What one call of ``torch.compile`` copies by.
+
+    Attributes:
+        host_bytes: of the host's memory, for all graphs together.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        """For graphs with these choices."""
+        host_bytes = choices.surroundings.host_bytes
+        assert host_bytes is not None
+        self.host_bytes = host_bytes
+        self._choices = choices
+        self._opened: tuple[torch.device, Channels] | None = None
+
+    def offered(self, captured: Capture) -> Capture:
+        """`captured` with the choices."""
+        return replace(captured, graph=self._choices.offered(captured.graph))
+
+    def channels(self, device: torch.device) -> Channels:
+        """Between `device`, where a graph runs, and the host; the same for all graphs, from step to step.
+
+        Raises:
+            PlannerError: other graphs run on another device.
+        """
+        if self._opened is None:
+            self._opened = device, open_channels(device, self.host_bytes)
+        there, channels = self._opened
+        if there != device:
+            raise PlannerError(
+                f"graphs of the model run on {there} and on {device}, and tensors go to the host from one device only: leave out "
+                "options=['offload'], or put the model on one device"
+            )
+        return channels
+
+
+def with_host_bytes(graph: Graph, host_bytes: int) -> Graph:
+    """`graph`, which offers round trips, with so much of the host's memory."""
+    pools = tuple(replace(pool, capacity_bytes=host_bytes) if pool.name == HOST else pool for pool in graph.pools)
+    return replace(graph, pools=pools)
+
+
+def host_room(order: Sequence[G], graph: G, taken: Mapping[G, tuple[int, int]], whole_bytes: int) -> int:
+    """Most of the host's memory that `graph` may take, at any time.
+
+    Args:
+        order: the graphs of a step in the order of their forward passes; one may come several times.
+        graph: the one in question.
+        taken: by graph what a plan takes at its peak, and between its passes; those not here take nothing.
+        whole_bytes: for all of them.
+    """
+    room, before, own = whole_bytes, 0, 0
+    for run in order:
+        peak, kept = (0, 0) if run is graph else taken.get(run, (0, 0))
+        own += run is graph
+        if own:
+            room = min(room, (whole_bytes - before - peak) // own)
+        before += kept
+    return max(0, room)

@@ -4,7 +4,8 @@ Written with care, and not run on a GPU. What a copy uses on the device is held 
 the allocator never sees memory that a copy still reads or fills, and no ``record_stream`` is needed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -22,12 +23,31 @@ class CudaChannels:
         self.memory = HostMemory(capacity_bytes, lock=partial(_page_locked, device))
         self._device, self._timed = device, timed
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._part = _Part()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Inside, all is launched that a CUDA graph holds: copies begin in it, and have ended when it ends.
+
+        A capture may wait for nothing that was launched before it, and the streams that it has reached must have come back to
+        the one it began on. What was copied inside needs no waiting outside.
+        """
+        part = self._part = _Part()
+        try:
+            try:
+                yield
+            finally:
+                present = torch.cuda.current_stream(self._device)
+                for stream in part.reached:
+                    present.wait_stream(stream)
+        finally:
+            part.over, self._part = True, _Part()
 
     def out(self, tensor: torch.Tensor, *after: "StreamCopy") -> tuple[HostTensor, "StreamCopy"]:
         """As ``Channels.out``."""
         source = storage_bytes(tensor)
         host = HostTensor(tensor, self.memory, allocated_bytes(len(source), tensor.device))
-        events = [copy.event for copy in after]
+        events = [copy.event for copy in after if not copy.part.over]
         return host, self._copied(self._out, source, host.values, [*events, *_events(host.waits_for)], host, tensor)
 
     def back(self, host: HostTensor) -> tuple[torch.Tensor, "StreamCopy"]:
@@ -45,7 +65,8 @@ class CudaChannels:
 
     def wait(self, copy: "StreamCopy") -> None:
         """As ``Channels.wait``; the host goes on."""
-        torch.cuda.current_stream(self._device).wait_event(copy.event)
+        if not copy.part.over:
+            torch.cuda.current_stream(self._device).wait_event(copy.event)
         copy.tensor = None
 
     def _copied(
@@ -59,24 +80,39 @@ class CudaChannels:
     ) -> "StreamCopy":
         present = torch.cuda.current_stream(self._device)
         stream.wait_stream(present)
+        self._part.reached[stream] = None
         for event in events:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         event = stream.record_event(torch.cuda.Event(enable_timing=self._timed))
-        host.copies.append(_OnStream(event))
-        return StreamCopy(event, tensor, present)
+        host.copies.append(_OnStream(event, self._part))
+        return StreamCopy(event, tensor, present, self._part)
+
+
+class _Part:
+    """What is launched without a CUDA graph, or in one.
+
+    Attributes:
+        reached: the streams that copies were issued on.
+        over: it has ended, and the stream that computes has waited for its copies.
+    """
+
+    def __init__(self) -> None:
+        self.reached: dict[torch.cuda.Stream, None] = {}
+        self.over = False
 
 
 class _OnStream:
     """A copy as the host's memory knows it, which holds nothing on the device."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event, part: _Part) -> None:
+        self.event, self.part = event, part
 
     def finish(self) -> None:
-        """As ``Copy.finish``."""
-        self.event.synchronize()
+        """As ``Copy.finish``. What was captured is not there to be waited for: the device is, before memory goes."""
+        if not self.part.over:
+            self.event.synchronize()
 
 
 class StreamCopy:
@@ -85,11 +121,12 @@ class StreamCopy:
     Attributes:
         event: behind it.
         tensor: what it uses on the device, until somebody has waited for it.
+        part: that it belongs to.
     """
 
-    def __init__(self, event: torch.cuda.Event, tensor: torch.Tensor, computing: torch.cuda.Stream) -> None:
+    def __init__(self, event: torch.cuda.Event, tensor: torch.Tensor, computing: torch.cuda.Stream, part: _Part) -> None:
         """Of `tensor`, whose memory goes back to the stream `computing`."""
-        self.event = event
+        self.event, self.part = event, part
         self.tensor: torch.Tensor | None = tensor
         self._computing = computing
 
@@ -105,12 +142,14 @@ class StreamCopy:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
     def __del__(self) -> None:
-        if self.tensor is not None:  # a step that was dropped half way: its memory is not to be used again before
+        if (
+            self.tensor is not None and not self.part.over
+        ):  # a step that was dropped half way: its memory is not to be used again before
             self._computing.wait_event(self.event)
 
 
 def _events(copies: Iterable[Copy]) -> list[torch.cuda.Event]:
-    return [copy.event for copy in copies if isinstance(copy, _OnStream)]
+    return [copy.event for copy in copies if isinstance(copy, _OnStream) and not copy.part.over]
 
 
 def _page_locked(device: torch.device, address: int, size_bytes: int) -> "partial[None]":

@@ -33,6 +33,8 @@ class Executor:
 
     Attributes:
         channels: by which the schedule copies to the host and back; None where the graph does not offer that.
+        launched: both passes as the schedule says.
+        code: both passes as they are run.
     """
 
     def __init__(
@@ -60,9 +62,9 @@ class Executor:
         self.schedule = schedule
         self._step = TrainingStep(model, loss_fn)
         self.channels = _channels(capture.graph, next(self._step.parameters()).device) if channels is None else channels
-        self.code = compile_schedule(capture.graph, capture.program, schedule, self.channels)
+        self.launched = self.code = compile_schedule(capture.graph, capture.program, schedule, self.channels)
         if self.channels is not None:
-            self.code = undoing(capture.graph, capture.program, self.code)
+            self.code = undoing(capture.graph, capture.program, self.launched)
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = next(self._step.parameters()).device.type

@@ -22,6 +22,7 @@ from graphs.cost.replay import real_static, written_by
 from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
 from graphs.torch_private.core import foreach_copy_, pytree
+from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class Recording:
 
     def __init__(self, executor: Executor, static: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Record the passes of `executor`, called with `static`."""
-        graph, code, sources = executor.graph, executor.code, executor.program.sources
+        graph, code, sources = executor.graph, executor.launched, executor.program.sources
         self._names = [graph.tensors[source.tensor].name for source in sources]
         self._tangent = next(i for i, source in enumerate(sources) if source.is_tangent)
         self._copied = [i for i, source in enumerate(sources) if source.kind is Kind.INPUT and i != self._tangent]
@@ -91,15 +92,21 @@ class Recording:
         # Held, so that no other tensor can come to lie at an address that was recorded.
         self._static = [t.detach() if i in self._in_place else t.detach().clone() for i, t in enumerate(static)]
         self._turn = 0
+        forward, backward = code.forward, code.backward
+        if (channels := executor.channels) is not None:
+            if not isinstance(channels, CudaChannels):
+                raise PlannerError("only copies on streams of CUDA can be recorded: leave out options=, or cuda_graph=True")
+            channels.memory.let_stay()
+            forward, backward = channels.captured()(forward), channels.captured()(backward)
 
         def both() -> None:
-            *_, alive = code.forward(self._static)
-            code.backward(self._static, alive)
+            *_, alive = forward(self._static)
+            backward(self._static, alive)
 
-        recorder.warm_up(both)
-        (loss, extras, alive), self._replay_forward = recorder.record(code.forward, self._static)
+        recorder.warm_up(both)  # takes all of the host's memory that it needs, which cannot be locked in a capture
+        (loss, extras, alive), self._replay_forward = recorder.record(forward, self._static)
         self._returned: Sequence[torch.Tensor] = (loss, *extras)
-        self._gradients, self._replay_backward = recorder.record(code.backward, self._static, alive)
+        self._gradients, self._replay_backward = recorder.record(backward, self._static, alive)
 
     def forward(self, static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
         """Replay the forward pass on `static`.

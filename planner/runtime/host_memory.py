@@ -65,6 +65,7 @@ class HostMemory:
         self.capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self.peak_bytes = self.allocated_bytes = self._used_bytes = 0
         self._lock = lock
+        self._stay = False
         self._taking = Lock()
         self._unused: defaultdict[int, list[Buffer]] = defaultdict(list)
         # Tensors give their buffers back when they die, in whatever thread and place that is: nothing is locked there.
@@ -95,6 +96,17 @@ class HostMemory:
         """Let others have `buffer`; from any thread."""
         self._returned.append(buffer)
 
+    def let_stay(self) -> None:
+        """From now on all buffers that are taken stay where they are: a recording goes on using those it was recorded with.
+
+        The unused go first.
+        """
+        with self._taking:
+            self._collect()
+            self._stay = False
+            self._release(math.inf)
+            self._stay = True
+
     def _collect(self) -> None:
         while self._returned:
             buffer = self._returned.popleft()
@@ -105,10 +117,12 @@ class HostMemory:
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
             self._release(self.allocated_bytes + size_bytes - self.capacity_bytes)
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
+            there, what_else = self._used_bytes, "call backward() before the next forward pass, or "
+            if self._stay:
+                there, what_else = self.allocated_bytes, "a CUDA graph keeps a place for copies of each size; "
             raise CopyError(
-                f"a copy of {format_bytes(size_bytes)} finds {format_bytes(self._used_bytes)} of the host's memory in use, and "
-                f"the step may take {format_bytes(int(self.capacity_bytes))} of it: call backward() before the next forward "
-                "pass, or raise host_budget="
+                f"a copy of {format_bytes(size_bytes)} finds {format_bytes(there)} of the host's memory in use, and the step may "
+                f"take {format_bytes(int(self.capacity_bytes))} of it: {what_else}raise host_budget="
             )
         try:
             values = self._new(size_bytes)
@@ -134,7 +148,9 @@ class HostMemory:
         return torch.from_numpy(whole[start : start + size_bytes])
 
     def _release(self, size_bytes: float) -> None:
-        """Let go of unused buffers, the largest first, until so much is free or none is left."""
+        """Let go of unused buffers, the largest first, until so much is free or none is left; of none where they are to stay."""
+        if self._stay:
+            return
         for size in sorted(self._unused, reverse=True):
             buffers = self._unused[size]
             while buffers and size_bytes > 0:

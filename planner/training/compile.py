@@ -103,7 +103,7 @@ def compile(  # noqa: A001
     wrapper = unwrap(model)
     channels, asked = None, {}
     if (choices := choices_of(options, link, host_budget)) is not None:
-        _check_copies(wrapper, host_budget, dynamic=dynamic, cuda_graph=cuda_graph)
+        _check_copies(wrapper, host_budget, dynamic=dynamic)
         channels = open_channels(next(wrapper.module.parameters()).device, choices.host_bytes)
         solved = partial(solved, options=choices.options, link=choices.link_bytes_per_s, host_budget=choices.host_bytes)
         asked = {"host_budget": choices.host_bytes if _is_amount(host_budget) else host_budget}
@@ -214,11 +214,9 @@ def _compiler_of(kernels: str, *, dynamic: bool) -> type[Compiler]:
     return InductorCompiler
 
 
-def _check_copies(wrapper: Unwrapped, host_budget: str | int | None, *, dynamic: bool, cuda_graph: bool) -> None:
+def _check_copies(wrapper: Unwrapped, host_budget: str | int | None, *, dynamic: bool) -> None:
     if dynamic:
         raise PlannerError("plans for varying sizes have no copies to the host yet: leave out options=, or dynamic=True")
-    if cuda_graph:
-        raise PlannerError("a CUDA graph does not hold copies to the host yet: leave out options=, or cuda_graph=True")
     if type(wrapper) is not Unwrapped and not _is_amount(host_budget):
         raise PlannerError(
             f"host_budget is {host_budget!r}, a part of the host's free memory, and each of several processes would take as "

@@ -1,6 +1,7 @@
 """What CUDA's streams and events do, on the CPU: each keeps what was launched on it until somebody waits.
 
 Work on a stream other than the present one is done as late as it may be, so that a wait that is missing shows in the numbers.
+What a capture refuses is refused here: to wait for what was launched outside, to leave a stream behind, to lock memory.
 """
 
 import time
@@ -17,11 +18,16 @@ class Event:
 
     stream: "Stream"
     place: int
+    capture: object
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.timed = enable_timing
 
     def synchronize(self) -> None:
+        assert self.stream.cuda.capture is None, "the host cannot wait while it captures"
+        self.reached()
+
+    def reached(self) -> None:
         self.stream.run_to(self.place)
 
     def query(self) -> bool:
@@ -37,8 +43,8 @@ class Event:
 class Stream:
     """Does what was launched on it when it must, in order."""
 
-    def __init__(self, device: object = None) -> None:
-        self.device = device
+    def __init__(self, cuda: "Cuda", device: object = None) -> None:
+        self.cuda, self.device = cuda, device
         self.issued = self.done = 0
         self.done_s = {0: time.perf_counter()}
         self._work: list[Callable[[], object]] = []
@@ -55,14 +61,15 @@ class Stream:
             self.done_s[self.done] = time.perf_counter()
 
     def wait_event(self, event: Event) -> None:
-        self.launch(event.synchronize)
+        assert event.capture is self.cuda.capture, "a dependency crosses the border of a capture"
+        self.launch(event.reached)
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
-        event.stream, event.place = self, self.issued
+        event.stream, event.place, event.capture = self, self.issued, self.cuda.capture
         return event
 
 
@@ -77,13 +84,30 @@ class Present(Stream):
 class Cuda:
     """Stands for ``torch.cuda``, with the page-locked memory that it has been asked for."""
 
-    Stream = Stream
     Event = Event
 
     def __init__(self) -> None:
-        self.present = Present()
+        self.capture: object = None
+        self.streams: list[Stream] = []
+        self.present = Present(self)
         self.current: Stream = self.present
         self.locked: dict[int, int] = {}
+
+    def Stream(self, device: object = None) -> Stream:  # noqa: N802
+        self.streams.append(Stream(self, device))
+        return self.streams[-1]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, what is launched is captured."""
+        assert self.all_done(), "work from before the capture is under way"
+        self.capture = object()
+        yield
+        assert self.all_done(), "a stream was not joined"
+        self.capture = None
+
+    def all_done(self) -> bool:
+        return all(stream.done == stream.issued for stream in self.streams)
 
     def current_stream(self, device: object = None) -> Stream:
         return self.current
@@ -103,11 +127,13 @@ class Cuda:
         return self
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+        assert self.capture is None, "no memory is locked in a capture"
         assert address % 4096 == size_bytes % 4096 == 0 and address not in self.locked
         self.locked[address] = size_bytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert self.capture is None, "no memory is unlocked in a capture"
         del self.locked[address]
         return 0
 

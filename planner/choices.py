@@ -150,6 +150,24 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
         raise _edited(f"a link of {said!r} ({error})") from None
 
 
+def is_amount(host_budget: str | int | None) -> bool:
+    """Whether it is one however much of the host's memory is free."""
+    return host_budget is not None and not (isinstance(host_budget, str) and host_budget.strip().endswith("%"))
+
+
+def check_amount(host_budget: str | int | None) -> None:
+    """Refuse what is no amount, where several processes train.
+
+    Raises:
+        PlannerError: it is none.
+    """
+    if not is_amount(host_budget):
+        raise PlannerError(
+            f"host_budget is {host_budget!r}, a part of the host's free memory, and each of several processes would take as "
+            "much: say how much each may take, as host_budget='8GB'"
+        )
+
+
 def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
     """`graph` with the options that the settings of a plan name.
 

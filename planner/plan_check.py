@@ -11,7 +11,7 @@ from graphs.plan import GraphSummary, Plan
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
 from planner.choices import with_recorded
-from planner.solving import check_same_graph, summarize
+from planner.solving import check_same_graph, other_peaks, summarize
 from solvers.policies.store_all import store_all
 from solvers.result import Status, is_within
 
@@ -108,7 +108,7 @@ def figure_differences(plan: Plan, simulation: Simulation) -> list[str]:
 
 
 def _other_peaks(plan: Plan, graph: Graph, simulation: Simulation) -> list[str]:
-    others = {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}
+    others = other_peaks(graph, simulation)
     if plan.pool_peaks_bytes == others:
         return []
     return [f"peaks of {dict(plan.pool_peaks_bytes)} in other pools than the device's, but its schedule has {others}"]

@@ -10,8 +10,7 @@ from graphs.ir import Graph, check_sums
 from graphs.options.offload import offloaded, without_copies
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
-from graphs.schedule import Schedule
-from graphs.simulate import simulate
+from graphs.simulate import Simulation, simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
 from planner.choices import Choices, choices_of
 from solvers.bounds import least_budget_bound
@@ -229,13 +228,10 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
         seconds=result.seconds,
         settings=result.settings,
         versions=result.versions,
-        pool_peaks_bytes=_other_peaks(graph, result.schedule),
+        pool_peaks_bytes=other_peaks(graph, simulate(graph, result.schedule)),
     )
 
 
-def _other_peaks(graph: Graph, schedule: Schedule) -> dict[str, int]:
-    """Most bytes by pool, of the pools besides the device's."""
-    if graph.plain:
-        return {}
-    peaks = simulate(graph, schedule).pool_peaks_bytes
-    return {pool.name: peak for pool, peak in zip(graph.pools[1:], peaks[1:], strict=True)}
+def other_peaks(graph: Graph, simulation: Simulation) -> dict[str, int]:
+    """Most bytes by pool, of the pools besides the device's, by the `simulation` of a schedule."""
+    return {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}

@@ -20,7 +20,8 @@ from graphs.errors import MismatchError, TraceError
 from graphs.ir import Graph, Kind
 from planner.api import capture_real
 from planner.distributed.ranks import Ranks, SingleProcess
-from planner.runtime.executor import Executor
+from planner.runtime.channels import Channels
+from planner.runtime.executor import Executor, open_channels
 
 if TYPE_CHECKING:
     from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
@@ -37,6 +38,13 @@ class Unwrapped:
     def __init__(self, module: nn.Module, ranks: SingleProcess) -> None:
         self.module = module
         self.ranks = ranks
+        self._channels: Channels | None = None
+
+    def channels(self, host_bytes: int | None) -> Channels:
+        """Between the module's device and the host: all plans for this wrapper copy by them, within the first `host_bytes`."""
+        if self._channels is None:
+            self._channels = open_channels(next(self.module.parameters()).device, host_bytes)
+        return self._channels
 
     def opened(self) -> AbstractContextManager[None]:
         """Inside, the parameters of the module are plain tensors, and no hook of a wrapper acts on it. All ranks enter it."""

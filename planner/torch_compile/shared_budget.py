@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.capture.lower import Capture
@@ -18,7 +19,7 @@ from graphs.errors import InfeasibleError, LimitError
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
-from planner.choices import choices_of
+from planner.choices import check_amount, choices_of
 from planner.runtime.channels import Channels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
@@ -57,6 +58,8 @@ class SharedBudget:
     def __init__(self, options: Mapping[str, Any], solve: Solve) -> None:
         self.options = options
         choices = choices_of(options.get("options", ()), options.get("link"), options.get("host_budget"))
+        if choices is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            check_amount(options.get("host_budget"))
         self._trips = None if choices is None else RoundTrips(choices)
         self._solve = solve
         self._runs: list[_Run] = []

@@ -11,11 +11,10 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
-from planner.choices import choices_of
+from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
 from planner.runtime.cuda_graph import CudaGraphs
-from planner.runtime.executor import open_channels
 from planner.runtime.graphed_step import Recorder
 from planner.runtime.measure import device_name
 from planner.solving import budget_in_bytes, solve
@@ -103,10 +102,12 @@ def compile(  # noqa: A001
     wrapper = unwrap(model)
     channels, asked = None, {}
     if (choices := choices_of(options, link, host_budget)) is not None:
-        _check_copies(wrapper, host_budget, dynamic=dynamic)
-        channels = open_channels(next(wrapper.module.parameters()).device, choices.host_bytes)
-        solved = partial(solved, options=choices.options, link=choices.link_bytes_per_s, host_budget=choices.host_bytes)
-        asked = {"host_budget": choices.host_bytes if _is_amount(host_budget) else host_budget}
+        if type(wrapper) is not Unwrapped:
+            check_amount(host_budget)
+        channels = wrapper.channels(choices.host_bytes)
+        host_bytes = int(channels.memory.capacity_bytes)  # of which as much may be free as before: earlier plans have taken it
+        solved = partial(solved, options=choices.options, link=choices.link_bytes_per_s, host_budget=host_bytes)
+        asked = {"host_budget": choices.host_bytes if is_amount(host_budget) else host_budget}
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
     compiler = _compiler_of(kernels, dynamic=dynamic)(
@@ -212,21 +213,6 @@ def _compiler_of(kernels: str, *, dynamic: bool) -> type[Compiler]:
     from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
     return InductorCompiler
-
-
-def _check_copies(wrapper: Unwrapped, host_budget: str | int | None, *, dynamic: bool) -> None:
-    if dynamic:
-        raise PlannerError("plans for varying sizes have no copies to the host yet: leave out options=, or dynamic=True")
-    if type(wrapper) is not Unwrapped and not _is_amount(host_budget):
-        raise PlannerError(
-            f"host_budget is {host_budget!r}, a part of the host's free memory, and each of several processes would take as "
-            "much: say how much each may take, as host_budget='8GB'"
-        )
-
-
-def _is_amount(host_budget: str | int | None) -> bool:
-    """Whether it is one however much of the host's memory is free."""
-    return host_budget is not None and not (isinstance(host_budget, str) and host_budget.strip().endswith("%"))
 
 
 def _as_bytes(budget: str | int) -> str | int:

@@ -20,8 +20,9 @@ from graphs.ir import Graph
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.choices import with_recorded
 from planner.runtime import measure
-from planner.solving import summarize
+from planner.solving import other_peaks, summarize
 from planner.training.compiler import Compiler
 from planner.training.lru import LRUCache
 from planner.training.shapes import Shapes, Varying, shapes_of
@@ -142,7 +143,7 @@ class DynamicStep(PlannedStep):
         captured = replace(captured, graph=_at_least(self._fit.graph(sizes), captured.graph))
         upper = tuple(map(rounded_up, sizes))
         plan = self._schedules.use(upper, lambda: self._solved(upper))
-        here = None if plan is None else _on(captured.graph, plan)
+        here = None if plan is None else _on(captured.graph, plan, self._fit.graph(upper))
         try:
             if here is not None and here.peak_bytes <= self._budget_bytes:
                 return self._timed(captured, batch, self._compiler.reuse(captured, batch, here, captured.graph), upper)
@@ -182,12 +183,19 @@ def _at_least(predicted: Graph, captured: Graph) -> Graph:
     return Graph(predicted.ops, tensors, captured.kept, {**predicted.provenance, "inputs": captured.provenance["inputs"]})
 
 
-def _on(graph: Graph, plan: Plan) -> Plan:
-    """`plan`, which is for larger sizes, on the graph of smaller ones; how far from optimal it is there is not known."""
+def _on(graph: Graph, plan: Plan, solved: Graph) -> Plan | None:
+    """`plan`, `solved` for larger sizes, on the graph of smaller ones; how far from optimal it is there is not known.
+
+    None where the graph offers other choices at these sizes: small tensors are not copied.
+    """
+    graph, solved = with_recorded(graph, plan.settings), with_recorded(solved, plan.settings)
+    if not same_ops(graph, solved):
+        return None
     found = simulate(graph, plan.schedule)
     return replace(
         plan,
         graph=summarize(graph),
+        pool_peaks_bytes=other_peaks(graph, found),
         peak_bytes=found.peak_bytes,
         time_s=found.time_s,
         bound_s=plan.bound_s if graph.time_s == plan.graph.time_s else None,

@@ -50,6 +50,18 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert planned.log.__func__ is pl.LightningModule.log
 
 
+def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
+    eager, eager_logs = trained(Module(), tmp_path)
+    asked = {**QUICK, "time_limit_s": 2.0, "options": ["offload"], "link": "1000GB/s", "host_budget": "1GB"}
+    callback = PlannedTraining(HALF_WAY, **asked)
+    planned, planned_logs = trained(Module(), tmp_path, callback)
+    assert planned_logs == eager_logs
+    assert all(torch.equal(a, b) for a, b in zip(planned.state_dict().values(), eager.state_dict().values(), strict=True))
+    plan = callback.planned.plan
+    assert plan.copied and plan.measured_peak_bytes <= plan.budget_bytes
+    assert 0 < plan.pool_peaks_bytes["host"] <= 10**9
+
+
 class Indexed(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch[0]).mean() * (batch_idx + 1)

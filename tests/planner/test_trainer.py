@@ -45,6 +45,17 @@ def test_a_smaller_last_batch_is_planned_for(tmp_path: Path) -> None:
     assert_same(planned, eager)
 
 
+def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
+    data = sentences(6)
+    eager = trained(transformers.Trainer, tmp_path, data)
+    options = planned_options(options=["offload"], link="1000GB/s", host_budget="1GB", time_limit_s=2.0)
+    planned = trained(PlannedTrainer, tmp_path, data, options=options)  # the last batch is smaller
+    assert_same(planned, eager)
+    assert planned.planned.plan.settings["options"] == ["offload"]
+    first, last = planned._plans._steps.values()
+    assert first.plan.copied and first._run.channels is last._run.channels is not None
+
+
 def test_batches_of_many_lengths(tmp_path: Path) -> None:
     data = sentences(12, longer=4)[::-1]  # the longest first, whose budget is that of all
     eager = trained(transformers.Trainer, tmp_path, data)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -211,10 +212,17 @@ def check_fsdp2(rank: int) -> None:
         planner.compile(half, F.cross_entropy, batch, budget="1GB")
 
 
-def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module], **options: object) -> None:
     eager, planned = pair(wrap)
-    compiled = torch.compile(planned, backend="planner", dynamic=False, options={"budget": "100%"})
+    compiled = torch.compile(planned, backend="planner", dynamic=False, options={"budget": "100%", **options})
     assert_trains_as(eager, planned, lambda x, y: F.cross_entropy(compiled(x), y), batch_of(rank))
+
+
+def check_backend_with_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    asked: dict[str, object] = {"options": ["offload"], "link": 1e12}
+    with pytest.raises(BackendCompilerFailed, match="host_budget is None, a part of the host's free memory"):
+        check_backend(rank, wrap, **asked)
+    check_backend(rank, wrap, budget="75%", time_limit=2, host_budget="1GB", **asked)
 
 
 def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -232,7 +240,9 @@ def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
 @pytest.mark.parametrize(
     "checks",
     [
-        tuple(partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend)),
+        tuple(
+            partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend_with_offload, check_backend)
+        ),
         (check_ddp, check_errors),
         tuple(partial(check, wrap=sharded) for check in (check_offload, check_backend)),
         (check_fsdp2,),

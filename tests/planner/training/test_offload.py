@@ -10,13 +10,16 @@ import pytest
 import torch
 
 import planner
+from graphs.capture.trace import capture
 from graphs.cost.link import measured_link
-from graphs.errors import CopyError, PlannerError
+from graphs.errors import CopyError, EagerWarning, PlannerError
 from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.pools import HOST
 from graphs.zoo import Workload, build
 from planner.runtime.executor import Executor
+from planner.solving import solve
 from planner.training import compile as train
+from planner.training import dynamic
 from tests.support.command import call
 from tests.support.steps import make
 
@@ -92,6 +95,7 @@ def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.simplefilter("ignore", EagerWarning)  # that eager PyTorch is faster, which a busy machine may say
             assert compiled(small(), cache=tmp_path, **options).plan == step.plan
     assert first.plan.copied and not plain.plan.copied
 
@@ -144,10 +148,43 @@ def test_replanned_steps_share_the_hosts_memory() -> None:
     assert found[0][1] is found[1][1] is found[2][1]
 
 
+def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
+    workload = small()
+    step = compiled(workload, dynamic=True, host_budget="1GB", time_limit_s=3.0)
+    channels = executor(step).channels
+    assert channels is not None
+    copied = 0
+    for size in (64, 56, 52, 56):
+        batch = tuple(value[:size] for value in workload.batch)
+        workload.model.zero_grad()
+        torch.manual_seed(size)
+        loss = step(*batch)
+        loss.backward()
+        gradients = [p.grad for p in workload.model.parameters()]
+        torch.manual_seed(size)
+        expected = workload.loss_fn(workload.model(batch[0]), batch[1])
+        assert torch.equal(loss, expected)
+        pairs = zip(gradients, torch.autograd.grad(expected, list(workload.model.parameters())), strict=True)
+        assert all(torch.equal(found, wanted) for found, wanted in pairs)  # type: ignore[arg-type]
+        assert executor(step).channels is channels and channels.memory.used_bytes == 0
+        assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+        copied += step.plan.copied > 0
+    assert copied >= 2 and channels.memory.peak_bytes <= 10**9
+
+
+def test_a_plan_for_larger_sizes_is_not_used_where_fewer_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = capture(*small()).graph
+    plan = solve(plain, "75%", options=["offload"], link=1e12, time_limit_s=3.0)
+    assert dynamic._on(plain, plan, plain) == replace(plan, status="feasible")
+    smaller = replace(plain, tensors=tuple(replace(t, size_bytes=t.size_bytes // 2) for t in plain.tensors))
+    largest = max(t.size_bytes for t in smaller.tensors if not t.static)
+    monkeypatch.setattr("graphs.options.offload.LEAST_BYTES", largest + 1)  # where all are small, all may be copied
+    assert dynamic._on(smaller, plan, plain) is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dynamic": True}, "plans for varying sizes have no copies to the host yet: leave out options=, or dynamic=True"),
         ({"options": ["compress"]}, "there is no option 'compress': choose of offload"),
         ({"options": ()}, "link given, but no option that copies"),
         ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),

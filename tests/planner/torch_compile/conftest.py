@@ -1,0 +1,39 @@
+"""What the tests of the backend see of it while it plans."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner.runtime.channels import ThreadChannels
+from planner.runtime.host_memory import HostMemory
+from planner.torch_compile import round_trips
+from planner.torch_compile.planned_graph import PlannedGraph
+from planner.torch_compile.shared_budget import SharedBudget
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[PlannedGraph]:
+    """The graphs that were planned."""
+    found: list[PlannedGraph] = []
+    add = SharedBudget.add
+
+    def noted(budget: SharedBudget, graph: PlannedGraph, *args: Any, **options: Any) -> None:
+        add(budget, graph, *args, **options)
+        found.append(graph)
+
+    monkeypatch.setattr(SharedBudget, "add", noted)
+    return found
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChannels]:
+    """The channels that were opened."""
+    found: list[ThreadChannels] = []
+
+    def noted(device: torch.device, host_bytes: int | None) -> ThreadChannels:
+        found.append(ThreadChannels(HostMemory(host_bytes)))
+        return found[-1]
+
+    monkeypatch.setattr(round_trips, "open_channels", noted)
+    return found

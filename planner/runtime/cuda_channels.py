@@ -142,9 +142,8 @@ class StreamCopy:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
     def __del__(self) -> None:
-        if (
-            self.tensor is not None and not self.part.over
-        ):  # a step that was dropped half way: its memory is not to be used again before
+        # A step that was dropped half way: its memory is not to be used again before.
+        if self.tensor is not None and not self.part.over:
             self._computing.wait_event(self.event)
 
 

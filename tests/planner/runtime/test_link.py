@@ -3,7 +3,7 @@
 import time
 from contextlib import nullcontext
 from sys import getswitchinterval
-from threading import Lock
+from threading import Condition
 from typing import Any
 
 import pytest
@@ -31,6 +31,25 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "LARGE_BYTES", 2**23)
 
 
+class Lane:
+    """Lets one at a time pass, in the order in which they came: a plain lock may let one thread pass again and again."""
+
+    def __init__(self) -> None:
+        self._turn = Condition()
+        self._came = self._passed = 0
+
+    def __enter__(self) -> None:
+        with self._turn:
+            place = self._came
+            self._came += 1
+            self._turn.wait_for(lambda: self._passed == place)
+
+    def __exit__(self, *_: object) -> None:
+        with self._turn:
+            self._passed += 1
+            self._turn.notify_all()
+
+
 def real_step(workload: Workload) -> RealStep:
     captured = capture(*workload)
     return RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
@@ -38,7 +57,7 @@ def real_step(workload: Workload) -> RealStep:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "one lane"])
 def test_known_figures_are_found(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lock()
+    lane = Lane()
 
     class Slow:
         """NumPy with copies that take a known time, in a lane that both directions share or in one each."""

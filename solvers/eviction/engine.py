@@ -12,68 +12,53 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Phase
-from solvers.eviction.rules import EvictionRule, Guide
+from solvers.eviction.rules import EvictionRule, Guide, Limits
 from solvers.problem import Problem
 
-_NEVER = 1 << 60  # the next use of what is not used any more
+NEVER = 1 << 60  # the next use of what is not used any more
 _DOOMED_S = 1e9  # cost of what there will be no room to make again
 WORK_PER_EVICTION = 4e-5  # and execution, see ``solvers.clock``
 
 
-def evicting_order(
-    problem: Problem,
-    rule: EvictionRule,
-    *,
-    capacity_bytes: int | None = None,
-    bias: NDArray[np.float64] | None = None,
-    guide: Guide | None = None,
-    max_factor: float = 30.0,
-    max_time_s: float = math.inf,
-    should_stop: Callable[[], bool] | None = None,
-) -> list[int] | None:
-    """An order of execution whose tensors fit, by `rule`; None if it fails.
+def evicting_order(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> list[int] | None:
+    """An order of execution whose tensors fit, by `rule`, without round trips; None if it fails.
 
-    Args:
-        problem: first executions come in its program order.
-        rule: what to evict.
-        capacity_bytes: that tensors are to fit into, static ones left out; None: that of `problem`.
-        bias: for each tensor a factor to its rank; None: 1.
-        guide: what is handed on from window to window, as far as there is room.
-        max_factor: it has failed when it executes more than this many ops per op of the graph.
-        max_time_s: likewise when all it executes takes longer than this.
-        should_stop: polled; once True, it has failed.
+    First executions come in the program order of `problem`.
     """
-    capacity_bytes = problem.capacity_bytes if capacity_bytes is None else capacity_bytes
-    max_executions = int(max_factor * problem.ops) + 1000
-    return _Eviction(problem, capacity_bytes, rule, bias, guide, max_executions, max_time_s, should_stop).run()
+    return Eviction(problem, rule, **limits).run()
 
 
-class _FailedError(Exception):
-    pass
+class FailedError(Exception):
+    """A rule leads no further."""
 
 
-class _Eviction:
+class Eviction:
+    """A run of a rule."""
+
     def __init__(
         self,
         problem: Problem,
-        capacity_bytes: int,
         rule: EvictionRule,
-        bias: NDArray[np.float64] | None,
-        guide: Guide | None,
-        max_executions: int,
-        max_time_s: float,
-        should_stop: Callable[[], bool] | None,
+        *,
+        capacity_bytes: int | None = None,
+        bias: NDArray[np.float64] | None = None,
+        guide: Guide | None = None,
+        max_factor: float = 30.0,
+        max_time_s: float = math.inf,
+        should_stop: Callable[[], bool] | None = None,
     ) -> None:
+        capacity_bytes = problem.capacity_bytes if capacity_bytes is None else capacity_bytes
         graph = self.graph = problem.graph
         self.capacity_bytes = self.free_bytes = capacity_bytes
         self.rule = rule
         self.guide = guide
-        self.max_executions = max_executions
+        self.max_executions = int(max_factor * problem.ops) + 1000
         self.time_left_s = max_time_s
         self.should_stop = should_stop or (lambda: False)
         self.order: list[int] = []
@@ -87,7 +72,8 @@ class _Eviction:
         self.time = problem.time_s
         self.live: set[int] = set()
         self.there = [t.static for t in graph.tensors]  # in memory: alive, or static
-        self.next_use = [readers[0] if readers else _NEVER for readers in graph.consumers]
+        self.at_hand = self.there  # nothing need be executed for it; more than that where tensors come back from the host
+        self.next_use = [readers[0] if readers else NEVER for readers in graph.consumers]
         self.cost: dict[int, float] = {}  # to make tensors again, where nothing has changed since it was found
         self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
         self.alone_bytes = [
@@ -96,6 +82,7 @@ class _Eviction:
         self.staying_bytes = self._staying_bytes()
 
     def run(self) -> list[int] | None:
+        """What is executed; None if it fails."""
         try:
             for op in range(len(self.graph.ops)):
                 self.rounds.clear()
@@ -105,7 +92,7 @@ class _Eviction:
                 self._execute(op, {})
                 self.done = op
                 self._look_ahead(op)
-        except _FailedError:
+        except FailedError:
             return None
         return self.order
 
@@ -127,12 +114,12 @@ class _Eviction:
     def _missing(self, op: int) -> list[int]:
         """Ops to execute again before `op`, in program order."""
         found: set[int] = set()
-        stack = [self.producer[t] for t in self.inputs[op] if not self.there[t]]
+        stack = [self.producer[t] for t in self.inputs[op] if not self.at_hand[t]]
         while stack:
             i = stack.pop()
             if i not in found:
                 found.add(i)
-                stack.extend(self.producer[t] for t in self.inputs[i] if not self.there[t])
+                stack.extend(self.producer[t] for t in self.inputs[i] if not self.at_hand[t])
         return sorted(found)
 
     def _wanted(self, ops: tuple[int, ...]) -> dict[int, int]:
@@ -154,7 +141,7 @@ class _Eviction:
             or self.time_left_s < 0.0
             or self.should_stop()
         ):
-            raise _FailedError
+            raise FailedError
         for t in op.outputs:
             if self.there[t] and t not in self.graph.kept:
                 self._drop(t)  # made again anyway
@@ -179,7 +166,7 @@ class _Eviction:
                 continue
             if t in wanted:
                 soon.append(t)
-            elif self.next_use[t] == _NEVER:
+            elif self.next_use[t] == NEVER:
                 self._drop(t)
             else:
                 others.append(t)
@@ -188,8 +175,8 @@ class _Eviction:
         soon.sort(key=wanted.__getitem__)
         while self.free_bytes < needed_bytes:
             if not soon:
-                raise _FailedError
-            self._drop(soon.pop())
+                raise FailedError
+            self._evict(soon.pop())
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
         for t in tensors:
@@ -205,7 +192,10 @@ class _Eviction:
                     heapreplace(ranked, (now, t))
                     continue
             heappop(ranked)
-            self._drop(t)
+            self._evict(t)
+
+    def _evict(self, t: int) -> None:
+        self._drop(t)
 
     def _of_no_use(self, t: int) -> bool:
         """Whether nothing that may run reads a tensor that cannot be made again."""
@@ -216,12 +206,15 @@ class _Eviction:
 
     def _ranks(self, tensors: Sequence[int]) -> list[float]:
         rule = self.rule
-        cost = np.array([self.cost[t] for t in tensors]) ** rule.cost
+        cost = np.array(self._costs(tensors)) ** rule.cost
         distance = np.maximum(1.0, np.array([self.next_use[t] - self.done for t in tensors], dtype=np.float64)) ** rule.distance
         sized = np.array([self.sized[t] for t in tensors])
         worth = 1.0 if self.guide is None else np.array([self._worth(self.guide, t) for t in tensors])
         ranks: list[float] = (worth * cost / (sized * distance)).tolist()
         return ranks
+
+    def _costs(self, tensors: Sequence[int]) -> list[float]:
+        return [self.cost[t] for t in tensors]
 
     def _worth(self, guide: Guide, t: int) -> float:
         """What the guide says on keeping a tensor."""
@@ -242,7 +235,7 @@ class _Eviction:
             if self.alone_bytes[i] + staying_bytes > self.capacity_bytes:
                 return _DOOMED_S
             for u in self.inputs[i]:
-                if not self.there[u] and (producer := self.producer[u]) not in found:
+                if not self.at_hand[u] and (producer := self.producer[u]) not in found:
                     found.add(producer)
                     stack.append(producer)
         return total
@@ -260,7 +253,7 @@ class _Eviction:
                 if self.next_use[u] > use:
                     self.next_use[u] = use
                     self.cost.pop(u, None)
-                    if not self.there[u]:
+                    if not self.at_hand[u]:
                         stack.append(u)
         self._forget_costs(t)
 
@@ -273,7 +266,7 @@ class _Eviction:
                 if reader > self.done:
                     break
                 for u in self.graph.ops[reader].outputs:
-                    if self.there[u]:
+                    if self.at_hand[u]:
                         self.cost.pop(u, None)
                     elif u not in seen:
                         seen.add(u)
@@ -284,10 +277,10 @@ class _Eviction:
         for t in self.inputs[op]:
             readers = self.graph.consumers[t]
             old = bisect_right(readers, self.done)
-            use = readers[old] if old < len(readers) else _NEVER
+            use = readers[old] if old < len(readers) else NEVER
             for reader in readers[:old]:
                 for u in self.graph.ops[reader].outputs:
-                    if not self.there[u]:
+                    if not self.at_hand[u]:
                         use = min(use, self.next_use[u])
             if use != self.next_use[t]:
                 self.next_use[t] = use

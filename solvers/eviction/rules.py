@@ -1,6 +1,8 @@
 """By which rules tensors are evicted."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,8 @@ class EvictionRule:
             it is used next, it is evicted last.
         guided: times its rank for what a guide hands on, and one over that for what it does not.
         rounds: an op executed so often before the next new one goes round in circles.
+        channel: what a second of a channel costs, in seconds of computation: copies of what is cheaper to make again
+            leave it to others. Only for graphs with round trips.
     """
 
     cost: float = 1.0
@@ -26,6 +30,7 @@ class EvictionRule:
     gradients_stay: bool = False
     guided: float = 30.0
     rounds: int = 5
+    channel: float = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,26 @@ class Guide:
 
     ends: tuple[int, ...]
     handed: NDArray[np.bool_]
+
+
+class Limits(TypedDict, total=False):
+    """What a run of a rule keeps to.
+
+    Attributes:
+        capacity_bytes: that tensors are to fit into, static ones left out; None: that of the problem.
+        bias: for each tensor a factor to its rank; None: 1.
+        guide: what is handed on from window to window, as far as there is room.
+        max_factor: it has failed when it executes more than this many ops per op of the graph.
+        max_time_s: likewise when all it executes takes longer than this.
+        should_stop: polled; once True, it has failed.
+    """
+
+    capacity_bytes: int | None
+    bias: NDArray[np.float64] | None
+    guide: Guide | None
+    max_factor: float
+    max_time_s: float
+    should_stop: Callable[[], bool] | None
 
 
 RULES = (

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from solvers.clock import left
-from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
+from solvers.eviction.engine import WORK_PER_EVICTION
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.evicted import evicted, with_prices
 from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.heuristics.sending import sending_orders
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import late_writers, order_of
+from solvers.windows.solution.decode import Order, late_writers, order_of
 from solvers.windows.solution.refine import halved
 from solvers.windows.state_space import shortest
 
@@ -33,15 +34,15 @@ def run(search: Search) -> None:
     coarse = Discretization(tuple(sorted({peak, ops - 1})))
     if search.solved():
         return
-    params = search.params.first_schedule
+    params, trips = search.params.first_schedule, search.params.round_trips
     detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True)
-    until = search.clock.now + params.rules_limit
-    for rule in params.rules:
+    until = search.clock.now + (params.rules_limit if search.problem.copies is None else trips.rules_limit)
+    for rule in with_prices(search.problem, params.rules, trips.prices):
         if search.solved() or search.stopped():
             return
         if search.clock.now < until:
             stopped = search.spending(WORK_PER_EVICTION, search.stopped)
-            _offer(search, evicting_order(search.problem, rule, max_factor=params.few_executions, should_stop=stopped))
+            _offer(search, evicted(search.problem, rule, max_factor=params.few_executions, should_stop=stopped))
     portfolio = Portfolio(search, coarse, detail)
 
     def find() -> None:
@@ -81,13 +82,13 @@ def _evict(search: Search) -> None:
         return search.best is not None or search.clock.now > until or search.stopped()
 
     should_stop = search.spending(WORK_PER_EVICTION, ended)
-    for rule in (*params.rules, *params.tight_rules):
+    for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.round_trips.prices):
         if should_stop():
             return
-        _offer(search, evicting_order(search.problem, rule, should_stop=should_stop))
+        _offer(search, evicted(search.problem, rule, should_stop=should_stop))
     least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
     if least is not None and not should_stop():
-        _offer(search, least.computed)
+        _offer_program(search, least.computed)
 
 
 def _send(search: Search) -> None:
@@ -116,15 +117,21 @@ def imitate(search: Search) -> None:
         request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopped)
         found = get_solver(name)(request)
         if found.schedule is not None:
-            _offer(search, found.schedule.computed)
+            _offer_program(search, found.schedule.computed)
 
 
-def _offer(search: Search, computed: Sequence[int] | None) -> None:
+def _offer(search: Search, order: Order | None) -> None:
+    if order is not None:
+        search.offer(order, Discretization((search.problem.ops - 1,)))
+
+
+def _offer_program(search: Search, computed: Sequence[int] | None) -> None:
+    """Offer what executes ops of the program only, unless something reads there what has been written over."""
     if computed is None:
         return
-    whole = Discretization((search.problem.ops - 1,))
-    if not late_writers(search.problem, order := order_of(whole, computed)):
-        search.offer(order, whole)
+    order = order_of(Discretization((search.problem.ops - 1,)), computed)
+    if not late_writers(search.problem, order):
+        _offer(search, order)
 
 
 def _bound(search: Search, detail: Discretization) -> None:
@@ -150,7 +157,7 @@ def _decide(search: Search) -> None:
     problem = search.problem
     should_stop = search.spending(_WORK_PER_STATES, ended)
     found = shortest(problem, search.params.bound.max_states, below_s=search.best_s(), should_stop=should_stop)
-    _offer(search, found.computed)
+    _offer_program(search, found.computed)
     search.infeasible = found.decided and search.best is None
     if not search.infeasible and problem.base_s > 0:
         search.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)

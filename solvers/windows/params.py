@@ -177,6 +177,7 @@ class RandomKeyParams:
         rule_share, rule_step: how often its rule varies, and the deviation of each exponent.
         budget_share, budget_step: how often its budget varies, and the deviation of the factor's logarithm.
         most_executions: per op.
+        prices, price_step: of the channels' time that are drawn, and the deviation of their logarithm.
     """
 
     exponents: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
@@ -194,6 +195,8 @@ class RandomKeyParams:
     budget_share: float = 0.3
     budget_step: float = 0.02
     most_executions: float = 8.0
+    prices: tuple[float, ...] = (0.0, 0.01, 0.03, 0.1, 0.3)
+    price_step: float = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,18 +260,24 @@ class RoundTripParams:
         places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
         longest: if no more ops than this make one again;
         least_gain: and that takes less time by this share.
+        prices: of the channels' time, for rules of eviction;
+        rules_limit: for all of these while nothing else looks for schedules.
+        runs: of eviction at a time.
     """
 
     capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
     slower: tuple[float, ...] = (1.0, 1.1, 1.2)
     weight: float = 0.2
-    first: int = 5
+    first: int = 2
     limit: float = 5.0
     gap: float = 5e-4
     places: int = 3
     tensors: int = 20
     longest: int = 4
     least_gain: float = 1e-6
+    prices: tuple[float, ...] = (0.03, 0.0, 0.1)
+    rules_limit: float = 3.0
+    runs: int = 4
 
 
 @dataclass(frozen=True, slots=True)

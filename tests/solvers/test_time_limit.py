@@ -9,15 +9,16 @@ import pytest
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from solvers.clock import WallClock
-from solvers.eviction.engine import evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import problem_of
 from solvers.windows import driver
 from solvers.windows.formulation.draft import StoppedError
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_ordered, build_relaxation
+from solvers.windows.heuristics.evicted import evicted
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
+from solvers.windows.solution.decode import Order
 from tests.support.requests import ask
 
 
@@ -60,13 +61,13 @@ def test_a_model_that_was_given_up_ends_the_refinement() -> None:
 def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     stops: list[bool] = []
 
-    def order(*arguments: Any, should_stop: Callable[[], bool], **options: Any) -> list[int] | None:
+    def order(*arguments: Any, should_stop: Callable[[], bool], **options: Any) -> Order | None:
         stops.append(should_stop())
         search.halted = True
         stops.append(should_stop())
-        return evicting_order(*arguments, should_stop=should_stop, **options)
+        return evicted(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr(driver, "evicting_order", order)
+    monkeypatch.setattr(driver, "evicted", order)
     search = Search(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))
     monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
     driver.run(search)

@@ -67,17 +67,33 @@ class Portfolio:
         search, near = self.search, self.neighbourhoods
         # Round trips are hidden in windows of equal time.
         near.detail = even_windows(self.coarse, search.problem.time_s, search.params.neighbourhoods.even_windows)
-        trying = variations(search, self.coarse, near.known)
+        trying, evicting = variations(search, self.coarse, near.known), self.evictions()
+        next(evicting)
         for _ in range(search.params.round_trips.first):
             if search.enough():
                 return
             next(trying)
-        ways = [trying, near.restarts()]
+        ways = [evicting, trying, near.restarts()]
         if search.best is None:
             near.begin()
             self.take_turns(ways, should_stop=lambda: search.best is not None or search.enough())
         if search.best is not None:
             self.take_turns([*ways, polishing(search), near.reopenings(), near.exchanges()])
+
+    def evictions(self) -> Iterator[None]:
+        """Evict, in many ways, until that leads no further; what is the best is polished."""
+        search, repairs = self.search, self.repairs
+        idle = 0
+        while idle < self.params.idle_runs:
+            best, before = search.best, repairs.runs
+            repairs.guided(search.enough)
+            yield
+            repairs.varied(search.params.round_trips.runs, search.enough)
+            yield
+            idle += repairs.runs - before
+            if search.best is not best and search.best is repairs.found:
+                idle = 0
+                yield from polishing(search)
 
     def take_turns(
         self,

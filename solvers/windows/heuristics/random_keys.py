@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
+from solvers.eviction.engine import WORK_PER_EVICTION
 from solvers.eviction.rules import EvictionRule, Guide
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.evicted import evicted, with_prices
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import Choice, late_writers, order_of
+from solvers.windows.solution.decode import Choice, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class RandomKeys:
         self.params = search.params.random_keys
         self.pool: list[tuple[float, Way]] = []
         self.runs = 0
+        self.found: Trial | None = None  # the last that was the best of the search
         self._seen: set[Choice] = set()
         self._draw = np.random.default_rng(0)
         self._even = np.ones(len(self.problem.sizes))
@@ -56,7 +58,8 @@ class RandomKeys:
             for k, tensors in enumerate(choice.handed[1:]):
                 handed[k, list(tensors)] = True
             guide = Guide(detail.ends, handed)
-            for rule in self.params.guided_rules:
+            prices = self.search.params.round_trips.prices
+            for rule in with_prices(self.problem, self.params.guided_rules, prices):
                 for factor in self.params.factors:
                     if should_stop():
                         return
@@ -79,7 +82,10 @@ class RandomKeys:
         cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
         exact = self._draw.random() < self.params.whole_share
         factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
-        return Way(EvictionRule(cost, size, distance), factor, None, self._even)
+        rule = EvictionRule(cost, size, distance)
+        if self.problem.copies is not None:
+            rule = replace(rule, channel=float(self._draw.choice(self.params.prices)))
+        return Way(rule, factor, None, self._even)
 
     def variation(self, way: Way) -> Way:
         """`way` with other factors for some tensors, and now and then another rule or budget."""
@@ -90,7 +96,10 @@ class RandomKeys:
         if draw.random() < params.rule_share:
             exponents = (way.rule.cost, way.rule.size, way.rule.distance)
             cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
-            way = replace(way, rule=EvictionRule(cost, size, distance))
+            channel = way.rule.channel
+            if self.problem.copies is not None:
+                channel *= math.exp(params.price_step * float(draw.normal()))
+            way = replace(way, rule=EvictionRule(cost, size, distance, channel=channel))
         if draw.random() < params.budget_share:
             way = replace(way, factor=way.factor * math.exp(params.budget_step * float(draw.normal())))
         return way
@@ -99,7 +108,7 @@ class RandomKeys:
         """Try a way, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
         limit_s = self.params.worse * self.search.best_s()
-        computed = evicting_order(
+        order = evicted(
             self.problem,
             way.rule,
             capacity_bytes=int(self.problem.capacity_bytes * way.factor),
@@ -108,13 +117,15 @@ class RandomKeys:
             max_factor=self.params.most_executions,
             max_time_s=limit_s,
         )
-        executed = self.problem.ops if computed is None else len(computed)
+        executed = self.problem.ops if order is None else len(order.computed)
         self.search.clock.spend(WORK_PER_EVICTION * executed)
-        if computed is None or late_writers(self.problem, order := order_of(self._whole, computed)):
+        if order is None:
             return
         trial = self.search.improve_order(order, self._whole, limit_s)
         if trial is None:
             return
+        if trial is self.search.best:
+            self.found = trial
         if parent is not None:
             if trial.time_s <= self.pool[parent][0]:
                 self.pool[parent] = (trial.time_s, way)

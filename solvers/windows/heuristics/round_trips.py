@@ -5,8 +5,9 @@ which order memory and channels are wanted within a window. Solved for a little 
 often need not wait at all (``variations``). What is left of either is then used (``polishing``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -75,31 +76,82 @@ def _slower(copies: Copies | None, times: float) -> Copies | None:
 
 def polishing(search: Search) -> Iterator[None]:
     """Leave out a further execution or a copy of the best schedule, and keep or fetch what it made, until none can be."""
-    problem, static_bytes = search.problem, search.problem.graph.static_bytes
-    whole = Discretization((problem.ops - 1,))
+    problem = search.problem
     done: Trial | None = None
+    below_s = np.inf
     while search.best is not done:
         best = search.best_trial()
         offer_with_fewer_waits(search, best)
+        leave_out_together(search)
         best = search.best_trial()
-        for computed, away in simpler(problem, best, search.budget_bytes):
+        for place, computed, away in simpler(problem, best, search.budget_bytes, below_s):
             search.tell("leaving out copies and executions")
-            search.clock.spend(WORK_PER_EXECUTION * len(computed))
-            found = timed(problem, computed, away)
-            if found.time_s < best.time_s and max(found.memory_bytes) + static_bytes <= search.budget_bytes:
-                search.offer(order_of(whole, computed, found.away), whole)
+            _offer_faster(search, computed, away)
             yield
             if search.best is not best:
+                # What has been of no use before is looked at again only once the others have been.
+                below_s = np.inf if place is None else problem.time_s[best.order.computed[place]]
                 break
         else:
-            done = best
+            done = best if below_s == np.inf else None
+            below_s = np.inf
 
 
-def simpler(problem: Problem, trial: Trial, budget_bytes: int) -> Iterator[tuple[Sequence[int], Away]]:
+def leave_out_together(search: Search) -> None:
+    """Leave out what further executions of the best schedule there is room for, while that helps."""
+    while not search.enough():
+        best = search.best_trial()
+        computed, away = leaner(search.problem, best, search.budget_bytes)
+        if len(computed) < len(best.order.computed):
+            _offer_faster(search, computed, away)
+        if search.best is best:
+            return
+
+
+def _offer_faster(search: Search, computed: Sequence[int], away: Away) -> None:
+    """Offer an order if it fits and takes less time than the best."""
+    problem = search.problem
+    search.clock.spend(WORK_PER_EXECUTION * len(computed))
+    found = timed(problem, computed, away)
+    if found.time_s < search.best_s() and max(found.memory_bytes) + problem.graph.static_bytes <= search.budget_bytes:
+        whole = Discretization((problem.ops - 1,))
+        search.offer(order_of(whole, computed, found.away), whole)
+
+
+def leaner(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Away]:
+    """The order of `trial` less executions, the longest first, for whose outputs there is room since their last use.
+
+    Of each op one at most: then what is said of its last use holds.
+    """
+    computed = trial.order.computed
+    last_use, next_read = _uses(problem, computed)
+    memory = np.array(trial.memory_bytes)
+    again = (place for place, first in enumerate(trial.order.first) if not first)
+    left_out: set[int] = set()
+    ops: set[int] = set()
+    for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
+        wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
+        since = min((last_use[t, place] + 1 for t in wanted), default=place)
+        longer = memory[since:place].copy()
+        for t in wanted:
+            longer[last_use[t, place] + 1 - since :] += problem.sizes[t]
+        if computed[place] not in ops and (longer <= budget_bytes).all():
+            memory[since:place] = longer
+            left_out.add(place)
+            ops.add(computed[place])
+    return _without(computed, left_out, trial.order.away, next_read)
+
+
+def simpler(
+    problem: Problem, trial: Trial, budget_bytes: int, below_s: float = np.inf
+) -> Iterator[tuple[int | None, Sequence[int], Away]]:
     """Orders with one further execution less than `trial`, the longest first; then with one copy less, if it waits at all.
 
     What an execution that is left out has made stays from its last use before, where `trial` leaves the room for it, or
-    is fetched.
+    is fetched. Each comes with the execution's position, None where it is a copy.
+
+    Args:
+        below_s: executions of ops that take longer are not looked at.
     """
     assert problem.copies is not None
     computed, away = trial.order.computed, trial.order.away
@@ -109,21 +161,22 @@ def simpler(problem: Problem, trial: Trial, budget_bytes: int) -> Iterator[tuple
     for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
         if not problem.time_s[computed[place]]:
             break
+        if problem.time_s[computed[place]] > below_s:
+            continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
-        fewer = (*computed[:place], *computed[place + 1 :])
-        shifted = _without(problem, place, away, next_read)
+        fewer, shifted = _without(computed, {place}, away, next_read)
         stays = {
             t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
             for t in wanted
         }
         if all(stays.values()):
-            yield fewer, shifted
+            yield place, fewer, shifted
         fetched = [t for t in wanted if not stays[t]]
         if fetched and all(t in problem.copies.trips for t in fetched):
-            yield fewer, shifted.union((t, next_read[t, place] - 1) for t in fetched)
+            yield place, fewer, shifted.union((t, next_read[t, place] - 1) for t in fetched)
     if any(trial.waits_s):
         for pair in sorted(away, key=lambda pair: (problem.sizes[pair[0]], pair)):
-            yield computed, away - {pair}
+            yield None, computed, away - {pair}
 
 
 def _uses(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
@@ -142,7 +195,16 @@ def _uses(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, in
     return last_use, next_read
 
 
-def _without(problem: Problem, place: int, away: Away, next_read: dict[tuple[int, int], int]) -> Away:
-    """`away` without the execution at `place`: what was fetched for it is fetched for the next that reads it."""
-    moved = {(t, next_read[t, place] if at == place else at) for t, at in away if at != place or (t, place) in next_read}
-    return frozenset((t, at - (at > place)) for t, at in moved)
+def _without(
+    computed: Sequence[int], left_out: Collection[int], away: Away, next_read: dict[tuple[int, int], int]
+) -> tuple[Sequence[int], Away]:
+    """The order without some executions: what was fetched for one of them is fetched for the next that reads it."""
+    shift = list(accumulate((place in left_out for place in range(len(computed))), initial=0))
+    moved: set[tuple[int, int]] = set()
+    for t, place in away:
+        at: int | None = place
+        while at is not None and at in left_out:
+            at = next_read.get((t, at))
+        if at is not None:
+            moved.add((t, at - shift[at]))
+    return tuple(op for place, op in enumerate(computed) if place not in left_out), frozenset(moved)

@@ -57,11 +57,12 @@ def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
     trial = random_trial(draw, problem)
     whole = Discretization((problem.ops - 1,))
     kinds = {0: 0, 1: 0}
-    for computed, away in simpler(problem, trial, trial.peak_bytes):
+    for place, computed, away in simpler(problem, trial, trial.peak_bytes):
         found = try_out(problem, order_of(whole, computed, away))  # raises if what is read is not there
         fewer = len(trial.order.computed) - len(computed)
         kinds[fewer] += 1
         assert fewer or len(away) == len(trial.order.away) - 1
+        assert (place is not None) == bool(fewer)
         if fewer and away <= trial.order.away:
             assert found.peak_bytes
     assert kinds[1] > 3

@@ -1,0 +1,175 @@
+"""Eviction where tensors may go to the host: each is brought back or made again, whichever costs less.
+
+What copies cost is what the computation would wait for them, by a rough account of what the channels have to carry, and a
+price for their time: what one tensor does not take of it, another may.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
+from typing import Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.options.offload import Copies
+from solvers.eviction.engine import NEVER, Eviction
+from solvers.eviction.rules import EvictionRule, Limits
+from solvers.problem import Problem
+
+
+def evicting_with_copies(
+    problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]
+) -> tuple[list[int], frozenset[tuple[int, int]]] | None:
+    """As ``evicting_order``; with (tensor, position) where a tensor comes back from the host before that execution."""
+    eviction = EvictionWithCopies(problem, rule, **limits)
+    computed = eviction.run()
+    return None if computed is None else (computed, frozenset(eviction.away))
+
+
+class EvictionWithCopies(Eviction):
+    """``Eviction`` that knows both ways to get a tensor back."""
+
+    def __init__(self, problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> None:
+        super().__init__(problem, rule, **limits)
+        assert problem.copies is not None
+        self.trips = problem.copies.trips
+        self.evictable = [again or t in self.trips for t, again in enumerate(self.evictable)]
+        self.at_hand = list(self.there)
+        self.channels = _Channels(problem, problem.copies)
+        self.away: set[tuple[int, int]] = set()
+
+    def _execute(self, i: int, wanted: dict[int, int]) -> None:
+        fetched = [t for t in self.inputs[i] if not self.there[t]]
+        if fetched:
+            needed = sum(self.size[t] for t in fetched)
+            if self.free_bytes < needed:
+                self._make_room(needed, i, wanted)
+            for t in fetched:
+                self.away.add((t, len(self.order)))
+                self.channels.fetch(t)
+                self.there[t] = True
+                self.live.add(t)
+                self.free_bytes -= self.size[t]
+        super()._execute(i, wanted)
+        self.channels.execute(i, self.done)
+        for t in self.graph.ops[i].outputs:
+            self.at_hand[t] = True
+            self.channels.make(t)
+
+    def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
+        """As costs go up with what the channels have to carry, look again at each before it goes."""
+        self._find_costs(tensors)
+        ranked = list(zip(self._ranks(tensors), tensors, strict=True))
+        heapify(ranked)
+        while self.free_bytes < needed_bytes and ranked:
+            rank, t = ranked[0]
+            self._find_costs([t])
+            if (now := self._ranks([t])[0]) > rank:
+                heapreplace(ranked, (now, t))
+                continue
+            heappop(ranked)
+            self._evict(t)
+
+    def _find_costs(self, tensors: list[int]) -> None:
+        for t in tensors:
+            if t not in self.cost:
+                self.cost[t] = self._cost(t)
+
+    def _cost(self, t: int) -> float:
+        return super()._cost(t) if self.graph.ops[self.producer[t]].recomputable else np.inf
+
+    def _costs(self, tensors: Sequence[int]) -> list[float]:
+        price = self.rule.channel
+        return [min(self.cost[t], self.channels.cost_s(t, self.next_use[t], price)) for t in tensors]
+
+    def _evict(self, t: int) -> None:
+        self._find_costs([t])
+        if self.channels.cost_s(t, self.next_use[t], self.rule.channel) >= self.cost[t]:
+            self._drop(t)
+            return
+        self.channels.send(t, self.next_use[t])
+        self.live.discard(t)
+        self.there[t] = False
+        self.free_bytes += self.size[t]
+        self._forget_costs(t)
+
+    def _drop(self, t: int) -> None:
+        self.at_hand[t] = False
+        super()._drop(t)
+
+
+class _Channels:
+    """A rough account of both channels: out, a copy at a time, each from when the tensor was made; in, what has to come by when.
+
+    Copies come in after the peak of what keeping everything takes: before, there is no room to be ahead of their readers.
+    """
+
+    def __init__(self, problem: Problem, copies: Copies) -> None:
+        self.trips = copies.trips
+        self.time_s = problem.time_s
+        self.starts_s = np.array(list(accumulate(problem.time_s, initial=0.0)))
+        self.peak = _peak(problem)
+        self.now_s = self.out_s = self.in_s = 0.0
+        self.begin_s = float(self.starts_s[self.peak])  # when copies in may begin, in the step that keeps everything
+        self.made_s: dict[int, float] = {}
+        self.sent: set[int] = set()
+        self.away: dict[int, int] = {}  # and by which op
+        self.slack_s = self.starts_s.copy()  # for each op, before it less what comes in by then
+        self.least_s: NDArray[np.float64] | None = None  # of it and what follows
+
+    def make(self, t: int) -> None:
+        self.made_s[t] = self.now_s
+        if t in self.away:
+            self._forget(t)
+
+    def execute(self, i: int, done: int) -> None:
+        self.now_s += self.time_s[i]
+        self.begin_s = float(self.starts_s[max(done + 1, self.peak)])
+        if done < self.peak:
+            self.in_s = max(self.in_s, self.now_s)
+
+    def cost_s(self, t: int, use: int, price: float) -> float:
+        """What a round trip costs, inf if there is none."""
+        if t not in self.trips or use >= NEVER:
+            return np.inf
+        trip = self.trips[t]
+        if self.least_s is None:
+            self.least_s = np.minimum.accumulate(self.slack_s[::-1])[::-1]
+        left_s = float(self.least_s[use]) - self.begin_s
+        cost_s = price * trip.in_s + max(0.0, trip.in_s - max(0.0, left_s))
+        if t not in self.sent:
+            cost_s += price * trip.out_s + max(0.0, self._out_s(t) - self.now_s)
+        return cost_s
+
+    def _out_s(self, t: int) -> float:
+        return max(self.out_s, self.made_s[t]) + self.trips[t].out_s
+
+    def send(self, t: int, use: int) -> None:
+        if t not in self.sent:
+            self.out_s = self._out_s(t)
+            self.now_s = max(self.now_s, self.out_s)
+            self.sent.add(t)
+        self.away[t] = use
+        self.slack_s[use:] -= self.trips[t].in_s
+        self.least_s = None
+
+    def fetch(self, t: int) -> None:
+        self._forget(t)
+        self.in_s += self.trips[t].in_s
+        self.now_s = max(self.now_s, self.in_s)
+
+    def _forget(self, t: int) -> None:
+        self.slack_s[self.away.pop(t) :] += self.trips[t].in_s
+        self.least_s = None
+
+
+def _peak(problem: Problem) -> int:
+    """The op at which keeping everything takes most memory."""
+    change = np.zeros(problem.ops + 1)
+    for t, readers in enumerate(problem.graph.consumers):
+        maker = problem.producers[t]
+        if maker >= 0:
+            change[maker] += problem.sizes[t]
+            change[problem.ops if problem.kept[t] else max(readers, default=maker) + 1] -= problem.sizes[t]
+    return int(np.argmax(np.cumsum(change)[: problem.ops]))

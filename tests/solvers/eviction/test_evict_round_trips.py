@@ -1,0 +1,99 @@
+"""Rules of eviction that know both ways to get a tensor back: what they come to fits, and takes the cheaper one."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.surroundings import Surroundings
+from graphs.schedule import schedule_of
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
+from solvers.bounds import least_budget_bound
+from solvers.eviction.engine import evicting_order
+from solvers.eviction.round_trips import evicting_with_copies
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
+from solvers.policies.store_all import store_all
+from solvers.problem import Problem, problem_of
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.solution.decode import Trial, late_writers, order_of, try_out
+
+TRANSFORMER = transformer(TransformerSize(layers=2))
+
+
+def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
+    """With a budget from the bound of single ops (0) to the peak (1)."""
+    whole = with_options(graph, ("offload",), Surroundings(link_bytes_per_s))
+    copies = problem_of(whole, 1).copies
+    assert copies is not None
+    least, peak = least_budget_bound(graph, copies.trips).budget_bytes, simulate(graph, store_all(graph)).peak_bytes
+    return problem_of(whole, least + int(share * (peak - least)))
+
+
+def tried(problem: Problem, rule: EvictionRule) -> Trial | None:
+    found = evicting_with_copies(problem, rule)
+    if found is None or late_writers(problem, order := order_of(Discretization((problem.ops - 1,)), *found)):
+        return None
+    return try_out(problem, order)
+
+
+def per_second(graph: Graph, steps: float) -> float:
+    """A link that carries all that the step makes in so many steps."""
+    return sum(t.size_bytes for t in graph.tensors if not t.static) / (graph.time_s * steps)
+
+
+@pytest.mark.parametrize("graph", [TRANSFORMER, random_training_step(3, 40), training_chain(20)])
+@pytest.mark.parametrize("share", [0.15, 0.5])
+def test_what_is_executed_fits(graph: Graph, share: float) -> None:
+    problem = offering(graph, share, per_second(graph, 1.0))
+    copied = 0
+    for rule in (*RULES, *TIGHT_RULES):
+        for price in (0.0, 0.1):
+            trial = tried(problem, replace(rule, channel=price))
+            assert trial is not None
+            assert trial.peak_bytes <= problem.budget_bytes
+            assert evicting_with_copies(problem, rule) == evicting_with_copies(problem, rule)
+            copied += len(trial.order.away)
+    assert copied > 0
+
+
+@pytest.mark.parametrize("share", [0.15, 0.5])
+def test_the_way_that_costs_less_is_taken(share: float) -> None:
+    graph = TRANSFORMER
+    rule = EvictionRule(channel=0.01)
+    fast, slow = (offering(graph, share, per_second(graph, steps)) for steps in (0.1, 1e6))
+    order = evicting_order(slow, rule)
+    assert order is not None
+    found = evicting_with_copies(slow, rule)
+    assert found == (order, frozenset())
+    # Where the link is no limit, next to nothing is executed again.
+    trial = tried(fast, rule)
+    assert trial is not None
+    assert trial.time_s < graph.time_s + 0.1 * (simulate(graph, schedule_of(graph, order)).time_s - graph.time_s)
+
+
+def test_where_the_time_of_the_channels_has_a_price_it_is_left_to_what_is_dear_to_make() -> None:
+    problem = offering(TRANSFORMER, 0.3, per_second(TRANSFORMER, 0.5))
+    copied = []
+    for price in (0.0, 0.1, 1e3):
+        trial = tried(problem, EvictionRule(channel=price))
+        assert trial is not None
+        copied.append(sum(problem.sizes[t] for t, _ in trial.order.away))
+    assert copied[0] > copied[1] > copied[2] == 0
+
+
+def test_what_cannot_be_made_again_goes_to_the_host() -> None:
+    """The budget is below what recomputing alone takes."""
+    once = 0
+    for seed in range(30):
+        graph = random_graph(seed, 12)
+        problem = offering(graph, 0.1, 1.0)
+        if problem.budget_bytes >= least_budget_bound(graph).budget_bytes:
+            continue
+        trials = [tried(problem, rule) for rule in (*RULES, *TIGHT_RULES)]
+        assert all(trial is None or trial.peak_bytes <= problem.budget_bytes for trial in trials)
+        once += any(trials)
+    assert once > 5

@@ -16,6 +16,7 @@ from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Choice, Order, Trial, try_out
 from solvers.windows.solution.encode import without_needless
+from solvers.windows.solution.lean import lean
 
 _TELL_S = 0.4
 WORK_PER_EXECUTION = 1e-5  # of trying an order out
@@ -175,11 +176,12 @@ class Search:
 
     def _improved(self, trial: Trial, detail: Discretization) -> Trial:
         """`trial` less what is needless."""
-        if self.problem.copies is not None:
-            return trial
         pass_work = WORK_PER_EXECUTION * len(trial.order.computed)
         should_stop = self.spending(pass_work, self.stopped)
-        return without_needless(self.problem, detail, trial, self.budget_bytes, should_stop, self.params.refinement.passes)
+        passes = self.params.refinement.passes
+        if self.problem.copies is not None:
+            return lean(self.problem, trial, self.budget_bytes, should_stop, passes)
+        return without_needless(self.problem, detail, trial, self.budget_bytes, should_stop, passes)
 
     def _take(self, trial: Trial) -> bool:
         """Keep a trial that fits if it is the fastest so far; whether it is."""

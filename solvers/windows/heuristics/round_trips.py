@@ -5,9 +5,8 @@ which order memory and channels are wanted within a window. Solved for a little 
 often need not wait at all (``variations``). What is left of either is then used (``polishing``).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
 from solvers.windows.refinement import solve_part
 from solvers.windows.solution.copies import timed
 from solvers.windows.solution.decode import Trial, decoded, late_writers, order_of, read_choice
+from solvers.windows.solution.lean import uses_of, without
 
 Away = frozenset[tuple[int, int]]
 
@@ -82,7 +82,6 @@ def polishing(search: Search) -> Iterator[None]:
     while search.best is not done:
         best = search.best_trial()
         offer_with_fewer_waits(search, best)
-        leave_out_together(search)
         best = search.best_trial()
         for place, computed, away in simpler(problem, best, search.budget_bytes, below_s):
             search.tell("leaving out copies and executions")
@@ -97,17 +96,6 @@ def polishing(search: Search) -> Iterator[None]:
             below_s = np.inf
 
 
-def leave_out_together(search: Search) -> None:
-    """Leave out what further executions of the best schedule there is room for, while that helps."""
-    while not search.enough():
-        best = search.best_trial()
-        computed, away = leaner(search.problem, best, search.budget_bytes)
-        if len(computed) < len(best.order.computed):
-            _offer_faster(search, computed, away)
-        if search.best is best:
-            return
-
-
 def _offer_faster(search: Search, computed: Sequence[int], away: Away) -> None:
     """Offer an order if it fits and takes less time than the best."""
     problem = search.problem
@@ -116,30 +104,6 @@ def _offer_faster(search: Search, computed: Sequence[int], away: Away) -> None:
     if found.time_s < search.best_s() and max(found.memory_bytes) + problem.graph.static_bytes <= search.budget_bytes:
         whole = Discretization((problem.ops - 1,))
         search.offer(order_of(whole, computed, found.away), whole)
-
-
-def leaner(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Away]:
-    """The order of `trial` less executions, the longest first, for whose outputs there is room since their last use.
-
-    Of each op one at most: then what is said of its last use holds.
-    """
-    computed = trial.order.computed
-    last_use, next_read = _uses(problem, computed)
-    memory = np.array(trial.memory_bytes)
-    again = (place for place, first in enumerate(trial.order.first) if not first)
-    left_out: set[int] = set()
-    ops: set[int] = set()
-    for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
-        wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
-        since = min((last_use[t, place] + 1 for t in wanted), default=place)
-        longer = memory[since:place].copy()
-        for t in wanted:
-            longer[last_use[t, place] + 1 - since :] += problem.sizes[t]
-        if computed[place] not in ops and (longer <= budget_bytes).all():
-            memory[since:place] = longer
-            left_out.add(place)
-            ops.add(computed[place])
-    return _without(computed, left_out, trial.order.away, next_read)
 
 
 def simpler(
@@ -155,7 +119,7 @@ def simpler(
     """
     assert problem.copies is not None
     computed, away = trial.order.computed, trial.order.away
-    last_use, next_read = _uses(problem, computed)
+    last_use, next_read = uses_of(problem, computed)
     memory = np.array(trial.memory_bytes)
     again = [place for place, first in enumerate(trial.order.first) if not first]
     for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
@@ -164,7 +128,7 @@ def simpler(
         if problem.time_s[computed[place]] > below_s:
             continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
-        fewer, shifted = _without(computed, {place}, away, next_read)
+        fewer, shifted = without(computed, {place}, away, next_read)
         stays = {
             t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
             for t in wanted
@@ -177,34 +141,3 @@ def simpler(
     if any(trial.waits_s):
         for pair in sorted(away, key=lambda pair: (problem.sizes[pair[0]], pair)):
             yield None, computed, away - {pair}
-
-
-def _uses(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """For each tensor and position where it is read or made, its use before, and the next position that reads it so."""
-    last_use: dict[tuple[int, int], int] = {}
-    next_read: dict[tuple[int, int], int] = {}
-    last: dict[int, int] = {}
-    for place, op in enumerate(computed):
-        for t in problem.inputs[op]:
-            last_use[t, place] = last[t]
-            next_read[t, last[t]] = place
-            last[t] = place
-        for t in problem.outputs[op]:
-            last_use[t, place] = last.get(t, place)
-            last[t] = place
-    return last_use, next_read
-
-
-def _without(
-    computed: Sequence[int], left_out: Collection[int], away: Away, next_read: dict[tuple[int, int], int]
-) -> tuple[Sequence[int], Away]:
-    """The order without some executions: what was fetched for one of them is fetched for the next that reads it."""
-    shift = list(accumulate((place in left_out for place in range(len(computed))), initial=0))
-    moved: set[tuple[int, int]] = set()
-    for t, place in away:
-        at: int | None = place
-        while at is not None and at in left_out:
-            at = next_read.get((t, at))
-        if at is not None:
-            moved.add((t, at - shift[at]))
-    return tuple(op for place, op in enumerate(computed) if place not in left_out), frozenset(moved)

@@ -14,6 +14,7 @@ from solvers.windows.heuristics.round_trips import simpler
 from solvers.windows.heuristics.waits import with_fewer_waits
 from solvers.windows.params import RoundTripParams
 from solvers.windows.solution.decode import Trial, order_of, try_out
+from solvers.windows.solution.lean import lean
 from tests.support.random_orders import random_order, short_form
 
 GB = 10**9
@@ -66,3 +67,20 @@ def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
         if fewer and away <= trial.order.away:
             assert found.peak_bytes
     assert kinds[1] > 3
+
+
+def test_executions_there_is_room_for_are_left_out_together() -> None:
+    left_out, none_again = [], 0
+    for seed in range(8):
+        draw = random.Random(seed)
+        problem = problem_of(offering(seed, 20e9), 100 * GB)
+        trial = random_trial(draw, problem)
+        found = lean(problem, trial, trial.peak_bytes, lambda: False, 8)
+        assert found.peak_bytes <= trial.peak_bytes and found.time_s <= trial.time_s
+        left_out.append(len(trial.order.computed) - len(found.order.computed))
+        # Where memory is no limit, nothing is executed again, unless copies take as long anyway.
+        roomy = lean(problem, trial, 100 * GB, lambda: False, 8)
+        none_again += roomy.order.computed == tuple(range(problem.ops))
+        assert lean(problem, trial, 100 * GB, lambda: True, 8) is trial
+    assert all(number >= 0 for number in left_out) and max(left_out) > 2
+    assert none_again > 4

@@ -261,8 +261,8 @@ class RoundTripParams:
         longest: if no more ops than this make one again;
         least_gain: and that takes less time by this share.
         prices: of the channels' time, for rules of eviction;
-        rules_limit: for all of these while nothing else looks for schedules.
-        runs: of eviction at a time.
+        rules_limit: for all of these while nothing else looks for schedules;
+        guided_limit, runs: for rules with guides, and of others at a time.
     """
 
     capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
@@ -277,6 +277,7 @@ class RoundTripParams:
     least_gain: float = 1e-6
     prices: tuple[float, ...] = (0.03, 0.0, 0.1)
     rules_limit: float = 3.0
+    guided_limit: float = 2.0
     runs: int = 4
 
 

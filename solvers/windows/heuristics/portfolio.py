@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from solvers.clock import Clock
+from solvers.clock import Clock, left
 from solvers.problem import problem_of
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
@@ -86,7 +86,7 @@ class Portfolio:
         idle = 0
         while idle < self.params.idle_runs:
             best, before = search.best, repairs.runs
-            repairs.guided(search.enough)
+            repairs.guided(self.enough_after(search.params.round_trips.guided_limit))
             yield
             repairs.varied(search.params.round_trips.runs, search.enough)
             yield
@@ -94,6 +94,11 @@ class Portfolio:
             if search.best is not best and search.best is repairs.found:
                 idle = 0
                 yield from polishing(search)
+
+    def enough_after(self, limit: float) -> Callable[[], bool]:
+        """``Search.enough``, or that so much has been spent from now on."""
+        clock = self.search.clock.part(limit)
+        return lambda: self.search.enough() or left(clock) <= 0
 
     def take_turns(
         self,

@@ -18,8 +18,11 @@ from solvers.eviction.round_trips import evicting_with_copies
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.policies.store_all import store_all
 from solvers.problem import Problem, problem_of
+from solvers.windows import driver
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Trial, late_writers, order_of, try_out
+from tests.support.requests import ask
 
 TRANSFORMER = transformer(TransformerSize(layers=2))
 
@@ -55,9 +58,9 @@ def test_what_is_executed_fits(graph: Graph, share: float) -> None:
             trial = tried(problem, replace(rule, channel=price))
             assert trial is not None
             assert trial.peak_bytes <= problem.budget_bytes
-            assert evicting_with_copies(problem, rule) == evicting_with_copies(problem, rule)
             copied += len(trial.order.away)
     assert copied > 0
+    assert evicting_with_copies(problem, RULES[0]) == evicting_with_copies(problem, RULES[0])
 
 
 @pytest.mark.parametrize("share", [0.15, 0.5])
@@ -97,3 +100,26 @@ def test_what_cannot_be_made_again_goes_to_the_host() -> None:
         assert all(trial is None or trial.peak_bytes <= problem.budget_bytes for trial in trials)
         once += any(trials)
     assert once > 5
+
+
+class ModelsNextError(Exception):
+    pass
+
+
+def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = offering(TRANSFORMER, 0.15, per_second(TRANSFORMER, 4.0))
+    orders = [evicting_order(problem, rule) for rule in RULES]
+    recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, order)).time_s for order in orders if order is not None)
+
+    def next_comes(*_: object) -> None:
+        raise ModelsNextError
+
+    monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
+    monkeypatch.setattr(driver, "Portfolio", next_comes)
+    search = Search(ask(problem.whole, problem.budget_bytes))
+    with pytest.raises(ModelsNextError):
+        driver.run(search)
+    best = search.best_trial()
+    assert best.order.away
+    assert best.peak_bytes <= problem.budget_bytes
+    assert best.time_s - TRANSFORMER.time_s < 0.8 * (recomputing_s - TRANSFORMER.time_s)

@@ -75,7 +75,8 @@ def run(search: Search) -> None:
 def _evict(search: Search) -> None:
     """Offer what rules of eviction find however much they repeat; failing that, what they find that needs least memory."""
     params = search.params.first_schedule
-    until = search.clock.now + params.eviction_limit
+    began = search.clock.now
+    until = began + params.eviction_limit
 
     def ended() -> bool:
         search.tell()
@@ -85,6 +86,9 @@ def _evict(search: Search) -> None:
     for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.round_trips.prices):
         if should_stop():
             return
+        # At every price the rules may take longer than there is: half of it is for what needs least memory.
+        if search.problem.copies is not None and search.clock.now > (began + until) / 2:
+            break
         _offer(search, evicted(search.problem, rule, should_stop=should_stop))
     least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
     if least is not None and not should_stop():

@@ -260,8 +260,8 @@ class RoundTripParams:
         places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
         longest: if no more ops than this make one again;
         least_gain: and that takes less time by this share.
-        prices: of the channels' time, for rules of eviction;
-        rules_limit: for all of these while nothing else looks for schedules;
+        prices: of the channels' time, for rules of eviction, the last so high that only what cannot be made again is copied;
+        rules_limit: for all of these while nothing else looks for schedules, and once more for rules that are drawn;
         guided_limit, runs: for rules with guides, and of others at a time.
     """
 
@@ -275,7 +275,7 @@ class RoundTripParams:
     tensors: int = 20
     longest: int = 4
     least_gain: float = 1e-6
-    prices: tuple[float, ...] = (0.03, 0.0, 0.1)
+    prices: tuple[float, ...] = (0.03, 0.0, 0.1, 1e3)
     rules_limit: float = 3.0
     guided_limit: float = 2.0
     runs: int = 4

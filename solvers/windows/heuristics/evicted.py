@@ -28,9 +28,8 @@ def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> O
 
 
 def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequence[float]) -> Iterator[EvictionRule]:
-    """`rules`, and with round trips each at each price of the channels' time."""
-    for rule in rules:
-        if problem.copies is None:
-            yield rule
-        else:
-            yield from (replace(rule, channel=price) for price in prices)
+    """`rules`; with round trips at one price of the channels' time after another."""
+    if problem.copies is None:
+        yield from rules
+    else:
+        yield from (replace(rule, channel=price) for price in prices for rule in rules)

@@ -68,7 +68,10 @@ class Portfolio:
         # Round trips are hidden in windows of equal time.
         near.detail = even_windows(self.coarse, search.problem.time_s, search.params.neighbourhoods.even_windows)
         trying, evicting = variations(search, self.coarse, near.known), self.evictions()
-        next(evicting)
+        stop = self.enough_after(search.params.round_trips.rules_limit)
+        for _ in evicting:
+            if stop():
+                break
         for _ in range(search.params.round_trips.first):
             if search.enough():
                 return

@@ -6,7 +6,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options import with_options
-from graphs.options.surroundings import Surroundings
+from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
@@ -29,10 +29,10 @@ TRANSFORMER = transformer(TransformerSize(layers=2))
 
 def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
     """With a budget from the bound of single ops (0) to the peak (1)."""
-    whole = with_options(graph, ("offload",), Surroundings(link_bytes_per_s))
+    whole = with_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
     copies = problem_of(whole, 1).copies
     assert copies is not None
-    least, peak = least_budget_bound(graph, copies.trips).budget_bytes, simulate(graph, store_all(graph)).peak_bytes
+    least, peak = least_budget_bound(graph, copies).budget_bytes, simulate(graph, store_all(graph)).peak_bytes
     return problem_of(whole, least + int(share * (peak - least)))
 
 

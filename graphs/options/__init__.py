@@ -7,6 +7,7 @@ from types import MappingProxyType
 from graphs.errors import GraphError
 from graphs.ir import Graph
 from graphs.options.offload import offloaded
+from graphs.options.placement import placed
 from graphs.options.surroundings import Surroundings
 
 Rewrite = Callable[[Graph, Surroundings], Graph]  # the graph with more optional ops
@@ -23,6 +24,7 @@ class Option:
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         "offload": Option(offloaded, "tensors may go to the host and come back, beside the computation"),
+        "placement": Option(placed, "ops may run on other devices, with copies between (in Python: Surroundings.others)"),
     }
 )
 

@@ -48,12 +48,40 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherDevice:
+    """A device beside the one that the program is for, with a memory of its own.
+
+    Attributes:
+        name: of its pool, unlike those of the other pools.
+        times_s: for each op of the program the seconds that it takes there; None where it cannot run.
+        bytes_per_s: what is copied in a second from it to each device before it and back, beside all other copies and
+            beside the computation.
+        capacity_bytes: of its memory that a step may take; None for no limit.
+        differs: what may differ from the program's results where it computes (rounding); "" for not a bit.
+
+    Raises:
+        GraphError: a value that no machine has.
+    """
+
+    name: str
+    times_s: tuple[float | None, ...]
+    bytes_per_s: float
+    capacity_bytes: int | None = None
+    differs: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.bytes_per_s) or self.bytes_per_s <= 0:
+            raise GraphError(f"the link of {self.name!r} carries {self.bytes_per_s!r} bytes a second: must be above 0, as 25e9")
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The host, and the link to it.
+    """The host, the link to it, and other devices.
 
     Attributes:
         link: between the device and the host.
         host_bytes: of pinned memory on the host that a step may take; None for no limit.
+        others: devices that ops may be placed on (``graphs.options.placement``).
 
     Raises:
         GraphError: a value that no machine has.
@@ -61,6 +89,7 @@ class Surroundings:
 
     link: Link
     host_bytes: int | None = None
+    others: tuple[OtherDevice, ...] = ()
 
     def __post_init__(self) -> None:
         if self.host_bytes is not None and self.host_bytes < 0:

@@ -1,0 +1,142 @@
+"""Placement: what it adds to a graph, how that is read again, and that the judge holds it to both memories and all clocks."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphs.errors import GraphError, ScheduleError
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.ir import Graph, Op, Tensor
+from graphs.options import with_options
+from graphs.options.placement import placed, placement_of
+from graphs.options.surroundings import OtherDevice, Surroundings
+from graphs.schedule import Compute, Free, Schedule
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import diamond
+from tests.support.event_judge import judged, runs
+from tests.support.offers import with_trips
+from tests.support.placements import on_devices
+
+
+def layer() -> Graph:
+    """A layer of 3 s with a parameter of 4 bytes, and its kept gradient."""
+    draft = Draft()
+    weight = draft.static("weight", 4)
+    (a,) = draft.op("a", [weight], [2], time_s=3.0, workspace_bytes=1)
+    (b,) = draft.op("b", [a, weight], [4], time_s=3.0)
+    return draft.graph([b])
+
+
+def by_name(graph: Graph, *steps: str) -> Schedule:
+    """Steps by the names of ops, and of tensors after a minus."""
+    ops = {op.name: op.id for op in graph.ops}
+    tensors = {t.name: t.id for t in graph.tensors}
+    return Schedule(tuple(Free(tensors[s[1:]]) if s.startswith("-") else Compute(ops[s]) for s in steps))
+
+
+def test_what_it_adds() -> None:
+    graph = on_devices(layer(), OtherDevice("cpu", (1.0, None), 2.0, 100, differs="rounding"))
+    assert graph.program == layer().ops
+    assert [(pool.name, pool.owner, pool.capacity_bytes) for pool in graph.pools[1:]] == [("cpu", "compute@cpu", 100)]
+    # b cannot run there, so that its output never is; a parameter is only ever copied there.
+    assert [(op.name, op.stream, op.time_s, op.differs) for op in graph.ops[2:]] == [
+        ("copy_weight_device_to_cpu", "device_to_cpu", 2.0, ""),
+        ("copy_a_device_to_cpu", "device_to_cpu", 1.0, ""),
+        ("a@cpu", "compute@cpu", 1.0, "rounding"),
+        ("copy_a_cpu_to_device", "cpu_to_device", 1.0, ""),
+    ]
+    assert graph.ops[4].stands_for == (0,) and graph.ops[4].workspace_bytes == 1
+    assert [(t.name, t.pool, t.producers) for t in graph.tensors[3:]] == [("weight@cpu", "cpu", (2,)), ("a@cpu", "cpu", (3, 4))]
+    assert graph.tensors[1].producers == (0, 5)
+
+
+def test_three_devices_copy_each_to_each() -> None:
+    graph = on_devices(layer(), OtherDevice("second", (1.0, 1.0), 4.0), OtherDevice("third", (1.0, 1.0), 2.0))
+    found = placement_of(graph)
+    assert sorted((d, e) for d, e, x in found.copies if x == 1) == [(d, e) for d in range(3) for e in range(3) if d != e]
+    assert all(e > 0 for _, e, x in found.copies if x == 0)
+    # The link of the later of two devices is between them.
+    assert [graph.ops[found.copies[d, e, 1]].time_s for d, e in ((0, 1), (1, 2), (2, 0))] == [0.5, 1.0, 1.0]
+
+
+def test_the_program_comes_back() -> None:
+    compared = 0
+    for seed in range(30):
+        graph = random_graph(seed, 9)
+        times = tuple(None if op.id % 4 == 3 else op.time_s for op in graph.ops)
+        offered = on_devices(graph, OtherDevice("second", times, 1.0), OtherDevice("third", times[::-1], 1.0, 50))
+        read = placement_of(graph_from_dict(graph_to_dict(offered)))
+        assert (read.program.ops, read.program.tensors, read.program.kept) == (graph.ops, graph.tensors, graph.kept)
+        for d in (1, 2):
+            for i, run in enumerate(read.runs[d]):
+                assert run is None or (offered.ops[run].stands_for == (i,) and offered.ops[run].stream == read.pools[d].owner)
+                compared += run is not None
+            for x, place in enumerate(read.places[d]):
+                assert place is None or offered.tensors[place].size_bytes == graph.tensors[x].size_bytes
+    assert compared > 100
+    alone = placement_of(diamond())
+    assert alone.program == diamond() and alone.runs == (tuple(range(5)),) and not alone.copies
+
+
+def test_what_draws_or_is_written_in_place_stays() -> None:
+    draft = Draft()
+    state, weight = draft.static("state", 1), draft.static("weight", 1)
+    (a,) = draft.op("reads", [state, weight], [1])
+    (b,) = draft.op("writes", [a, state], [1], mutates=(state,))
+    (c,) = draft.op("draws", [b], [1])
+    draft.op("moves", [c], [1])
+    plain = draft.graph()
+    graph = replace(plain, ops=tuple(replace(op, random=op.name == "draws") for op in plain.ops))
+    offered = on_devices(graph, OtherDevice("second", (1.0,) * 4, 1.0))
+    assert [op.name for op in offered.ops if op.stands_for] == ["moves@second"]
+    with pytest.raises(GraphError, match="no op can run on device 'second'"):
+        on_devices(graph, OtherDevice("second", (1.0, 1.0, 1.0, None), 1.0))
+
+
+def test_what_stands_for_a_held_tensor_stays() -> None:
+    tensors = (Tensor(0, "t", 1, (0,)), Tensor(1, "again", 1, (1,), held_for=0), Tensor(2, "u", 1, (2,)), Tensor(3, "v", 1, (3,)))
+    ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(((), (), (1,), (2,))))
+    offered = on_devices(Graph(ops, tensors, frozenset()), OtherDevice("second", (1.0,) * 4, 1.0))
+    assert [op.stands_for for op in offered.ops if op.stands_for] == [(0,), (3,)]
+
+
+def test_the_judge_counts_each_memory_and_each_clock() -> None:
+    graph = on_devices(layer(), OtherDevice("cpu", (1.0, 1.0), 4.0, 11))
+    there = by_name(
+        graph, "copy_weight_device_to_cpu", "a@cpu", "b@cpu", "-a@cpu", "-weight@cpu", "copy_b_cpu_to_device", "-b@cpu"
+    )
+    assert runs(graph, there.steps)
+    simulation, verdict = simulate(graph, there), judged(graph, there)
+    # 4 on the device throughout; there the weight, a and b; a and its workspace are less.
+    assert simulation.pool_peaks_bytes == (8, 10) == tuple(verdict.peaks_bytes.values())
+    assert simulation.time_s == 4.0 == max(verdict.done_s.values())
+    with pytest.raises(ScheduleError, match="ends without 'b', which must be kept"):
+        simulate(graph, by_name(graph, "copy_weight_device_to_cpu", "a@cpu", "b@cpu"))
+    with pytest.raises(ScheduleError, match="takes pool 'cpu' to 10 bytes: its capacity is 9"):
+        simulate(on_devices(layer(), OtherDevice("cpu", (1.0, 1.0), 4.0, 9)), there)
+    # While the device makes a, the weight goes: then b is made there from the copy of a.
+    both = by_name(graph, "copy_weight_device_to_cpu", "a", "copy_a_device_to_cpu", "b@cpu", "copy_b_cpu_to_device")
+    assert simulate(graph, both).time_s == 3.0 + 0.5 + 1.0 + 1.0 == max(judged(graph, both).done_s.values())
+
+
+def test_graphs_and_devices_that_do_not_do() -> None:
+    cpu = OtherDevice("cpu", (1.0, 1.0), 1.0)
+    with pytest.raises(GraphError, match="needs another device"):
+        with_options(layer(), ("placement",), Surroundings(1.0))
+    with pytest.raises(GraphError, match="has 2 times for a program of 5 ops"):
+        on_devices(diamond(), cpu)
+    with pytest.raises(GraphError, match="has choices already"):
+        placed(on_devices(layer(), cpu), Surroundings(1.0, others=(cpu,)))
+    with pytest.raises(GraphError, match="appears twice"):
+        on_devices(layer(), cpu, cpu)
+    for speed in (0.0, -1.0, float("inf")):
+        with pytest.raises(GraphError, match="must be above 0"):
+            OtherDevice("cpu", (1.0,), speed)
+    with pytest.raises(GraphError, match="no other choice than placement"):
+        placement_of(with_trips(diamond()))
+    offered = on_devices(layer(), cpu)
+    lonely = Tensor(len(offered.tensors), "lonely", 1, (), pool="cpu")
+    with pytest.raises(GraphError, match="are no copies"):
+        placement_of(replace(offered, tensors=(*offered.tensors, lonely)))

@@ -14,23 +14,19 @@ A copy takes no time, and not more than one stage: what it costs is energy. Memo
 below each of its factors; D[t,x] = R[t,p(x)] S[t,x] takes off what is made a second time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
-from scipy.sparse import csr_array
-
-from solvers.highs.program import Floats, Milp
+from solvers.highs.columns import ONE, Columns, Term
+from solvers.highs.program import Milp
 from solvers.policies.offload.moves import Offer
 from solvers.policies.replay import repeatable
 
 MOST_COLUMNS = 60_000
 _MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
 _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
-_ONE = 0  # the column that is 1
-Term = int | None  # a column; None for what is 0
 
 
-class PoetProgram:
+class PoetProgram(Columns):
     """The program of a graph, a budget and what copying takes of the power of computing.
 
     Attributes:
@@ -38,6 +34,7 @@ class PoetProgram:
     """
 
     def __init__(self, offer: Offer, budget_bytes: int, power: float) -> None:
+        super().__init__()
         self.offer, self.graph = offer, offer.program
         self.stages = len(self.graph.ops)
         capacity_bytes = budget_bytes - self.graph.static_bytes
@@ -47,11 +44,6 @@ class PoetProgram:
         self.power = power
         again = repeatable(self.graph)
         self.may_repeat = [again[op.id] for op in self.graph.ops]
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[bool] = []
-        self.rows: list[tuple[list[tuple[int, float]], float, float]] = []
-        self.column(upper=1.0)
         self.R: dict[tuple[int, int], int] = {}
         self.S: dict[tuple[int, int], int] = {}
         self.host: dict[tuple[int, int], int] = {}
@@ -71,7 +63,7 @@ class PoetProgram:
             self.add_host_memory(t)
             if len(self.cost) > MOST_COLUMNS:
                 return None
-        return self._milp()
+        return self.milp()
 
     def add_columns(self, t: int) -> None:
         """Those of stage t: S where somebody reads on, copies where they can serve a later stage."""
@@ -134,7 +126,7 @@ class PoetProgram:
         """F[t,x,k] <= R[t,k], 1 - S[t+1,x], and 1 - R[t,j] for the readers j of x after k."""
         for x in (*self.graph.ops[k].inputs, *self.graph.ops[k].outputs):
             hazards = [self.s(t + 1, x), *(self.r(t, j) for j in self.graph.consumers[x] if k < j <= t)]
-            if self.graph.tensors[x].static or x in self.graph.kept or _ONE in hazards:
+            if self.graph.tensors[x].static or x in self.graph.kept or ONE in hazards:
                 continue
             freed = self.column(upper=1.0)
             self.at_most([(freed, 1), (self.r(t, k), -1)], 0)
@@ -155,12 +147,12 @@ class PoetProgram:
 
     def r(self, t: int, i: int) -> Term:
         """R[t,i]: 1 for the first execution."""
-        return _ONE if i == t else self.R.get((t, i))
+        return ONE if i == t else self.R.get((t, i))
 
     def s(self, t: int, x: int) -> Term:
         """S[t,x]: 1 for what is kept, 0 before it is made and after its last reader."""
         if x in self.graph.kept:
-            return _ONE if self.offer.made_at(x) < t else None
+            return ONE if self.offer.made_at(x) < t else None
         return self.S.get((t, x))
 
     def passing_before(self, t: int) -> Iterator[int]:
@@ -171,33 +163,3 @@ class PoetProgram:
     def size(self, x: int) -> float:
         """b_x."""
         return self.offer.size_bytes(x) / self.memory_unit
-
-    def column(self, *, cost: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
-        """A new variable, from 0 to `upper`."""
-        self.cost.append(cost)
-        self.upper.append(upper)
-        self.integer.append(integer)
-        return len(self.cost) - 1
-
-    def at_most(self, terms: Sequence[tuple[Term, float]], limit: float) -> None:
-        """Add the row: sum of `terms` <= `limit`."""
-        self.row(terms, -np.inf, limit)
-
-    def row(self, terms: Sequence[tuple[Term, float]], lower: float, upper: float) -> None:
-        """Add the row: `lower` <= sum of `terms` <= `upper`."""
-        self.rows.append(([(column, weight) for column, weight in terms if column is not None], lower, upper))
-
-    def _milp(self) -> Milp:
-        entries = [(place, column, weight) for place, (terms, _, _) in enumerate(self.rows) for column, weight in terms]
-        places, columns, weights = zip(*entries, strict=True) if entries else ((), (), ())
-        lower: Floats = np.zeros(len(self.cost))
-        lower[_ONE] = 1.0
-        return Milp(
-            cost=np.array(self.cost),
-            lower=lower,
-            upper=np.array(self.upper),
-            integer=np.array(self.integer),
-            matrix=csr_array((weights, (places, columns)), shape=(len(self.rows), len(self.cost))),
-            row_lower=np.array([lower for _, lower, _ in self.rows]),
-            row_upper=np.array([upper for _, _, upper in self.rows]),
-        )

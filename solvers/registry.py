@@ -16,8 +16,8 @@ Solver = Callable[[Request], Result]  # finds a schedule within the budget, or s
 class Entry:
     """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with.
 
-    With `copies` it takes graphs that offer round trips to the host; all others refuse graphs with choices. With `offloads`
-    it does nothing without them.
+    With `copies` it takes graphs that offer round trips to the host, with `places` those that offer other devices; all others
+    refuse graphs with choices. With `offloads` it does nothing without round trips, with `places` nothing without devices.
     """
 
     module: str
@@ -25,12 +25,14 @@ class Entry:
     options: Mapping[str, object] = field(default_factory=dict)
     copies: bool = False
     offloads: bool = False
+    places: bool = False
 
 
 CHEN = "solvers.policies.chen"
 DTR = "solvers.policies.dtr"
 MEGENGINE = "solvers.policies.megengine"
 SAC = "solvers.policies.sac"
+XENGINE = "solvers.xengine"
 
 
 def _offload(module: str, description: str) -> Entry:
@@ -76,6 +78,12 @@ SOLVERS: dict[str, Entry] = {
     "delta": _offload("delta", "DELTA online: evict the largest and stalest, swapped or recomputed"),
     "auto-perf-maxing": _offload("auto_perf", "fractions of layers by an LP, tensors by an ILP each, in rounds (torchtitan)"),
     "poet": _offload("poet", "POET's program: recompute or page, paging at no time; for small graphs (MILP, HiGHS)"),
+    "xengine": Entry(
+        XENGINE, "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)", places=True
+    ),
+    "xengine-overlapped": Entry(
+        XENGINE, "the same for the makespan of devices that work side by side", {"overlapped": True}, places=True
+    ),
 }
 
 
@@ -91,7 +99,7 @@ def get_solver(name: str) -> Solver:
     function = import_module(entry.module).solve
 
     def solve(request: Request) -> Result:
-        if not entry.copies:
+        if not entry.copies and not entry.places:
             check_plain(request.graph)
         result: Result = function(request, **entry.options)
         return result

@@ -158,12 +158,13 @@ def judge_of(
 def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
     """Methods from ``all`` or names separated by commas; the optimum comes first, for its bound.
 
-    All are those that recompute and, with `offload`, those that do nothing else than that as well.
+    All are those that recompute and, with `offload`, those that do nothing else than that as well; those that place ops on
+    other devices are not among them.
 
     Raises:
         PlannerError: no such method.
     """
-    every = tuple(name for name, entry in SOLVERS.items() if offload or not entry.offloads)
+    every = tuple(name for name, entry in SOLVERS.items() if (offload or not entry.offloads) and not entry.places)
     names = every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in SOLVERS:

@@ -4,14 +4,17 @@ import re
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import planner
 from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError
+from graphs.io.formats import read_graph, write_graph
 from graphs.io.plan_document import plan_from_dict, plan_to_dict
 from graphs.ir import Graph
+from graphs.options.surroundings import OtherDevice
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
@@ -26,6 +29,7 @@ from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Progress, Result, Status
 from solvers.tolerance import WIDENING, Tolerance
+from tests.support.placements import on_devices
 
 
 @pytest.fixture
@@ -205,3 +209,15 @@ def test_a_plan_that_promises_peaks_of_pools_that_are_not_there(graph: Graph) ->
     check_plan(graph, plan)
     with pytest.raises(MismatchError, match=r"the plan says peaks of \{'host': 1\} in other pools than the device's"):
         check_plan(graph, replace(plan, pool_peaks_bytes={"host": 1}))
+
+
+def test_a_graph_with_placement_is_planned_by_the_reference_for_it(tmp_path: Path) -> None:
+    graph = training_chain(3)
+    write_graph(on_devices(graph, OtherDevice("second", tuple(op.time_s / 4 for op in graph.ops), 8.0)), tmp_path / "graph.json")
+    offered = read_graph(tmp_path / "graph.json")
+    plan = planner.solve(offered, "100%", solver="xengine-overlapped", time_limit_s=10)
+    assert plan.graph.ops == len(graph.ops) and plan.time_s < graph.time_s
+    assert plan.pool_peaks_bytes["second"] > 0
+    assert isinstance(plan.settings["serial_s"], float) and plan.time_s <= plan.settings["serial_s"]
+    with pytest.raises(GraphError, match="without other choices"):
+        planner.solve(offered, "100%")

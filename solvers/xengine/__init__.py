@@ -1,0 +1,188 @@
+"""The reference for placement: XEngine's program (Schuler et al., ACM TACO 2022), and the same with clocks, by HiGHS.
+
+``program.py`` has the program and says what was published otherwise. Its objective is a serial sum: no two devices, and no copy
+and device, ever work at the same time. ``clocks.py`` puts the makespan by the judge's clocks in its place, for schedules that may
+also hold a copy for later stages and make it ahead of time; the best serial schedule is where that search begins.
+
+Both programs grow with the square of the ops, for each device: they are for small graphs.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from graphs.options.placement import Placement, placement_of
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from solvers import highs
+from solvers.clock import Clock, left
+from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, status_of
+from solvers.xengine.clocks import add_clocks
+from solvers.xengine.program import BEGIN, MOST_COLUMNS, Class, XEngineProgram
+from solvers.xengine.steps import lazy_schedule, serial_schedule
+
+_SERIAL_SHARE = 0.3  # of the time that is left, for the serial program, where it is not the one that is asked for
+_AHEAD = Class(stay=True, ahead=True)
+
+
+@dataclass(frozen=True, slots=True)
+class XEngineParams:
+    """Which schedules the serial program has.
+
+    Attributes:
+        stay: copies may be handed on to the next stage; published: they go with the stage.
+    """
+
+    stay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A schedule: what all of it takes one after the other, and a bound on that; and a bound on its makespan, if known."""
+
+    schedule: Schedule
+    serial_s: float
+    serial_bound_s: float
+    bound_s: float | None = None
+
+
+def solve(request: Request, *, overlapped: bool = False) -> Result:
+    """As ``solvers.registry.Solver``, for graphs with placement; LIMIT for others, and where the program is too large.
+
+    The time of the result is the makespan by the judge. The serial objective says nothing of that: it has no bound there, and
+    the settings have the sum (``serial_s``) with its bound. An infeasible program is LIMIT, since schedules of other classes
+    may fit.
+
+    Args:
+        request: its parameters are ``XEngineParams``.
+        overlapped: minimise the makespan, from the best serial schedule with copies that stay; the bound then covers
+            schedules that execute each op at most once per stage and device, in program order.
+
+    Raises:
+        GraphError: the graph has other choices than placement.
+    """
+    params = XEngineParams(stay=True) if overlapped else request.params_of(XEngineParams())
+    placement = placement_of(request.graph)
+    if len(placement.pools) == 1:
+        why = "the graph has one device: give it the option placement, or use the solver checkmate"
+        return _result(request, why, Reason.INAPPLICABLE, overlapped=overlapped)
+    program = XEngineProgram(placement, request.budget_bytes, Class(stay=params.stay))
+    if not program.build():
+        return _result(request, _too_large(placement), Reason.SIZE, overlapped=overlapped)
+    program.count_seconds()
+    clock = request.clock.part(_SERIAL_SHARE * left(request.clock)) if overlapped else request.clock
+    request.tell("solving XEngine's program", None, None)
+    answer = _solved(program.milp(), request, clock, program.unit_s, request.tolerance.first)
+    if answer.values is None:
+        return _nothing(request, answer, overlapped=overlapped)
+    executed = serial_schedule(program, answer.values)
+    serial_s = sum(request.graph.ops[op].time_s for op in executed.computed)
+    found = _Found(executed, serial_s, min(serial_s, answer.bound * program.unit_s))
+    if overlapped:
+        ahead = _overlapped(request, program, answer.values, found)
+        if ahead is None:
+            return _result(request, _too_large(placement), Reason.SIZE, overlapped=True)
+        found = ahead
+    return _result(request, overlapped=overlapped, found=found, stay=params.stay)
+
+
+def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
+    """The best makespan, from the solution `values` of the serial program; None if the program with clocks is too large."""
+    horizon_s = simulate(request.graph, found.schedule).time_s
+    program = XEngineProgram(serial.placement, request.budget_bytes, _AHEAD, whole_frees=True)
+    if not program.build():
+        return None
+    add_clocks(program, horizon_s)
+    if len(program.cost) > MOST_COLUMNS:
+        return None
+    request.tell("solving XEngine's program with clocks", horizon_s, None)
+    milp = program.milp()
+    started = _solved(_like(serial, values, program, milp), request, request.clock, program.unit_s, 1.0)
+    answer = _solved(milp, request, request.clock, program.unit_s, request.tolerance.first, started.values)
+    if answer.values is not None:
+        schedule = lazy_schedule(program, answer.values)
+        if simulate(request.graph, schedule).time_s < horizon_s:
+            found = replace(found, schedule=schedule)
+    return replace(found, bound_s=max(0.0, answer.bound * program.unit_s))
+
+
+def _like(serial: XEngineProgram, values: Floats, program: XEngineProgram, milp: Milp) -> Milp:
+    """`milp` of `program` with what is executed, copied and handed on as in a solution of the serial program."""
+    chosen = {program.R[key]: values[column] for key, column in serial.R.items()}
+    chosen |= dict.fromkeys(program.A.values(), 0.0)
+    chosen |= dict.fromkeys(program.S.values(), 0.0)
+    chosen |= {program.S[key]: values[column] for key, column in serial.S.items()}
+    for (d, e, t, x, turn), column in serial.A.items():
+        key = (d, e, t, x, turn)
+        # Where a stage has one op only, it begins just before that.
+        chosen[program.A[key if key in program.A else (d, e, t, x, BEGIN)]] = values[column]
+    lower, upper = milp.lower.copy(), milp.upper.copy()
+    columns = list(chosen)
+    lower[columns] = upper[columns] = np.round(list(chosen.values()))
+    return replace(milp, lower=lower, upper=upper)
+
+
+def _solved(milp: Milp, request: Request, clock: Clock, unit_s: float, tolerance: float, start: Floats | None = None) -> Answer:
+    def tell(bound: float) -> None:
+        request.tell("solving XEngine's program", None, bound * unit_s)
+
+    watch = Watch(should_stop=request.interrupted, on_bound=tell, interrupted=request.interrupted)
+    gap = tolerance * request.graph.time_s / unit_s
+    return highs.solve_program(milp, clock=clock, absolute_gap=gap, start=start, watch=watch)
+
+
+def _too_large(placement: Placement) -> str:
+    ops, devices = len(placement.program.ops), len(placement.pools)
+    return (
+        f"XEngine's program for {ops:,} ops on {devices} devices has more than {MOST_COLUMNS:,} variables, which this solver "
+        "takes on: give it a smaller graph"
+    )
+
+
+def _nothing(request: Request, answer: Answer, *, overlapped: bool) -> Result:
+    budget = format_bytes(request.budget_bytes)
+    if answer.outcome is Outcome.INFEASIBLE:
+        why = f"no schedule of XEngine's class fits {budget} and the other memories ({answer.detail}): raise --budget"
+        return _result(request, why, Reason.MEMORY, overlapped=overlapped)
+    limit = request.clock.amount(request.clock.limit)
+    why = f"XEngine's program found nothing within {limit} ({answer.detail}): raise --time-limit or --budget"
+    return _result(request, why, Reason.TIME, overlapped=overlapped)
+
+
+def _result(
+    request: Request,
+    message: str = "",
+    reason: Reason | None = None,
+    *,
+    overlapped: bool,
+    found: _Found | None = None,
+    stay: bool = False,
+) -> Result:
+    status, settings = Status.LIMIT, dict(request.settings)
+    bound_s = None
+    if found is not None:
+        time_s = simulate(request.graph, found.schedule).time_s
+        bound_s = None if found.bound_s is None else min(found.bound_s, time_s)
+        status = Status.FEASIBLE if bound_s is None else status_of(time_s, bound_s, request.tolerance.first)
+        settings |= {
+            "objective": "makespan" if overlapped else "serial sum",
+            "copies": "stay, and are made ahead" if overlapped else "stay" if stay else "for a stage",
+            "serial_s": found.serial_s,
+            "serial_bound_s": found.serial_bound_s,
+        }
+    return Result(
+        request.graph,
+        budget_bytes=request.budget_bytes,
+        status=status,
+        schedule=None if found is None else found.schedule,
+        bound_s=bound_s,
+        solver="xengine-overlapped" if overlapped else "xengine",
+        seconds=request.clock.seconds,
+        settings=settings,
+        versions={"highs": highs.version()},
+        message=message,
+        reason=reason,
+    )

@@ -10,11 +10,11 @@ STAMP := $(VENV)/.installed
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-executor bench-training try-models gpu clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-placement bench-executor bench-training try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(if $(TORCH),$(STAMP),lint) ## style, types, layers and tests; tests alone with another PyTorch (TORCH=2.11.0)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
@@ -43,6 +43,9 @@ bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, b
 bench-offload: $(STAMP) ## recomputing, offloading and both at once, and what they fit into 80 GB, on the roofline of an H200, into results/offload
 	$(BIN)/python -m benchmarks.offload $(ARGS)
 	$(BIN)/python -m benchmarks.offload_sizes
+
+bench-placement: $(STAMP) ## ops on two devices: either alone, XEngine's serial optimum, side by side, into results/placement
+	$(BIN)/python -m benchmarks.placement $(ARGS)
 
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
 	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)

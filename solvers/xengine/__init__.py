@@ -24,19 +24,23 @@ from solvers.xengine.clocks import add_clocks
 from solvers.xengine.program import BEGIN, MOST_COLUMNS, Class, XEngineProgram
 from solvers.xengine.steps import lazy_schedule, serial_schedule
 
+_ONE_HALF = 0.5
+_ROUNDING = 1e-6  # of the makespan of a known schedule, in floating point
 _SERIAL_SHARE = 0.3  # of the time that is left, for the serial program, where it is not the one that is asked for
-_AHEAD = Class(stay=True, ahead=True)
+_ONCE_SHARE = 0.5  # of what is left then, for schedules that execute each op once, where all may be looked for
 
 
 @dataclass(frozen=True, slots=True)
 class XEngineParams:
-    """Which schedules the serial program has.
+    """Which schedules are looked for.
 
     Attributes:
-        stay: copies may be handed on to the next stage; published: they go with the stage.
+        stay: copies may be handed on to the next stage; published: they go with the stage. For the makespan they always may.
+        again: ops may be executed more than once, as published; without, only where each runs is chosen.
     """
 
     stay: bool = False
+    again: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,18 @@ def solve(request: Request, *, overlapped: bool = False) -> Result:
     Args:
         request: its parameters are ``XEngineParams``.
         overlapped: minimise the makespan, from the best serial schedule with copies that stay; the bound then covers
-            schedules that execute each op at most once per stage and device, in program order.
+            schedules that execute each op at most once per stage and device, in program order (just once, without ``again``).
 
     Raises:
         GraphError: the graph has other choices than placement.
     """
-    params = XEngineParams(stay=True) if overlapped else request.params_of(XEngineParams())
+    params = request.params_of(XEngineParams())
+    params = replace(params, stay=params.stay or overlapped)
     placement = placement_of(request.graph)
     if len(placement.pools) == 1:
         why = "the graph has one device: give it the option placement, or use the solver checkmate"
         return _result(request, why, Reason.INAPPLICABLE, overlapped=overlapped)
-    program = XEngineProgram(placement, request.budget_bytes, Class(stay=params.stay))
+    program = XEngineProgram(placement, request.budget_bytes, Class(stay=params.stay, again=params.again))
     if not program.build():
         return _result(request, _too_large(placement), Reason.SIZE, overlapped=overlapped)
     program.count_seconds()
@@ -86,39 +91,53 @@ def solve(request: Request, *, overlapped: bool = False) -> Result:
         if ahead is None:
             return _result(request, _too_large(placement), Reason.SIZE, overlapped=True)
         found = ahead
-    return _result(request, overlapped=overlapped, found=found, stay=params.stay)
+    return _result(request, overlapped=overlapped, found=found, params=params)
 
 
 def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
-    """The best makespan, from the solution `values` of the serial program; None if the program with clocks is too large."""
-    horizon_s = simulate(request.graph, found.schedule).time_s
-    program = XEngineProgram(serial.placement, request.budget_bytes, _AHEAD, whole_frees=True)
-    if not program.build():
-        return None
-    add_clocks(program, horizon_s)
-    if len(program.cost) > MOST_COLUMNS:
-        return None
-    request.tell("solving XEngine's program with clocks", horizon_s, None)
-    milp = program.milp()
-    started = _solved(_like(serial, values, program, milp), request, request.clock, program.unit_s, 1.0)
-    answer = _solved(milp, request, request.clock, program.unit_s, request.tolerance.first, started.values)
-    if answer.values is not None:
-        schedule = lazy_schedule(program, answer.values)
-        if simulate(request.graph, schedule).time_s < horizon_s:
-            found = replace(found, schedule=schedule)
-    return replace(found, bound_s=max(0.0, answer.bound * program.unit_s))
+    """The best makespan, from the solution `values` of the serial program; None if the program with clocks is too large.
+
+    Where each op is executed once, that is looked at first: it is a far smaller program.
+    """
+    wanted = serial.schedules.again
+    once = not any(t > i and values[column] > _ONE_HALF for (_, t, i), column in serial.R.items())
+    known = serial
+    for again in (False, True) if once and wanted else (wanted,):
+        horizon_s = simulate(request.graph, found.schedule).time_s
+        program = XEngineProgram(
+            serial.placement, request.budget_bytes, Class(stay=True, ahead=True, again=again), whole_frees=True
+        )
+        if not program.build():
+            return None
+        add_clocks(program, horizon_s * (1 + _ROUNDING))
+        if len(program.cost) > MOST_COLUMNS:
+            return None
+        request.tell("solving XEngine's program with clocks", horizon_s, None)
+        clock = request.clock.part(_ONCE_SHARE * left(request.clock)) if again is not wanted else request.clock
+        milp = program.milp()
+        started = _solved(_like(known, values, program, milp), request, clock, program.unit_s, 1.0)
+        answer = _solved(milp, request, clock, program.unit_s, request.tolerance.first, started.values)
+        if answer.values is not None:
+            known, values = program, answer.values
+            schedule = lazy_schedule(program, values)
+            if simulate(request.graph, schedule).time_s < horizon_s:
+                found = replace(found, schedule=schedule)
+        if again is wanted:
+            found = replace(found, bound_s=max(0.0, answer.bound * program.unit_s))
+    return found
 
 
-def _like(serial: XEngineProgram, values: Floats, program: XEngineProgram, milp: Milp) -> Milp:
-    """`milp` of `program` with what is executed, copied and handed on as in a solution of the serial program."""
-    chosen = {program.R[key]: values[column] for key, column in serial.R.items()}
-    chosen |= dict.fromkeys(program.A.values(), 0.0)
-    chosen |= dict.fromkeys(program.S.values(), 0.0)
-    chosen |= {program.S[key]: values[column] for key, column in serial.S.items()}
-    for (d, e, t, x, turn), column in serial.A.items():
+def _like(known: XEngineProgram, values: Floats, program: XEngineProgram, milp: Milp) -> Milp:
+    """`milp` of `program` with what is executed, copied and handed on as in a solution of a program with fewer schedules."""
+    chosen = dict.fromkeys((*program.R.values(), *program.A.values(), *program.S.values()), 0.0)
+    for theirs, ours in ((known.R, program.R), (known.S, program.S)):
+        chosen |= {ours[key]: values[column] for key, column in theirs.items() if key in ours}
+    for (d, e, t, x, turn), column in known.A.items():
         key = (d, e, t, x, turn)
         # Where a stage has one op only, it begins just before that.
-        chosen[program.A[key if key in program.A else (d, e, t, x, BEGIN)]] = values[column]
+        target = program.A.get(key, program.A.get((d, e, t, x, BEGIN)))
+        if target is not None and values[column] > _ONE_HALF:
+            chosen[target] = 1.0
     lower, upper = milp.lower.copy(), milp.upper.copy()
     columns = list(chosen)
     lower[columns] = upper[columns] = np.round(list(chosen.values()))
@@ -159,17 +178,18 @@ def _result(
     *,
     overlapped: bool,
     found: _Found | None = None,
-    stay: bool = False,
+    params: XEngineParams | None = None,
 ) -> Result:
     status, settings = Status.LIMIT, dict(request.settings)
     bound_s = None
-    if found is not None:
+    if found is not None and params is not None:
         time_s = simulate(request.graph, found.schedule).time_s
         bound_s = None if found.bound_s is None else min(found.bound_s, time_s)
         status = Status.FEASIBLE if bound_s is None else status_of(time_s, bound_s, request.tolerance.first)
         settings |= {
             "objective": "makespan" if overlapped else "serial sum",
-            "copies": "stay, and are made ahead" if overlapped else "stay" if stay else "for a stage",
+            "copies": "stay, and are made ahead" if overlapped else "stay" if params.stay else "for a stage",
+            "executed": "again where it helps" if params.again else "once",
             "serial_s": found.serial_s,
             "serial_bound_s": found.serial_bound_s,
         }

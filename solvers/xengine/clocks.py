@@ -164,6 +164,7 @@ class _Clocks:
             program.at_most([*times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
             for p in sorted({program.made_at[x] for x in op.inputs} - {-1}):
                 begin = earliest[p]
+                program.at_most([(begin, 1), (end, -1)], -min(seconds for _, seconds in times))
                 program.at_most([(begin, 1), *times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
                 for x in (x for x in op.inputs if program.made_at[x] == p):
                     for there, e in runs:

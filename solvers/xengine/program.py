@@ -41,10 +41,12 @@ class Class:
     Attributes:
         stay: a copy may be handed on to the next stage; published: it goes with the stage.
         ahead: copies may be made when a stage begins, for later ones.
+        again: ops may be executed more than once.
     """
 
     stay: bool = False
     ahead: bool = False
+    again: bool = True
 
 
 PUBLISHED = Class()
@@ -110,7 +112,7 @@ class XEngineProgram(Columns):
         for d in self.devices:
             for i in range(t + 1):
                 run = self.placement.runs[d][i]
-                if run is not None and (i == t or t <= self.last_run[i]):
+                if run is not None and (i == t or (self.schedules.again and t <= self.last_run[i])):
                     self.R[d, t, i] = self._timed(run)
             for x, place in enumerate(self.placement.places[d]):
                 if place is not None and max(self.made_at[x], 0) < t <= self._until(d, x) and self._can_stay(d, x):
@@ -167,9 +169,7 @@ class XEngineProgram(Columns):
     def add_inputs(self, t: int) -> None:
         """R[e,t,v] <= R[e,t,p(x)] + S[e,t,x] + sum of A[d,e,t,x,w] for w <= v."""
         for (e, stage, v), executed in self.R.items():
-            if stage != t:
-                continue
-            for x in self.graph.ops[v].inputs:
+            for x in self.graph.ops[v].inputs if stage == t else ():
                 if self.s(e, t, x) != ONE:
                     self.at_most([(executed, 1), *self._there(e, t, x, v)], 0)
 

@@ -100,11 +100,12 @@ class Plan:
     @property
     def recomputed(self) -> int:
         """Executions of the program's ops beyond the first of each."""
-        return sum(op < self.graph.ops for op in self.schedule.computed) - self.graph.ops
+        executed = [op for op in self.schedule.computed if op < self.graph.ops]
+        return len(executed) - len(set(executed))
 
     @property
     def copied(self) -> int:
-        """Executions of optional ops: copies to other pools and back."""
+        """Executions of optional ops: copies to other pools and back, and what runs in place of the program's ops."""
         return sum(op >= self.graph.ops for op in self.schedule.computed)
 
     @property

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.cost.link import MEASURED_LINK, measured_link
 from graphs.plan import Plan
+from graphs.pools import HOST
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.choices import recorded_link
 from planner.visible import visible
@@ -64,7 +65,8 @@ def plan_text(plan: Plan) -> str:
 
 
 def _copied(plan: Plan) -> str:
-    return f", {plan.copied:,} copies" if plan.copied else ""
+    what = "copies" if plan.pool_peaks_bytes.keys() <= {HOST} else "copies and ops on other devices"
+    return f", {plan.copied:,} {what}" if plan.copied else ""
 
 
 def _tolerated(plan: Plan) -> str:

@@ -218,6 +218,8 @@ def test_a_graph_with_placement_is_planned_by_the_reference_for_it(tmp_path: Pat
     plan = planner.solve(offered, "100%", solver="xengine-overlapped", time_limit_s=10)
     assert plan.graph.ops == len(graph.ops) and plan.time_s < graph.time_s
     assert plan.pool_peaks_bytes["second"] > 0
+    assert plan.recomputed == 0 < plan.copied
+    assert f"0 ops recomputed, {plan.copied} copies and ops on other devices" in plan_text(plan)
     assert isinstance(plan.settings["serial_s"], float) and plan.time_s <= plan.settings["serial_s"]
     with pytest.raises(GraphError, match="without other choices"):
         planner.solve(offered, "100%")

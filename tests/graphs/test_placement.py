@@ -9,7 +9,7 @@ from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Op, Tensor
 from graphs.options import with_options
 from graphs.options.placement import placed, placement_of
-from graphs.options.surroundings import OtherDevice, Surroundings
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
@@ -124,11 +124,11 @@ def test_the_judge_counts_each_memory_and_each_clock() -> None:
 def test_graphs_and_devices_that_do_not_do() -> None:
     cpu = OtherDevice("cpu", (1.0, 1.0), 1.0)
     with pytest.raises(GraphError, match="needs another device"):
-        with_options(layer(), ("placement",), Surroundings(1.0))
+        with_options(layer(), ("placement",), Surroundings(Link.even(1.0)))
     with pytest.raises(GraphError, match="has 2 times for a program of 5 ops"):
         on_devices(diamond(), cpu)
     with pytest.raises(GraphError, match="has choices already"):
-        placed(on_devices(layer(), cpu), Surroundings(1.0, others=(cpu,)))
+        placed(on_devices(layer(), cpu), Surroundings(Link.even(1.0), others=(cpu,)))
     with pytest.raises(GraphError, match="appears twice"):
         on_devices(layer(), cpu, cpu)
     for speed in (0.0, -1.0, float("inf")):

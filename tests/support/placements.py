@@ -4,12 +4,12 @@ import random
 
 from graphs.ir import Graph
 from graphs.options import with_options
-from graphs.options.surroundings import OtherDevice, Surroundings
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.draft import Draft
 
 
 def on_devices(graph: Graph, *others: OtherDevice) -> Graph:
-    return with_options(graph, ("placement",), Surroundings(1.0, others=others))
+    return with_options(graph, ("placement",), Surroundings(Link.even(1.0), others=others))
 
 
 def random_placement(seed: int, ops: int) -> tuple[Graph, int]:

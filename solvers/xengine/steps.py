@@ -1,7 +1,9 @@
 """From a solution of XEngine's program to a schedule."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from graphs.ir import Graph
+from graphs.options.placement import COPY
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from solvers.highs.program import Floats
 from solvers.xengine.program import XEngineProgram
@@ -15,7 +17,7 @@ def serial_schedule(program: XEngineProgram, values: Floats) -> Schedule:
 def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
     """The same with each tensor held until the solution lets it go: who frees it waits for its copies.
 
-    Where all fits, nothing is freed.
+    Where all fits, nothing is freed. Copies that nobody reads cost the makespan nothing, and are left out.
     """
     graph = program.placement.whole
     base = {t: (d, x) for d, place in enumerate(program.placement.places) for x, t in enumerate(place) if t is not None}
@@ -31,7 +33,7 @@ def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
         for turn in program.turns(stage):
             for where, when, op in executed:
                 if (where, when) == (stage, turn) and not (
-                    graph.ops[op].target == "copy" and there.issuperset(graph.ops[op].outputs)
+                    graph.ops[op].target == COPY and there.issuperset(graph.ops[op].outputs)
                 ):
                     steps.append(Compute(op))
                     there.update(graph.ops[op].outputs)
@@ -46,7 +48,30 @@ def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
             stays = graph.tensors[t].static or t in graph.kept or program.capacity[d] is None
             if not stays and (handed_on is None or values[handed_on] < 0.5):
                 go(t)
-    return Schedule(tuple(steps))
+    return Schedule(_without_unread(graph, steps))
+
+
+def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """`steps` without copies that are freed before they are read, or never are, and without their frees."""
+    wanted = set(graph.kept)
+    found: list[Step | None] = []
+    freed: dict[int, int] = {}  # where the free of what a copy may have made stands in `found`
+    for step in reversed(steps):
+        if isinstance(step, Free):
+            freed[step.tensor] = len(found)
+            wanted.discard(step.tensor)
+            found.append(step)
+            continue
+        op = graph.ops[step.op]
+        places = [freed.pop(t) for t in op.outputs if t in freed]
+        if op.target == COPY and wanted.isdisjoint(op.outputs):
+            for place in places:
+                found[place] = None
+            continue
+        wanted.difference_update(op.outputs)
+        wanted.update(op.inputs)
+        found.append(step)
+    return tuple(step for step in reversed(found) if step is not None)
 
 
 def _executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, int, int]]:

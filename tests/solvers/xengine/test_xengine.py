@@ -135,6 +135,26 @@ def test_devices_work_side_by_side() -> None:
     assert sum("copy" in name for name in names(graph, result)) == 1
 
 
+def test_where_each_op_runs_once_only_its_device_is_chosen() -> None:
+    compared = 0
+    for seed in range(8):
+        graph, budget = random_placement(200 + seed, 4)
+        params = XEngineParams(again=False)
+        once = get_solver("xengine-overlapped")(ask(graph, budget, tolerance=CLOSE, params=params))
+        serial = get_solver("xengine")(ask(graph, budget, tolerance=CLOSE, params=params))
+        if once.schedule is None or once.time_s is None:
+            continue
+        check_by_both_judges(graph, once)
+        done = [p for op in once.schedule.computed for p in (graph.ops[op].stands_for or (op,)) if p < len(graph.program)]
+        assert sorted(done) == list(range(len(graph.program)))
+        assert once.status is Status.OPTIMAL and once.settings["executed"] == "once"
+        assert serial.time_s is None or once.time_s <= serial.time_s + CLOSE
+        published = sum_of(solved(graph, budget))
+        assert serial.schedule is None or (published is not None and published <= (sum_of(serial) or 0.0) + CLOSE)
+        compared += 1
+    assert compared >= 5
+
+
 def test_where_the_other_device_is_faster_all_goes_there_and_what_is_kept_comes_back() -> None:
     draft = Draft()
     weight = draft.static("weight", 4)

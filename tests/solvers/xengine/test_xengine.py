@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import diamond, training_chain
-from solvers import highs, xengine
+from solvers import highs
 from solvers.clock import WallClock
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
@@ -208,7 +208,7 @@ def test_graphs_that_it_is_not_for() -> None:
     assert (tight.status, tight.reason) == (Status.LIMIT, Reason.MEMORY) and "raise --budget" in tight.message
 
 
-def test_without_time_the_serial_schedule_is_the_answer_or_none() -> None:
-    graph = two_branches()
-    stopped = xengine.solve(ask(graph, 100, should_stop=lambda: True), overlapped=True)
-    assert stopped.reason is Reason.TIME or stopped.time_s is not None
+@pytest.mark.parametrize("name", ["xengine", "xengine-overlapped"])
+def test_without_time_nothing_is_found(name: str) -> None:
+    result = get_solver(name)(ask(two_branches(), 100, time_limit_s=1e-9))
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.TIME) and "--time-limit" in result.message

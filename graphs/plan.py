@@ -100,8 +100,8 @@ class Plan:
     @property
     def recomputed(self) -> int:
         """Executions of the program's ops beyond the first of each."""
-        executed = [op for op in self.schedule.computed if op < self.graph.ops]
-        return len(executed) - len(set(executed))
+        program = [op for op in self.schedule.computed if op < self.graph.ops]
+        return len(program) - len(set(program))
 
     @property
     def copied(self) -> int:

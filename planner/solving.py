@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph, check_sums
+from graphs.options import without_options
 from graphs.options.offload import offloaded, without_copies
-from graphs.options.placement import placement_of
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import Simulation, simulate
@@ -135,8 +135,7 @@ def summarize(graph: Graph) -> GraphSummary:
         GraphError: its sizes or times sum to more than can be counted, or it has choices that no solver knows.
     """
     check_sums(graph)
-    placed = any(op.stands_for for op in graph.ops)
-    program = placement_of(graph).program if placed else without_copies(graph)[0]
+    program = without_options(graph)
     return GraphSummary(
         fingerprint=graph.fingerprint,
         ops=len(program.ops),

@@ -1,10 +1,10 @@
 """What schedules need: lower bounds on the least feasible budget, in one order of the ops and in any, and what sets them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 from graphs.options.offload import Copies
 from graphs.units import format_bytes
 
@@ -55,7 +55,7 @@ def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudge
     may be higher.
 
     Args:
-        graph: one without choices.
+        graph: one with one pool and one stream.
         copies: round trips to the host. What makes one may be there until it is read, though nothing makes it again; of
             these tensors together no more than the host holds.
     """
@@ -74,26 +74,62 @@ def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudge
 def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None) -> Need:
     """The largest need when nothing that takes more than `budget_bytes` (None: no limit) is executed again.
 
+    Of ops that may be executed in one place the least need counts, and none where the place may be left out.
     `copies` as in ``least_budget_bound``.
     """
     sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
-    held = _held_bytes(graph, sizes, budget_bytes, copies)
+    held, stays, away = _held_bytes(graph, sizes, budget_bytes, copies)
+    instead: dict[int, list[Op]] = {}
+    left_out: set[int] = set()
+    for op in graph.ops[len(graph.program) :]:
+        if op.stands_for:
+            instead.setdefault(op.stands_for[-1], []).append(op)
+            left_out.update(op.stands_for[:-1])
     best: Need | None = None
-    for op in graph.ops:
-        inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
-        total = graph.static_bytes + inputs + outputs + op.workspace_bytes + held[op.id]
-        if best is None or total > best.total_bytes:
-            best = Need(op.id, total, graph.static_bytes, inputs, outputs, op.workspace_bytes, held[op.id])
-    assert best is not None  # a graph has an op
+    for place in graph.program:
+        if place.id in left_out:
+            continue
+        needs = [_need_of(graph, sizes, place, held[place.id])]
+        for op in instead.get(place.id, ()):
+            own = {*op.inputs, *op.outputs}.difference(place.inputs, place.outputs)
+            twice = sum(sizes[t] for t in own for whose in (stays, away) if t in whose and whose[t][0] <= place.id < whose[t][1])
+            apart = set(place.inputs).difference(op.inputs, op.outputs)
+            more = sum(sizes[t] for t in apart if t in stays and stays[t][0] <= place.id < stays[t][1])
+            needs.append(_need_of(graph, sizes, op, held[place.id] - twice + more))
+        need = min(needs, key=lambda need: need.total_bytes)
+        if best is None or need.total_bytes > best.total_bytes:
+            best = need
+    if best is None:  # all places may be left out
+        last = graph.program[-1]
+        return Need(last.id, graph.static_bytes, graph.static_bytes, 0, 0, 0, 0)
     return best
 
 
-def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None, copies: Copies | None) -> list[int]:
-    """For each op the bytes outside its inputs and outputs that must be in memory when it is first executed."""
-    n = len(graph.ops)
+def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int) -> Need:
+    inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
+    total = graph.static_bytes + inputs + outputs + op.workspace_bytes + held_bytes
+    return Need(op.id, total, graph.static_bytes, inputs, outputs, op.workspace_bytes, held_bytes)
+
+
+_Stays = dict[int, tuple[int, int]]  # for tensors, from which op to before which they must be somewhere
+
+
+def _held_bytes(
+    graph: Graph, sizes: list[int], budget_bytes: int | None, copies: Copies | None
+) -> tuple[list[int], _Stays, _Stays]:
+    """For each op of the program the bytes outside its inputs and outputs that must be in memory when it is first executed.
+
+    And the tensors that these are of: those that must be there, and those that may be on the host, as far as it holds them.
+    """
+    n = len(graph.program)
+    stood_for = {p for op in graph.ops for p in op.stands_for}
     here, movable = [0] * (n + 1), [0] * (n + 1)
+    stays: _Stays = {}
+    away: _Stays = {}
     kept_bytes = 0
-    for op in graph.ops:
+    for op in graph.program:
+        if op.id in stood_for:
+            continue  # nothing is sure of what it makes
         outputs = sum(sizes[t] for t in op.outputs)
         kept_bytes += sum(sizes[t] for t in op.outputs if t in graph.kept)
         # Executed again, it meets at least the kept tensors made up to it; its own are made a second time.
@@ -101,14 +137,18 @@ def _held_bytes(graph: Graph, sizes: list[int], budget_bytes: int | None, copies
         again += outputs + op.workspace_bytes
         fixed = not op.recomputable or (budget_bytes is not None and again > budget_bytes)
         for t in op.outputs:
-            readers = graph.consumers[t]
+            readers = [r for r in graph.consumers[t] if r < n]
+            sure = [r for r in readers if r not in stood_for]
             if t in graph.kept:
-                _add(here, sizes[t], op.id + 1, n, readers)
-            elif fixed and readers:
-                _add(movable if copies is not None and t in copies.trips else here, sizes[t], op.id + 1, readers[-1], readers)
+                stays[t] = op.id + 1, n
+            elif fixed and sure and len(graph.tensors[t].producers) == 1:
+                (away if copies is not None and t in copies.trips else stays)[t] = op.id + 1, sure[-1]
+            for change, whose in ((here, stays), (movable, away)):
+                if t in whose:
+                    _add(change, sizes[t], *whose[t], readers)
     room = None if copies is None else copies.host_bytes
     left = [0 if room is None else max(0, size - room) for size in accumulate(movable)]
-    return [held + more for held, more in zip(accumulate(here[:n]), left, strict=False)]
+    return [held + more for held, more in zip(accumulate(here[:n]), left, strict=False)], stays, away
 
 
 def _add(change: list[int], size: int, begin: int, end: int, readers: Iterable[int]) -> None:
@@ -122,7 +162,7 @@ def _add(change: list[int], size: int, begin: int, end: int, readers: Iterable[i
 
 
 def any_order_need(graph: Graph) -> Need:
-    """The largest need of a single op that is there in every order of the ops.
+    """The largest need of a single op that is there in every order of the ops of a graph without choices.
 
     When op v is executed, what it depends on has been executed before. So in memory are its inputs, outputs and
     workspace, and the kept tensors that were made by what it depends on, directly or by way of others.
@@ -167,8 +207,8 @@ WAY_OUT = "Raise --budget, or lower the batch size (planner info model.json show
 
 def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> str:
     """Why `budget_bytes`, which is below `least`, cannot do, and the way out."""
-    anyway = any_order_need(graph)
-    if budget_bytes >= anyway.total_bytes:
+    anyway = None if len(graph.ops) > len(graph.program) else any_order_need(graph)
+    if anyway is None or budget_bytes >= anyway.total_bytes:
         return (
             f"budget {_below(budget_bytes, least.budget_bytes)}, the least any schedule of this graph needs that first executes "
             f"the ops in the order that was tried: {describe_need(graph, least.need)}. {WAY_OUT}"

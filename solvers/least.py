@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphs.ir import Graph
+from graphs.options import without_options
 from graphs.options.offload import without_copies
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -80,11 +81,12 @@ def least_budget(
 
 def least_known(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Schedule:
     """The schedule of least peak that comes without solving anything: nothing is proved."""
-    program, copies = without_copies(graph)
+    rest, copies = without_copies(graph)
+    program = without_options(rest)
     found = [store_all(program)]
-    if copies is not None:
+    if copies is not None and rest.plain:
         found.append(least_sending(graph, clock.part(_SENDING * clock.limit), should_stop=should_stop).schedule)
-    proved = least_budget_bound(program, copies).budget_bytes
+    proved = least_budget_bound(rest, copies).budget_bytes
     evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved)
     judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
     return min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0]

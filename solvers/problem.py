@@ -4,7 +4,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
+from graphs.options import without_options
 from graphs.options.offload import Copies, without_copies
+from solvers.places import Places, circles, places_of
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
 
@@ -13,19 +15,26 @@ OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the obj
 class Problem:
     """What the models need to know of a graph, for one budget.
 
+    Ops are numbered by their positions in `places`: in program order, with optional ops between.
+
     Attributes:
         whole: where it comes from.
         graph: the same without round trips to the host; ops and tensors have the same ids.
         copies: these round trips, None if there are none.
+        places: which op of the graph has which position, and what stands for what.
         capacity_bytes: M, the budget less the static bytes.
         time_s: c_i for each op.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
         sizes: b_t for each tensor (0 for static ones).
-        producers: p(t) for each tensor (-1 for static ones).
+        makers: for each tensor the ops that make it, in order.
+        producers: p(t) for each tensor (-1 for static ones), the first of its makers.
+        consumers: for each tensor the ops that read it, in order.
         kept: whether t must be in memory at the end.
+        settled: for each tensor the op by whose place it has certainly been made, if it is kept.
         own_bytes: bytes(io(i)) + w_i for each op.
         again_bytes: the same for a recomputation of i: its kept outputs are there already, and made again.
-        recomputable: whether a further execution of i is allowed and may serve something.
+        recomputable: whether an execution of i besides the one in its place is allowed and may serve something.
+        circles: sets of ops each of which depends on all the others, by way of what is made a second time.
         last_use: for each tensor the last op that can want it, recomputations of its readers included.
         last_worth: for each op the last op for which a recomputation of i may be worth anything (-1: none).
         last_again: for each op the op before which it may run again at the latest: the first one after it
@@ -35,16 +44,21 @@ class Problem:
     whole: Graph
     graph: Graph
     copies: Copies | None
+    places: Places
     capacity_bytes: int
     time_s: tuple[float, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
+    makers: tuple[tuple[int, ...], ...]
     producers: tuple[int, ...]
+    consumers: tuple[tuple[int, ...], ...]
     kept: tuple[bool, ...]
+    settled: tuple[int, ...]
     own_bytes: tuple[int, ...]
     again_bytes: tuple[int, ...]
     recomputable: tuple[bool, ...]
+    circles: tuple[tuple[int, ...], ...]
     last_use: tuple[int, ...]
     last_worth: tuple[int, ...]
     last_again: tuple[int, ...]
@@ -61,8 +75,18 @@ class Problem:
 
     @property
     def base_s(self) -> float:
-        """Seconds of the step without recomputation."""
+        """Seconds of the program's ops, each executed once."""
         return self.graph.time_s
+
+    @property
+    def least_s(self) -> float:
+        """No schedule takes less: the program's ops once, or what stands for them where that is faster."""
+        gains: dict[int, float] = {}
+        for b, group in enumerate(self.places.stands_for):
+            if group:
+                gain = sum(self.time_s[i] for i in group) - self.time_s[b]
+                gains[group[-1]] = max(gains.get(group[-1], 0.0), gain)
+        return self.base_s - sum(gains.values())
 
     def units(self, seconds: float) -> float:
         """Seconds in the units of the objectives; 0 if no op takes time."""
@@ -77,37 +101,57 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
             models find are schedules of the graph still, but no bounds.
 
     Raises:
-        GraphError: the graph has choices other than round trips to the host.
+        GraphError: the graph has other pools or streams than round trips to the host need.
     """
     whole = graph
     graph, copies = without_copies(whole)
-    allowed = [op.recomputable and (repeatable is None or op.id in repeatable) for op in graph.ops]
+    places = places_of(graph)
+    if places.plain and not graph.plain:  # nothing that is optional can be used
+        graph = without_options(graph)
+        if copies is not None:
+            made = {t.id for t in graph.tensors if not t.static}
+            copies = replace(copies, trips={t: trip for t, trip in copies.trips.items() if t in made})
+    ops = [graph.ops[op] for op in places.ids]
+    capacity_bytes = budget_bytes - graph.static_bytes
+    allowed = [
+        all(graph.ops[p].recomputable for p in (*op.stands_for, op.id)) and (repeatable is None or op.id in repeatable)
+        for op in ops
+    ]
+    allowed = [may or places.optional[i] for i, may in enumerate(allowed)]
     produced = [not t.static for t in graph.tensors]
     sizes = tuple(t.size_bytes if produced[t.id] else 0 for t in graph.tensors)
     kept = tuple(t.id in graph.kept for t in graph.tensors)
-    inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in graph.ops)
-    own = tuple(sum(sizes[t] for t in (*inputs[op.id], *op.outputs)) + op.workspace_bytes for op in graph.ops)
-    again = tuple(own[op.id] + sum(sizes[t] for t in op.outputs if kept[t]) for op in graph.ops)
-    last_use, last_worth = _uses(graph, allowed)
+    inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in ops)
+    outputs = tuple(op.outputs for op in ops)
+    own = tuple(sum(sizes[t] for t in (*inputs[i], *outputs[i])) + op.workspace_bytes for i, op in enumerate(ops))
+    again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
+    makers = _positions(outputs, len(sizes))
+    program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in makers]
+    settled = tuple(max((p, *places.stood_by[p])) if p >= 0 else len(ops) for p in program)
+    last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
+    needed = [again[i] if places.sure[i] else own[i] for i in range(len(ops))]
     return Problem(
         whole=whole,
         graph=graph,
         copies=copies,
-        capacity_bytes=budget_bytes - graph.static_bytes,
-        time_s=tuple(op.time_s for op in graph.ops),
+        places=places,
+        capacity_bytes=capacity_bytes,
+        time_s=tuple(op.time_s for op in ops),
         inputs=inputs,
-        outputs=tuple(op.outputs for op in graph.ops),
+        outputs=outputs,
         sizes=sizes,
-        producers=tuple(t.producers[0] if t.producers else -1 for t in graph.tensors),
+        makers=makers,
+        producers=tuple(of_t[0] if of_t else -1 for of_t in makers),
+        consumers=_positions(inputs, len(sizes)),
         kept=kept,
+        settled=settled,
         own_bytes=own,
         again_bytes=again,
-        recomputable=tuple(
-            allowed[op.id] and last_worth[op.id] > op.id and again[op.id] <= budget_bytes - graph.static_bytes for op in graph.ops
-        ),
+        recomputable=tuple(allowed[i] and last_worth[i] > i and needed[i] <= capacity_bytes for i in range(len(ops))),
+        circles=() if places.plain else circles(inputs, outputs),
         last_use=last_use,
         last_worth=last_worth,
-        last_again=_writers_after(graph),
+        last_again=_writers_after(graph, places),
     )
 
 
@@ -144,29 +188,53 @@ def without_small(problem: Problem, share: float) -> Problem:
     )
 
 
-def _writers_after(graph: Graph) -> tuple[int, ...]:
+def _positions(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
+    """For each of `count` tensors the ops that have it among those of theirs in `tensors`."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for i, of_op in enumerate(tensors):
+        for t in of_op:
+            found[t].append(i)
+    return tuple(map(tuple, found))
+
+
+def _writers_after(graph: Graph, places: Places) -> tuple[int, ...]:
     """`last_again`."""
+    ops = [graph.ops[op] for op in places.ids]
     writers: dict[int, list[int]] = {}
-    for op in graph.ops:
-        for t in op.mutates:
-            writers.setdefault(t, []).append(op.id)
+    for i, op in enumerate(ops):
+        for t in () if op.optional else op.mutates:
+            writers.setdefault(t, []).append(i)
     return tuple(
-        min((w for t in (*op.inputs, *op.mutates) for w in writers.get(t, ()) if w > op.id), default=len(graph.ops))
-        for op in graph.ops
+        min((w for t in (*op.inputs, *op.mutates) for w in writers.get(t, ()) if w > i), default=len(ops))
+        for i, op in enumerate(ops)
     )
 
 
-def _uses(graph: Graph, allowed: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _uses(
+    places: Places,
+    inputs: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    allowed: Sequence[bool],
+    there: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`last_use` and `last_worth`.
 
-    last_use(t)   = max over consumers c of t of: c, and last_worth(c) if c may be recomputed
-    last_worth(i) = max over outputs t of i that are not kept of last_use(t)
+    last_use(t)   = max over consumers c of t of: c, if it is executed in its place, and last_worth(c) if it may be elsewhere
+    last_worth(i) = max of last_use(t) over outputs t of i, but for those that are certainly there
+
+    Args:
+        there: for each tensor the op from whose place on it is.
     """
-    last_use = [-1] * len(graph.tensors)
-    last_worth = [-1] * len(graph.ops)
-    for op in reversed(graph.ops):
-        last_worth[op.id] = max((last_use[t] for t in op.outputs if t not in graph.kept), default=-1)
-        latest = max(op.id, last_worth[op.id]) if allowed[op.id] else op.id
-        for t in op.inputs:
-            last_use[t] = max(last_use[t], latest)
+    last_use = [-1] * len(there)
+    last_worth = [-1] * len(inputs)
+    before: list[int] = []
+    while last_use != before:  # more than twice only where ops depend on each other
+        before = list(last_use)
+        for i in range(len(inputs) - 1, -1, -1):
+            last_worth[i] = max((last_use[t] for t in outputs[i] if there[t] > i), default=-1)
+            latest = max(-1 if places.optional[i] else i, last_worth[i] if allowed[i] else -1)
+            for t in inputs[i]:
+                last_use[t] = max(last_use[t], latest)
+        if places.plain:
+            break
     return tuple(last_use), tuple(last_worth)

@@ -6,6 +6,7 @@ from importlib import import_module
 
 from graphs.errors import PlannerError
 from graphs.ir import check_plain
+from graphs.options.offload import without_copies
 from solvers.request import Request
 from solvers.result import Result
 
@@ -16,14 +17,16 @@ Solver = Callable[[Request], Result]  # finds a schedule within the budget, or s
 class Entry:
     """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with.
 
-    With `copies` it takes graphs that offer round trips to the host, with `places` those that offer other devices; all others
-    refuse graphs with choices. With `offloads` it does nothing without round trips, with `places` nothing without devices.
+    With `copies` it takes graphs that offer round trips to the host, with `choices` such with optional ops beside the
+    program's, with `places` those that offer other devices; all others refuse graphs with choices. With `offloads` it does
+    nothing without round trips, with `places` nothing without devices.
     """
 
     module: str
     description: str
     options: Mapping[str, object] = field(default_factory=dict)
     copies: bool = False
+    choices: bool = False
     offloads: bool = False
     places: bool = False
 
@@ -41,7 +44,10 @@ def _offload(module: str, description: str) -> Entry:
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry(
-        "solvers.windows", "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)", copies=True
+        "solvers.windows",
+        "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)",
+        copies=True,
+        choices=True,
     ),
     "store_all": Entry("solvers.policies.store_all", "keep everything: no recomputation"),
     "checkmate": Entry("solvers.checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)"),
@@ -99,8 +105,8 @@ def get_solver(name: str) -> Solver:
     function = import_module(entry.module).solve
 
     def solve(request: Request) -> Result:
-        if not entry.copies and not entry.places:
-            check_plain(request.graph)
+        if not entry.choices and not entry.places:
+            check_plain(without_copies(request.graph)[0] if entry.copies else request.graph)
         result: Result = function(request, **entry.options)
         return result
 

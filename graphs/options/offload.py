@@ -11,7 +11,7 @@ from types import MappingProxyType
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.surroundings import Surroundings
-from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 # What is smaller is not worth a copy: PCIe carries it in 20 us, about what it takes to start and to wait for it.
 LEAST_BYTES = 2**20
@@ -53,10 +53,10 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     States of generators stay. Tensors of less than ``LEAST_BYTES`` stay, unless the graph has only such.
 
     Raises:
-        GraphError: the graph has choices already.
+        GraphError: the graph has other pools or streams already.
     """
-    if not graph.plain:
-        raise GraphError("offload is added to a graph that has choices already: add it first, and once")
+    if len(graph.pools) > 1 or len(graph.streams) > 1:
+        raise GraphError("offload is added to a graph that has other pools or streams already: add it once, and before them")
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
     # What draws from a state writes it there first, and would have to wait for its copy.
     made = [t for t in made if graph.consumers[t.id] and t.kind is not Kind.RANDOM_STATE]
@@ -78,38 +78,40 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
 
 
 def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
-    """The inverse of ``offloaded``: the program alone, with the same ids, and the round trips (None: there are none).
+    """The inverse of ``offloaded``: the rest with the same ids, and the round trips (None: there are none).
 
     Raises:
-        GraphError: the graph has choices other than these.
+        GraphError: the graph has other pools or streams than those.
     """
-    if graph.plain:
+    if len(graph.pools) == 1 and len(graph.streams) == 1:
         return graph, None
     host = next((pool for pool in graph.pools if pool.name == HOST), None)
-    program = graph.program
     made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
+    rest = next((op.id for op in graph.ops if op.optional and op.stream != COMPUTE), len(graph.ops))
     trips: dict[int, RoundTrip] = {}
-    optional = graph.ops[len(program) :]
-    for out, back in zip(optional[::2], optional[1::2], strict=False):
+    copying = graph.ops[rest:]
+    for out, back in zip(copying[::2], copying[1::2], strict=False):
         if _is_round_trip(graph, out, back):
             trips[out.inputs[0]] = RoundTrip(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
-    only_these = len(graph.ops) == len(program) + 2 * len(trips) and len(graph.tensors) == made + len(trips)
+    only_these = len(copying) == 2 * len(trips) and len(graph.tensors) == made + len(trips)
     if (
         not only_these
+        or any(op.stream != COMPUTE for op in graph.ops[:rest])
         or len(graph.pools) != 2
         or host is None
         or host.owner != DEVICE_TO_HOST
         or graph.static_bytes_by_pool[HOST]
     ):
         raise GraphError(
-            f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(optional)} optional ops, which are "
-            "not just round trips of single tensors to the host: schedules are found for graphs without other choices"
+            f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
+            "optional ops, which are not just round trips of single tensors to the host: schedules are found for graphs without "
+            "other choices on other streams"
         )
-    tensors = tuple(replace(t, producers=t.producers[:1]) for t in graph.tensors[:made])
+    tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < rest)) for t in graph.tensors[:made])
     total = sum(tensors[t].size_bytes for t in trips)
     limited = host.capacity_bytes is not None and total > host.capacity_bytes
     copies = Copies(MappingProxyType(dict(sorted(trips.items()))), host.capacity_bytes if limited else None)
-    return Graph(program, tensors, graph.kept, graph.provenance), copies
+    return Graph(graph.ops[:rest], tensors, graph.kept, graph.provenance), copies
 
 
 def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:
@@ -118,6 +120,6 @@ def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:
         return False
     t, copy = graph.tensors[out.inputs[0]], graph.tensors[out.outputs[0]]
     places = (t.pool, copy.pool, out.stream, back.stream) == (DEVICE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE)
-    made = len(t.producers) == 2 and t.producers[1] == back.id and copy.producers == (out.id,)
+    made = len(t.producers) > 1 and t.producers[-1] == back.id and copy.producers == (out.id,)
     again = out.recomputable and back.recomputable and not out.stands_for and not back.stands_for
     return places and made and again and t.id not in graph.kept and copy.size_bytes == t.size_bytes and out.exact and back.exact

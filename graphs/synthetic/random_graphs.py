@@ -1,8 +1,11 @@
 """Random graphs, reproducible by their seeds."""
 
 import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
-from graphs.ir import Graph, Phase
+from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.synthetic.draft import Draft
 
 MiB = 2**20
@@ -78,3 +81,51 @@ def random_training_step(seed: int, layers: int) -> Graph:
         for j, t in zip(sources[i], made[1:], strict=True):
             gradients.setdefault(j, []).append(t)
     return draft.graph(kept, seed=seed)
+
+
+def random_options(seed: int, ops: int, most: int = 4) -> Graph:
+    """A ``random_graph`` with up to `most` optional ops: variants of one op, stand-ins for several, packed tensors.
+
+    What an op stands for may have other ops between. A packed tensor is made back, or read by a variant of its reader.
+    """
+    draw = random.Random(seed)
+    graph = random_graph(draw.randint(0, 10**9), ops)
+    made, tensors = list(graph.ops), list(graph.tensors)
+
+    def add(inputs: Iterable[int], outputs: Iterable[int], time_s: float, **more: Any) -> None:
+        op = Op(len(made), f"option{len(made)}", "synthetic", tuple(inputs), tuple(outputs), time_s, optional=True, **more)
+        op = replace(op, workspace_bytes=draw.choice((0, 0, draw.randint(1, 6))), recomputable=draw.random() < 0.85)
+        for t in op.outputs:
+            tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, op.id))
+        made.append(op)
+
+    def stand_for(group: list[Op], time_s: float, swapped: tuple[int, int] = (-1, -1)) -> None:
+        """An op for `group`, which makes what others read of it or is kept; it reads one tensor in place of another."""
+        inside = {t for p in group for t in p.outputs}
+        read = {t for p in graph.ops if p not in group for t in p.inputs} | graph.kept
+        inputs = [swapped[1] if t == swapped[0] else t for p in group for t in p.inputs if t not in inside]
+        outputs = [t for p in group for t in p.outputs if t in read or draw.random() < 0.2]
+        stands_for = tuple(p.id for p in group)
+        mutates = tuple(sorted({t for p in group for t in p.mutates}))
+        add(dict.fromkeys(inputs), dict.fromkeys(outputs), time_s, stands_for=stands_for, mutates=mutates)
+
+    while len(made) < ops + most and (len(made) == ops or draw.random() < 0.75):
+        first = draw.choice(graph.ops)
+        what = draw.random()
+        if what < 0.3:
+            stand_for([first], float(draw.randint(0, 9)))
+        elif what < 0.65:
+            group = [first, *(p for p in graph.ops[first.id + 1 : first.id + 4] if draw.random() < 0.6)]
+            stand_for(group, float(round(sum(p.time_s for p in group) * draw.uniform(0.4, 1.6))))
+        elif len(made) + 2 <= ops + most:
+            t = draw.choice([t for t in graph.tensors if not t.static])
+            packed = Tensor(len(tensors), f"{t.name}.packed{len(tensors)}", draw.randint(0, max(0, t.size_bytes - 1)), ())
+            tensors.append(packed)
+            add((t.id,), (packed.id,), float(draw.randint(0, 2)))
+            readers = graph.consumers[t.id]
+            if readers and draw.random() < 0.4:
+                reader = graph.ops[draw.choice(readers)]
+                stand_for([reader], reader.time_s + draw.randint(0, 2), (t.id, packed.id))
+            else:
+                add((packed.id,), (t.id,), float(draw.randint(0, 2)))
+    return Graph(tuple(made), tuple(tensors), graph.kept, {"made": "synthetic", "seed": seed})

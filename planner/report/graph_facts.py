@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.options import without_options
 from graphs.options.offload import offloaded, without_copies
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
@@ -80,8 +81,8 @@ class GraphFacts:
 def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of `graph`, with the largest ops and tensors first; what it offers besides its program is left out."""
     summary = summarize(graph)
-    whole = reordered(offloaded(graph, Surroundings(Link.even(1.0))) if graph.plain else graph).graph
-    graph, _ = without_copies(graph)
+    graph = without_options(graph)
+    whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
     least, found = least_budget_bound(order), simulate(order, least_known(order, WorkClock(_FINDING)))
     sending = simulate(whole, least_known(whole, WorkClock(_FINDING)))

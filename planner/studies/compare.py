@@ -8,7 +8,7 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.choices import Choices
 from planner.runtime.machine import commit, machine
@@ -75,7 +75,7 @@ class SolveRow:
         row = self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error")
         try:
             # What only recomputes does so in the program alone, whose schedules are schedules with all choices as well.
-            graph = self.graph if SOLVERS[task.method].copies else without_copies(self.graph)[0]
+            graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
             tolerance, clock = Tolerance.of(self.tolerance), WallClock(self.time_limit_s)
             result = solve(Request(graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
         except PlannerError as error:

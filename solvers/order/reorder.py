@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graphs.ir import Graph, Op
-from graphs.options.offload import without_copies
+from graphs.options import without_options
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.order.sifting import sifted
+from solvers.places import may_stand
 from solvers.policies.store_all import store_all
 from solvers.result import Result
 
@@ -54,12 +55,15 @@ def reordered(graph: Graph, clock: Clock | None = None) -> Reordering:
 
     Ops stay in their phase. Ops that draw random numbers, or may do what the graph does not show, keep their
     order among each other, and the readers of what is written in place their side of the write. In the new
-    order keeping everything has no higher peak, and the least budget no higher lower bound. Copies to the host, where the
-    graph offers them, have no place in the order.
+    order keeping everything has no higher peak, and the least budget no higher lower bound. Optional ops come
+    after the program's as before; what can stand for ops in the one order can in the other.
     """
     if not graph.plain:
-        program, _ = without_copies(graph)
-        return permuted(graph, (*reordered(program, clock).original, *range(len(program.ops), len(graph.ops))))
+        program = without_options(graph)
+        found = permuted(graph, (*reordered(program, clock).original, *range(len(program.ops), len(graph.ops))))
+        optional = range(len(program.ops), len(graph.ops))
+        lost = any(may_stand(graph, graph.ops[op]) and not may_stand(found.graph, found.graph.ops[op]) for op in optional)
+        return in_program_order(graph) if lost else found
     before, after = constraints(graph)
     should_stop = (lambda: False) if clock is None else partial(_stopped, clock, _WORK_PER_MOVE * len(graph.ops))
     order = sifted(graph, before, after, should_stop=should_stop)

@@ -12,6 +12,7 @@ from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.commitments import run_with_options
 from solvers.windows.heuristics.evicted import evicted, with_prices
 from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.heuristics.sending import sending_orders
@@ -27,6 +28,14 @@ _WORK_PER_STATES = 2e-2  # a thousand of them
 
 def run(search: Search) -> None:
     """Search until solved, stopped, or nothing is left to refine."""
+    if search.problem.places.plain:
+        _run(search)
+    else:
+        run_with_options(search, _run)
+
+
+def _run(search: Search) -> None:
+    """The same for a graph with nothing to choose but when to execute the program's ops, and round trips to the host."""
     ops = search.problem.ops
     whole = Discretization((ops - 1,))
     trial = search.offer(order_of(whole, range(ops)), whole)

@@ -14,8 +14,9 @@ from solvers.request import Request
 from solvers.result import is_within
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import Choice, Order, Trial, try_out
+from solvers.windows.solution.decode import Order, Trial, try_out
 from solvers.windows.solution.encode import without_needless
+from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.lean import lean
 
 _TELL_S = 0.4
@@ -35,7 +36,7 @@ class Search:
         self.problem: Problem = problem_of(request.graph, request.budget_bytes)
         self.budget_bytes = request.budget_bytes
         self.best: Trial | None = None
-        self.bound_s = request.graph.time_s
+        self.bound_s = self.problem.least_s
         self.least: Trial | None = None  # the one of least peak of all that were tried
         self.infeasible = False
         self.solved_at: float | None = None  # by the clock, when it first was
@@ -160,6 +161,11 @@ class Search:
             self._take(self._improved(trial, detail))
         return trial
 
+    def keep(self, trial: Trial) -> None:
+        """Keep a trial as it is, if it fits and is the fastest so far."""
+        if trial.peak_bytes <= self.budget_bytes:
+            self._take(trial)
+
     def improve_order(self, order: Order, detail: Discretization, limit_s: float) -> Trial | None:
         """The trial of an order that fits, less what is needless; None where it does not, or takes longer than `limit_s`."""
         trial = self._tried(order)
@@ -179,6 +185,8 @@ class Search:
         pass_work = WORK_PER_EXECUTION * len(trial.order.computed)
         should_stop = self.spending(pass_work, self.stopped)
         passes = self.params.refinement.passes
+        if self.problem.copies is not None and not self.problem.places.plain:
+            return trial  # improved in the plain graph that it commits to
         if self.problem.copies is not None:
             return lean(self.problem, trial, self.budget_bytes, should_stop, passes)
         return without_needless(self.problem, detail, trial, self.budget_bytes, should_stop, passes)
@@ -210,4 +218,4 @@ class Search:
                 f"the bound of {format_seconds(self.bound_s)} is above the time of a schedule within the budget, "
                 f"{format_seconds(self.best.time_s)}: a row of the program is no relaxation, or the arithmetic of HiGHS failed"
             )
-            self.bound_s = self.problem.graph.time_s
+            self.bound_s = self.problem.least_s

@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
+from solvers.windows.choice_params import CommitmentParams, RoundTripParams
 
 # What tries most comes last.
 _IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
@@ -249,39 +250,6 @@ class RefinementParams:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTripParams:
-    """Of schedules in which tensors go to the host and come back.
-
-    Attributes:
-        capacities, slower: shares of the memory, and times as slow a link, that the coarse model is solved for.
-        weight: of the link beside memory in which of these come first;
-        first: as many of them before any other way.
-        limit, gap: of each of these models; the gap is a share of the step.
-        places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
-        longest: if no more ops than this make one again;
-        least_gain: and that takes less time by this share.
-        prices: of the channels' time, for rules of eviction, the last so high that only what cannot be made again is copied;
-        rules_limit: for all of these while nothing else looks for schedules, and once more for rules that are drawn;
-        guided_limit, runs: for rules with guides, and of others at a time.
-    """
-
-    capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
-    slower: tuple[float, ...] = (1.0, 1.1, 1.2)
-    weight: float = 0.2
-    first: int = 2
-    limit: float = 5.0
-    gap: float = 5e-4
-    places: int = 3
-    tensors: int = 20
-    longest: int = 4
-    least_gain: float = 1e-6
-    prices: tuple[float, ...] = (0.03, 0.0, 0.1, 1e3)
-    rules_limit: float = 3.0
-    guided_limit: float = 2.0
-    runs: int = 4
-
-
-@dataclass(frozen=True, slots=True)
 class WindowsParams:
     """All of them."""
 
@@ -294,6 +262,7 @@ class WindowsParams:
     segments: SegmentParams = field(default_factory=SegmentParams)
     round_trips: RoundTripParams = field(default_factory=RoundTripParams)
     refinement: RefinementParams = field(default_factory=RefinementParams)
+    commitments: CommitmentParams = field(default_factory=CommitmentParams)
 
     def recorded(self) -> dict[str, object]:
         """As results record them: by group and name, in what JSON has."""

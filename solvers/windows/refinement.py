@@ -14,8 +14,9 @@ from solvers.windows.formulation.draft import POLL_EVERY, StoppedError
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_ordered, build_relaxation
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import Choice, decoded, late_writers, read_choice
+from solvers.windows.solution.decode import decoded, late_writers, read_choice
 from solvers.windows.solution.encode import choice_of_trial, start_values
+from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.refine import refined, where_it_waits, with_stages_in_order
 
 _WORK_PER_ENTRY = 2e-6  # of building a model
@@ -117,7 +118,8 @@ def _solve_model(search: Search, model: Model, clock: Clock, *, is_relaxation: b
         search.tell()
 
     start = None
-    if search.best is not None:
+    # What a schedule with both optional ops and round trips is in a model is known of its plain graph only.
+    if search.best is not None and (search.problem.copies is None or search.problem.places.plain):
         start = start_values(model, choice_of_trial(search.problem, model.detail, search.best))
     params = search.params.bound
     answer = solve_program(

@@ -131,6 +131,14 @@ def test_no_time_left() -> None:
     assert (answer.outcome, answer.values, answer.bound) == (Outcome.STOPPED, None, -math.inf)
 
 
+def test_time_that_is_up_while_the_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = WallClock(1.0)
+    moments = iter((0.5, 1.5))
+    monkeypatch.setattr(WallClock, "now", property(lambda _: next(moments, 1.5)))
+    answer = solve_program(knapsack(), clock=clock)
+    assert answer.outcome is Outcome.STOPPED
+
+
 def test_time_limit_keeps_the_best_and_the_bound() -> None:
     answer = solve_program(knapsack(), clock=WallClock(1))
     assert answer.outcome is Outcome.STOPPED

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
 from graphs.schedule import Compute, Free, Schedule, Step
-from tests.support.brute_force import may_repeat
+from tests.support.brute_force_options import BEGINNING, Progress, executions, promises
 
 Times = tuple[tuple[int, float], ...]  # tensor and time, in ascending order
 
 
 @dataclass(frozen=True)
 class State:
-    """What has been issued: ops executed, tensors on the device and on the host, and the clocks.
+    """What has been issued: how far the program is, tensors on the device and on the host, and the clocks.
 
     Attributes:
         freed: last tensor freed on the device (`host`: there), -1 after an op: frees are in ascending order, before an op
@@ -23,7 +23,7 @@ class State:
         stored: when tensors on the host have come; back: when the copy-in that reads them ends.
     """
 
-    done: int = 0
+    progress: Progress = BEGINNING
     live: frozenset[int] = frozenset()
     host: frozenset[int] = frozenset()
     freed: int = -1
@@ -38,20 +38,20 @@ class State:
 def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) -> tuple[float, Schedule] | None:
     """Time and steps of the fastest of all schedules with first executions in program order; None if none fits.
 
-    Only this is assumed: a tensor is freed when memory or its absence is wanted next, as a wait is no shorter before; and none
-    is copied to where it is.
+    With optional ops besides, first executions come in the order of places. Only this is assumed: a tensor is freed when memory
+    or its absence is wanted next, as a wait is no shorter before; and none is copied to where it is.
 
     Raises:
         TimeoutError: more than `most` states.
     """
     search = _Search(graph, budget_bytes)
     start = State()
-    queue: list[tuple[float, int, int, State, tuple[object, Step] | None]] = [(0.0, 0, 0, start, None)]
+    queue: list[tuple[float, int, int, State, tuple[object, Step | None] | None]] = [(0.0, 0, 0, start, None)]
     fronts: dict[object, list[tuple[float, ...]]] = {}
     pushed = 0
     while queue:
         _, _, _, state, came = heapq.heappop(queue)
-        if state.done == len(search.program.ops) and state.freed < 0 and state.host_freed < 0:
+        if state.progress.done == len(search.program.program) and state.freed < 0 and state.host_freed < 0:
             return max(state.clocks), _traced(came)
         key, times = _split(state)
         front = fronts.setdefault(key, [])
@@ -62,7 +62,7 @@ def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) ->
             pushed += 1
             if pushed > most:
                 raise TimeoutError
-            heapq.heappush(queue, (search.at_least(after), -after.done, pushed, after, (came, step)))
+            heapq.heappush(queue, (search.at_least(after), -after.progress.done, pushed, after, (came, step)))
     return None
 
 
@@ -70,7 +70,8 @@ def _traced(came: object) -> Schedule:
     steps: list[Step] = []
     while came is not None:
         came, step = came  # type: ignore[misc]
-        steps.append(step)
+        if step is not None:
+            steps.append(step)
     return Schedule(tuple(reversed(steps)))
 
 
@@ -85,7 +86,7 @@ def _split(state: State) -> tuple[object, tuple[float, ...]]:
     ):
         found = dict(table)
         times += [found.get(t, 0.0) for t in sorted(tensors)]
-    return (state.done, state.live, state.host, state.freed, state.host_freed), tuple(times)
+    return (state.progress, state.live, state.host, state.freed, state.host_freed), tuple(times)
 
 
 class _Search:
@@ -96,17 +97,20 @@ class _Search:
         self.host_bytes = next(pool.capacity_bytes for pool in graph.pools if pool.name == "host")
         self.size = [0 if t.static else t.size_bytes for t in self.program.tensors]
         self.room = budget_bytes - graph.static_bytes
-        times = [op.time_s for op in self.program.ops]
+        # Where an op may stand for others, nothing is said of what is left.
+        times = [op.time_s * (len(self.program.ops) == len(self.program.program)) for op in self.program.program]
         self.rest = [sum(times[done:]) for done in range(len(times) + 1)]
 
     def at_least(self, state: State) -> float:
-        return max(state.clocks[0] + self.rest[state.done], *state.clocks[1:])
+        return max(state.clocks[0] + self.rest[state.progress.done], *state.clocks[1:])
 
-    def moves(self, state: State) -> list[tuple[Step, State]]:
+    def moves(self, state: State) -> list[tuple[Step | None, State]]:
         now, out, back = state.clocks
         ready, left, stored, came = (dict(table) for table in (state.ready, state.left, state.stored, state.back))
         used = sum(self.size[t] for t in state.live)
-        found: list[tuple[Step, State]] = []
+        found: list[tuple[Step | None, State]] = [
+            (None, replace(state, progress=reached)) for reached in promises(self.program, state.progress)
+        ]
 
         def add(step: Step, *, freed: int = -1, host_freed: int = -1, **changes: object) -> None:
             after = replace(state, freed=freed, host_freed=host_freed, **changes)  # type: ignore[arg-type]
@@ -117,10 +121,8 @@ class _Search:
                 if t > state.freed and t not in self.program.kept:
                     clock = max(now, ready.get(t, 0.0), left.get(t, 0.0))
                     add(Free(t), freed=t, live=state.live - {t}, clocks=(clock, out, back))
-            for op in self.program.ops[: state.done + 1]:
+            for op, reached in executions(self.program, state.progress):
                 made = set(op.outputs)
-                if op.id < state.done and not may_repeat(self.program, op.id, state.done):
-                    continue
                 if any(self.size_known(t) and t not in state.live for t in op.inputs):
                     continue
                 if used + sum(self.size[t] for t in made) + op.workspace_bytes > self.room:
@@ -129,7 +131,7 @@ class _Search:
                 new = dict.fromkeys(made - state.live, clock)
                 add(
                     Compute(op.id),
-                    done=max(state.done, op.id + 1),
+                    progress=reached,
                     live=state.live | made,
                     clocks=(clock, out, back),
                     ready=tuple({**ready, **new}.items()),
@@ -146,7 +148,7 @@ class _Search:
                         left=tuple((u, s) for u, s in state.left if u != t),
                         back=tuple({**came, t: max(clock, came.get(t, 0.0))}.items()),
                     )
-        if state.freed < 0 and state.done < len(self.program.ops):
+        if state.freed < 0 and state.progress.done < len(self.program.program):
             taken = sum(self.size[t] for t in state.host)
             for t in sorted(state.host):
                 if t > state.host_freed and self.host_bytes is not None:

@@ -43,7 +43,7 @@ class _Chains:
         own = {*problem.inputs[z], *problem.outputs[z]}
         for x in sources:
             for t in problem.outputs[x]:
-                if t not in own and problem.sizes[t] and not problem.kept[t]:
+                if t not in own and problem.sizes[t] and not problem.kept[t] and len(problem.makers[t]) == 1:
                     column = self.stays(k, x, t, z)
                     if column is not None:
                         columns.append(column)
@@ -54,7 +54,8 @@ class _Chains:
         """Column of G[k,t,z], None where it is 0."""
         draft = self.draft
         after = self.comes_after(k, x, z)
-        read = draft.detail.is_single(k) and t in draft.problem.inputs[draft.starts[k]]
+        start = draft.starts[k]
+        read = draft.detail.is_single(k) and draft.problem.places.sure[start] and t in draft.problem.inputs[start]
         handed = draft.handed.get((k + 1, t))
         if after is None or (not read and handed is None):
             return None
@@ -88,7 +89,7 @@ class _Chains:
         repeated = draft.again[k, z]
         for u in problem.inputs[z]:
             y = problem.producers[u]
-            if y < x or problem.kept[u]:
+            if y < x or problem.kept[u] or len(problem.makers[u]) > 1:
                 continue
             there = [draft.handed[k, u], *([draft.taken[k, u]] if (k, u) in draft.taken else [])]
             earlier = None if y == x else self.comes_after(k, x, y)

@@ -17,7 +17,7 @@ import numpy as np
 
 from graphs.options.offload import Copies
 from solvers.problem import OBJECTIVE_SCALE
-from solvers.windows.formulation.draft import ModelDraft
+from solvers.windows.formulation.draft import NONE, ModelDraft
 
 _PARTS = 8  # row 13 looks at the halves of a window, the quarters next to its ends, and so on
 _LONG = 1e-3  # of the step: an op that takes as long is worth rows of what is over before it
@@ -76,16 +76,21 @@ def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
         draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
     if (k + 1, t) in draft.valid:
         valid, anew = draft.valid[k + 1, t], [fetched, *draft.repeat(k, t)]
+        makes = draft.makes(k, t, draft.detail.ends[k] + 1)
         if old:
-            draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew])
-        draft.rows.add([valid, taken, *anew], [1.0, 1.0] + [-1.0] * len(anew), -np.inf, 1.0)
+            draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew], makes)
+        # What an op is sure to make in its place is made before it can be away.
+        if not makes[0] or (draft.problem.places.sure[draft.problem.producers[t]] and makes == (1.0, [], [])):
+            values = [1.0, 1.0] + [-1.0] * len(anew) + [-value for value in makes[2]]
+            draft.rows.add([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
 
 
 def add_copy_out(draft: ModelDraft, k: int, t: int) -> None:
     """Row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
     old = (k, t) in draft.hosted
     if old:
-        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.repeat(k, t)])
+        makes = draft.makes(k, t, draft.detail.ends[k] + 1)
+        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.repeat(k, t)], makes)
     if (k + 1, t) in draft.hosted:
         earlier = [draft.hosted[k, t]] if old else []
         draft.add_only_with(draft.hosted[k + 1, t], [*earlier, draft.stored[k, t]])
@@ -123,28 +128,39 @@ class _Channels:
     def __init__(self, draft: ModelDraft, copies: Copies) -> None:
         self.draft = draft
         units = draft.problem.units
-        self.new = [units(time_s) for time_s in draft.problem.time_s]
+        sure = draft.problem.places.sure
+        self.new = [units(time_s) if sure[v] else 0.0 for v, time_s in enumerate(draft.problem.time_s)]
         self.out = {t: units(trip.out_s) for t, trip in copies.trips.items()}
         self.back = {t: units(trip.in_s) for t, trip in copies.trips.items()}
         self.most = sum(max(self.out[t], self.back[t]) for t in copies.trips)  # what both could wait for in a window
-        self.again: list[list[int]] = [[] for _ in range(draft.windows)]
+        self.again: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
         for (k, _), column in (*draft.again.items(), *draft.twice.items()):
-            self.again[k].append(column)
+            self.again[k].append((column, draft.cost[column]))
 
     def add_window(self, k: int) -> None:
         draft, ops = self.draft, range(self.draft.starts[k], self.draft.detail.ends[k] + 1)
-        clock = [*self.again[k], draft.column(1.0, integer=False, upper=self.most)]
+        clock = [*self.again[k], (draft.column(1.0, integer=False, upper=self.most), 1.0)]
+        # What need not be executed counts if it is, wherever in the window.
+        self.unsure = 0.0
+        for v in ops if not draft.problem.places.plain else ():
+            if not draft.problem.places.sure[v]:
+                executed, columns, ones = draft.executed(v)
+                unit = draft.problem.units(draft.problem.time_s[v])
+                self.unsure += unit * executed
+                clock += [(column, unit * one) for column, one in zip(columns, ones, strict=True)]
         for parts, seconds in ((draft.stored, self.out), (draft.fetched, self.back)):
             self.add(clock, ops, [(parts[k, t], of_t) for t, of_t in seconds.items() if (k, t) in parts])
         gone = self.gone(k)
         self.add(clock, ops[:-1], [(column, self.out[t]) for t, column in gone.items()])
         for v in self.places(ops, late=True):
-            made = [t for i in range(v, ops.stop) for t in draft.problem.outputs[i] if (k, t) in draft.stored]
+            first = draft.problem.producers
+            made = [t for i in range(v, ops.stop) for t in draft.problem.outputs[i] if (k, t) in draft.stored and first[t] == i]
             self.add(clock, ops[v + 1 - ops.start :], [(draft.stored[k, t], self.out[t]) for t in made])
             self.add(clock, ops[v + 1 - ops.start : -1], [(gone[t], self.out[t]) for t in made if t in gone])
         for v in self.places(ops, late=False):
-            inputs = sorted({t for i in range(ops.start, v + 1) for t in draft.problem.inputs[i]})
-            read = [t for t in inputs if t in self.back and (k, t) in draft.handed]
+            sure = [i for i in range(ops.start, v + 1) if draft.problem.places.sure[i]]
+            inputs = sorted({t for i in sure for t in draft.problem.inputs[i]})
+            read = [t for t in inputs if t in self.back and (k, t) in draft.handed and draft.makes(k, t, v) is NONE]
             terms = [(column, -self.back[t]) for t in read for column in (self.valid(k, t), *draft.repeat(k, t))]
             self.add(clock, range(ops.start, v), terms, sum(self.back[t] for t in read))
 
@@ -154,7 +170,7 @@ class _Channels:
         None where e_k is over so soon that it makes no difference, nor in the last window.
         """
         draft, end = self.draft, self.draft.detail.ends[k]
-        if k + 1 == draft.windows or self.new[end] < _LONG * OBJECTIVE_SCALE:
+        if k + 1 == draft.windows or self.new[end] < _LONG * OBJECTIVE_SCALE:  # 0 where e_k need not be executed
             return {}
         own = {*draft.problem.inputs[end], *draft.problem.outputs[end]}
         columns: dict[int, int] = {}
@@ -179,9 +195,10 @@ class _Channels:
             return []
         return sorted({ops.start + bisect_left(done, done[-1] * (1 - share if late else share)) for share in shares})
 
-    def add(self, clock: list[int], new: range, copied: list[tuple[int, float]], seconds: float = 0.0) -> None:
+    def add(self, clock: list[tuple[int, float]], new: range, copied: list[tuple[int, float]], seconds: float = 0.0) -> None:
         """The row seconds + sum of `copied` <= c of `new` + what else is in `clock`, where it could be broken."""
-        room = sum(self.new[v] for v in new) - seconds
+        room = sum(self.new[v] for v in new) + self.unsure - seconds
         if sum(max(0.0, value) for _, value in copied) > room:
             columns, values = [column for column, _ in copied], [value for _, value in copied]
-            self.draft.rows.add([*columns, *clock], [*values, *(-self.draft.cost[column] for column in clock)], -np.inf, room)
+            spent = [-value for _, value in clock]
+            self.draft.rows.add([*columns, *(column for column, _ in clock)], [*values, *spent], -np.inf, room)

@@ -1,6 +1,6 @@
 """A program in the making: its columns and rows as they come, and what the columns mean."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,8 @@ POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 Family = Callable[["ModelDraft"], None]  # adds rows of one kind to a draft, and the columns that only they need
 WindowFamily = Callable[["ModelDraft", int], None]  # the same for one window
 Terms = tuple[list[int], list[float]]  # columns, and for each its value in a row
+Sum = tuple[float, list[int], list[float]]  # a constant and terms
+NONE: Sum = (0.0, [], [])
 Wording = Callable[["ModelDraft", int, list[int], list[float]], Terms]  # a memory row of a window in other terms
 
 
@@ -68,6 +70,7 @@ class ModelDraft:
     Attributes:
         first_window: the first that is modelled.
         starts: for each window its first op.
+        instead: columns of z.
         again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
         taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``copies.py``; none without round trips.
         memory_unit: bytes, the unit of the memory rows.
@@ -88,6 +91,7 @@ class ModelDraft:
         self.first_window = 0 if self.frame.entering is None else 1
         self.windows = len(detail.ends)
         self.starts = [detail.start_of(k) for k in range(self.windows)]
+        self.instead: dict[int, int] = {}
         self.again: dict[tuple[int, int], int] = {}
         self.handed: dict[tuple[int, int], int] = {}
         self.twice: dict[tuple[int, int], int] = {}
@@ -113,37 +117,80 @@ class ModelDraft:
         self.upper.append(upper)
         return len(self.cost) - 1
 
+    def executed(self, i: int) -> Sum:
+        """Whether i is executed in its place: z of a stand-in, 1 less z of what stands for it for an op of the program."""
+        if i in self.instead:
+            return 0.0, [self.instead[i]], [1.0]
+        columns = [self.instead[b] for b in self.problem.places.stood_by[i]]
+        return float(not self.problem.places.optional[i]), columns, [-1.0] * len(columns)
+
+    def executions(self, ops: Iterable[int]) -> Sum:
+        """How many of these ops are executed in their places."""
+        total, terms = 0.0, dict[int, float]()
+        for i in ops:
+            constant, columns, values = self.executed(i)
+            total += constant
+            for column, value in zip(columns, values, strict=True):
+                terms[column] = terms.get(column, 0.0) + value
+        terms = {column: value for column, value in terms.items() if value}
+        return total, list(terms), list(terms.values())
+
+    def makes(self, k: int, t: int, before: int) -> Sum:
+        """How many of the ops of window k that make t and come before op `before` are executed in their places."""
+        makers, start = self.problem.makers[t], self.starts[k]
+        return NONE if makers[-1] < start else self.executions(p for p in makers if start <= p < before)
+
     def repeat(self, k: int, t: int) -> list[int]:
-        """Column of the further execution of p(t) in window k, if there is one."""
-        return _found(self.again, (k, self.problem.producers[t]))
+        """Columns of the executions of ops that make t in window k, those in their places apart."""
+        makers, again = self.problem.makers[t], self.again
+        return _found(again, (k, makers[0])) if len(makers) == 1 else [again[k, p] for p in makers if (k, p) in again]
 
     def sources(self, k: int, t: int) -> list[int]:
-        """Columns of what lets old t be read in window k: S[k,t] or V[k,t], and R[k,p(t)] and Y[k,t] where there are."""
-        return [self.valid.get((k, t), self.handed[k, t]), *self.brought(k, t)]
+        """Columns of what lets t be read in window k: S[k,t] or V[k,t], and R[k,p] and Y[k,t] where there are."""
+        return [*(_found(self.valid, (k, t)) or _found(self.handed, (k, t))), *self.brought(k, t)]
 
     def brought(self, k: int, t: int) -> list[int]:
-        """Columns of R[k,p(t)] and Y[k,t], where there are: what makes t readable in window k that was not."""
+        """Columns of R[k,p] and Y[k,t], where there are: what makes t readable in window k that was not."""
         return [*self.repeat(k, t), *_found(self.fetched, (k, t))]
 
     def room(self, k: int, t: int) -> list[int]:
-        """Columns of what gives old t its memory in window k: S[k,t], and those of ``made_anew``."""
-        return [self.handed[k, t], *self.made_anew(k, t)]
+        """Columns of what gives t its memory in window k: S[k,t], and those of ``made_anew``."""
+        return [*_found(self.handed, (k, t)), *self.made_anew(k, t)]
 
     def made_anew(self, k: int, t: int) -> list[int]:
-        """Columns of R[k,p(t)] and A[k,t], where there are: what takes memory for t in window k that was free."""
+        """Columns of R[k,p] and A[k,t], where there are: what takes memory for t in window k that was free."""
         return [*self.repeat(k, t), *_found(self.taken, (k, t))]
 
+    def held(self, k: int, t: int) -> list[int]:
+        """Columns of S[k,t] and Y[k,t], where there are: what lets t be read in window k though nothing makes it there."""
+        return [*_found(self.handed, (k, t)), *_found(self.fetched, (k, t))]
+
+    def is_settled(self, k: int, t: int) -> bool:
+        """Whether t is kept, and has certainly been made before window k."""
+        return self.problem.kept[t] and self.problem.settled[t] < self.starts[k]
+
+    def is_made(self, k: int, t: int) -> bool:
+        """Whether t is there for what reads it in window k in any case, as far as rows 1 to 3 know: it is settled, or new."""
+        maker = self.problem.producers[t]
+        return (maker >= self.starts[k] and self.problem.places.sure[maker]) or self.is_settled(k, t)
+
     def is_handed(self, k: int, t: int) -> bool:
-        """Whether t, wanted in window k, must come from before it or be made again: it is old, and not kept."""
-        return self.problem.producers[t] < self.starts[k] and not self.problem.kept[t]
+        """Whether t, wanted in window k, must come from before it or be made again: it is old, and not settled."""
+        return self.problem.producers[t] < self.starts[k] and not self.is_settled(k, t)
 
-    def add_one_of(self, sources: list[int]) -> None:
-        """The row sum of sources >= 1."""
-        self.rows.add(sources, [1.0] * len(sources), 1.0, np.inf)
+    def add_only_with(self, column: int, sources: list[int], also: Sum = NONE) -> None:
+        """The row column <= sum of sources + `also`, unless that is more in any case."""
+        if also is NONE:
+            self.rows.add([column, *sources], [-1.0] + [1.0] * len(sources), 0.0, np.inf)
+        else:
+            self.add_at_most((0.0, [column], [1.0]), sources, also)
 
-    def add_only_with(self, column: int, sources: list[int]) -> None:
-        """The row column <= sum of sources."""
-        self.rows.add([column, *sources], [-1.0] + [1.0] * len(sources), 0.0, np.inf)
+    def add_at_most(self, wanted: Sum, sources: list[int], also: Sum) -> None:
+        """The row wanted <= sum of sources + `also`, unless that is more in any case."""
+        if also[0] + sum(min(0.0, value) for value in also[2]) < 1.0:
+            columns = [*wanted[1], *sources, *also[1]]
+            values = [*(-value for value in wanted[2]), *[1.0] * len(sources), *also[2]]
+            self.rows.add(columns, values, wanted[0] - also[0], np.inf)
 
     def add_memory(self, k: int, columns: list[int], values: list[float], taken: int) -> None:
         """The row sum of values * columns <= M - taken of window k, all in bytes."""
@@ -153,7 +200,7 @@ class ModelDraft:
 
     def model(self) -> Model:
         """What has been collected."""
-        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program(), self.taken)
+        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program(), self.taken, self.instead)
 
     def program(self) -> Milp:
         """The same as arrays."""

@@ -19,6 +19,7 @@ class Discretization:
         chains: triples (e_k, x, z): row 9 of z counts what x leaves in memory, see ``chains.py``.
         ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: no relaxation, see ``in_stage.py``.
         spans: first and last op of runs of windows with row 8: windows that have been split, and halves.
+        places: for each op the last one of its place, where windows end; () where each op has its own.
     """
 
     ends: tuple[int, ...]
@@ -27,6 +28,7 @@ class Discretization:
     chains: frozenset[tuple[int, int, int]] = frozenset()
     ordered: frozenset[tuple[int, int]] = frozenset()
     spans: frozenset[tuple[int, int]] = frozenset()
+    places: tuple[int, ...] = ()
 
     def window_of(self, op: int) -> int:
         """Index of the window in which `op` is first executed."""
@@ -37,11 +39,19 @@ class Discretization:
         return self.ends[window - 1] + 1 if window else 0
 
     def is_single(self, window: int) -> bool:
-        """Whether `window` has one op only."""
-        return self.start_of(window) == self.ends[window]
+        """Whether `window` has one op only, or the ops of one place."""
+        start = self.start_of(window)
+        return (self.places[start] if self.places else start) == self.ends[window]
+
+    def place_of(self, op: int) -> tuple[int, int]:
+        """First and last op of the place that `op` belongs to."""
+        if not self.places:
+            return op, op
+        return bisect_left(self.places, self.places[op]), self.places[op]
 
     def split(self, ends: Iterable[int]) -> "Discretization":
         """With windows that end at `ends` too. What has been known of whole windows stays known of them as spans."""
+        ends = (self.places[end] for end in ends) if self.places else ends
         finer = replace(self, ends=tuple(sorted({*self.ends, *ends})))
         windows = [(self.start_of(k), end) for k, end in enumerate(self.ends)]
         spans = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
@@ -60,6 +70,7 @@ class Model:
     twice: dict[tuple[int, int], int]  # D, see ``chains.py``
     program: Milp
     taken: dict[tuple[int, int], int] = field(default_factory=dict)  # A, see ``copies.py``
+    instead: dict[int, int] = field(default_factory=dict)  # z, by op
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,26 +4,36 @@ They have variables of their own: H[k,t] is at least S[k+1,t] - R[k,p(t)] (or - 
 question, is there in all the window because it is handed on and not made again.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from solvers.windows.formulation.draft import ModelDraft
+from solvers.windows.formulation.draft import ModelDraft, Sum
+
+Total = tuple[int, list[int], list[float]]  # bytes, columns, and bytes for each
 
 
 def add_memory_at_end(draft: ModelDraft, k: int) -> None:
-    """Row 5: own(e_k) + sum over other t, p(t) < e_k, of b_t S[k+1,t] <= M, own = bytes(io) + w. Exact."""
+    """Row 5: own(e_k) + sum over other t, p(t) < e_k, of b_t S[k+1,t] <= M, own = bytes(io) + w. Exact.
+
+    One row for each op that may be executed in the place that window k ends with.
+    """
     problem, end = draft.problem, draft.detail.ends[k]
-    columns: list[int] = []
-    values: list[float] = []
-    taken = problem.own_bytes[end]
-    for t in _beside(draft, end, range(end)):
-        if problem.kept[t]:
-            taken += problem.sizes[t]
-        elif (column := draft.handed.get((k + 1, t))) is not None:
-            columns.append(column)
-            values.append(problem.sizes[t])
-    draft.add_memory(k, columns, values, taken)
+    for v in problem.places.alternatives(end):
+        columns: list[int] = []
+        values: list[float] = []
+        taken = 0
+        counted: list[int] = []
+        for t in _beside(draft, v, range(end + 1)):
+            if problem.kept[t] and problem.settled[t] <= end:
+                taken += problem.sizes[t]
+            elif (column := draft.handed.get((k + 1, t))) is not None:
+                columns.append(column)
+                values.append(problem.sizes[t])
+            else:
+                continue
+            counted.append(t)
+        _add_memory_of_place(draft, k, v, (taken, columns, values), counted)
 
 
 def add_memory_inside(draft: ModelDraft) -> None:
@@ -33,15 +43,36 @@ def add_memory_inside(draft: ModelDraft) -> None:
         = 1 - R[k,p(t)], or 1 - Q[k,p(t)]  t has a consumer c, v < c <= e_k: it is there unless it is made again;
           - Y[k,t]                         or is fetched from the host
         = H[k,t]                           otherwise, if t can be handed on
+
+    Where v or c need not be executed, the row is that of a place, and h_t less by as much.
     """
-    problem = draft.problem
+    places = draft.problem.places
     for v in sorted(draft.detail.firsts):
         k = draft.detail.window_of(v)
+        last, end = places.last[v], draft.detail.ends[k]
         # What is before the first window is settled; at the end of a window row 5 is exact.
-        if draft.first_window <= k < draft.windows and v != draft.detail.ends[k]:
-            read = {t for c in range(v + 1, draft.detail.ends[k] + 1) for t in problem.inputs[c]}
-            columns, values, taken = _certain(draft, k, _beside(draft, v, range(v)), read)
-            draft.add_memory(k, columns, values, problem.own_bytes[v] + taken)
+        if draft.first_window <= k < draft.windows and last != end:
+            read = _wanted(draft, range(last + 1, end + 1))
+            beside = _made_only_before(draft, _beside(draft, v, range(last + 1)), range(last + 1, end + 1))
+            _add_memory_of_place(draft, k, v, *_certain(draft, k, beside, read, last))
+
+
+def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensors: Iterable[int]) -> None:
+    """The row own(v) + `terms`, which are of `tensors` outside io(v), <= M.
+
+    Where others may be executed in its place, own(c) of whichever is, and what it reads or makes is not counted twice.
+    """
+    problem = draft.problem
+    taken, columns, values = terms
+    counted = set(tensors)
+    for c in problem.places.alternatives(v):
+        constant, of_c, ones = draft.executed(c)
+        own = {*problem.inputs[c], *problem.outputs[c]}
+        size = problem.own_bytes[c] - sum(problem.sizes[t] for t in own & counted)
+        taken += int(constant) * size
+        columns = [*columns, *of_c]
+        values = [*values, *(size * one for one in ones)]
+    draft.add_memory(k, columns, values, taken)
 
 
 def add_memory_of_repeats(draft: ModelDraft) -> None:
@@ -61,41 +92,80 @@ def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list
         = 1 - R[k,p(t)]    the window is {v}, and v reads t (- Y[k,t])
         = H[k,t]           otherwise, if t can be handed on
     """
-    problem, start = draft.problem, draft.starts[k]
-    read = set(problem.inputs[start]) if draft.detail.is_single(k) else set()
-    columns, values, taken = _certain(draft, k, _beside(draft, x, range(start)), read)
-    return [draft.again[k, x], *columns], [float(problem.again_bytes[x]), *values], taken
+    problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
+    window = range(start, draft.detail.ends[k] + 1)
+    read = _wanted(draft, window) if draft.detail.is_single(k) else {}
+    beside = _made_only_before(draft, _beside(draft, x, range(start)), window)
+    (taken, columns, values), _ = _certain(draft, k, beside, read, start - 1)
+    # What is kept is made a second time, if it has been made for sure.
+    twice = [t for t in problem.outputs[x] if problem.kept[t]]
+    if x < start or not places.sure[x]:
+        twice = [t for t in twice if problem.settled[t] < start]
+    again_bytes = problem.own_bytes[x] + sum(problem.sizes[t] for t in twice)
+    return [draft.again[k, x], *columns], [float(again_bytes), *values], taken
+
+
+def _wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:
+    """For the tensors that `ops` read in their places whether an op does that: one that is sure to, or those of a place."""
+    problem, places = draft.problem, draft.problem.places
+    read: dict[int, Sum] = {}
+    if places.plain:
+        return dict.fromkeys((t for c in ops for t in problem.inputs[c]), (1.0, [], []))
+    for c in ops:
+        if not places.optional[c]:
+            for t in problem.inputs[c]:
+                if places.sure[c]:
+                    read[t] = (1.0, [], [])
+                elif t not in read:
+                    read[t] = draft.executions(i for i in places.alternatives(c) if t in problem.inputs[i])
+    return read
+
+
+def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> Iterable[int]:
+    """Those of `tensors` that none of `ops` makes in its place."""
+    problem, places = draft.problem, draft.problem.places
+    if places.plain:
+        return tensors
+    return [t for t in tensors if not any(p in ops and not places.optional[p] for p in problem.makers[t])]
 
 
 def _beside(draft: ModelDraft, op: int, makers: Iterable[int]) -> Iterator[int]:
-    """Tensors of some size that `makers` make, but for what `op` reads or makes."""
+    """Tensors of some size that `makers` make first, but for what `op` reads or makes."""
     problem = draft.problem
-    own = {*problem.inputs[op], *problem.outputs[op]}
-    return (t for i in makers for t in problem.outputs[i] if t not in own and problem.sizes[t])
+    own, first = {*problem.inputs[op], *problem.outputs[op]}, problem.producers
+    return (t for i in makers for t in problem.outputs[i] if t not in own and problem.sizes[t] and first[t] == i)
 
 
-def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Container[int]) -> tuple[list[int], list[float], int]:
-    """The sum of b_t h_t: columns, bytes, and the constant bytes.
+def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[int, Sum], done: int) -> tuple[Total, list[int]]:
+    """The sum of b_t h_t: the constant bytes, columns, and bytes for each; and the tensors that it is of.
 
     Args:
         read: what is read at the end of window k, or at least later than the step in question.
+        done: the last op before that step, or of its place: what is kept and settled by then is there.
     """
     problem = draft.problem
     columns: list[int] = []
     values: list[float] = []
     taken = 0
+    counted: list[int] = []
     for t in tensors:
         size = problem.sizes[t]
-        if problem.kept[t]:
+        if problem.kept[t] and problem.settled[t] <= done:
             taken += size
         elif t in read:
-            taken += size
+            wanted, of_readers, ones = read[t]
+            taken += size * int(wanted)
             columns += (anew := draft.brought(k, t))
             values += [-size] * len(anew)
+            columns += of_readers
+            values += [size * one for one in ones]
         elif (k + 1, t) in draft.handed:
             columns.append(_lasts(draft, k, t))
             values.append(size)
-    return columns, values, taken
+        else:
+            continue
+        counted.append(t)
+    return (taken, columns, values), counted
 
 
 def _lasts(draft: ModelDraft, k: int, t: int) -> int:

@@ -11,7 +11,12 @@ Objective: minimise the sum of c_i over R and Q, and over D, and of what the com
 from collections.abc import Callable
 
 from solvers.problem import Problem
-from solvers.windows.formulation.availability import add_hand_over, add_inputs_of_new, add_inputs_of_repeated
+from solvers.windows.formulation.availability import (
+    add_beginnings_of_circles,
+    add_hand_over,
+    add_inputs_of_new,
+    add_inputs_of_repeated,
+)
 from solvers.windows.formulation.chains import add_memory_of_chains
 from solvers.windows.formulation.copies import add_channels, add_copies
 from solvers.windows.formulation.draft import Family, ModelDraft, WindowFamily
@@ -79,4 +84,4 @@ def each_window(*families: WindowFamily) -> Family:
 
 
 # Rows 1 to 5, which every program has.
-window_rows = each_window(add_inputs_of_new, add_inputs_of_repeated, add_hand_over, add_memory_at_end)
+window_rows = each_window(add_inputs_of_new, add_inputs_of_repeated, add_beginnings_of_circles, add_hand_over, add_memory_at_end)

@@ -8,7 +8,7 @@ It follows from rows 1 to 3 for whole numbers, but not for fractions, where half
 every window.
 """
 
-from solvers.windows.formulation.draft import ModelDraft
+from solvers.windows.formulation.draft import NONE, ModelDraft
 from solvers.windows.formulation.granularity import halves
 
 
@@ -34,7 +34,7 @@ class _Span:
         self.last = last
         self.start, self.end = draft.starts[first], draft.detail.ends[last]
         self.columns: dict[int, int | None] = {}
-        self.copied: dict[tuple[bool, int], int | None] = {}
+        self.copied: dict[tuple[bool, int], list[int]] = {}
 
     def add(self) -> None:
         self.add_inputs_of_new()
@@ -43,20 +43,20 @@ class _Span:
 
     def add_inputs_of_new(self) -> None:
         """S[first,t] + U[p(t)] >= 1 for old t, not kept, read by a new op."""
-        inputs = self.draft.problem.inputs
-        for t in sorted({t for v in range(self.start, self.end + 1) for t in inputs[v]}):
-            if self.draft.is_handed(self.first, t):
-                self.draft.add_one_of(self.sources(t))
+        inputs, places = self.draft.problem.inputs, self.draft.problem.places
+        for t in sorted({t for v in range(self.start, self.end + 1) if places.sure[v] for t in inputs[v]}):
+            if self.is_old(t):
+                self.draft.add_at_most((1.0, [], []), self.sources(t), NONE)
 
     def add_inputs_of_repeated(self) -> None:
         """U[i] <= S[first,t] + U[p(t)] for old t in in(i), kept ones apart; Q of a new i likewise."""
         draft = self.draft
-        for i in range(self.end):
+        for i in range(self.end + 1):
             column = self.again(i) if i < self.start else draft.again.get((draft.detail.window_of(i), i))
             if column is None:
                 continue
             for t in draft.problem.inputs[i]:
-                if draft.is_handed(self.first, t):
+                if self.is_old(t):
                     draft.add_only_with(column, self.sources(t))
 
     def add_hand_over(self) -> None:
@@ -65,25 +65,30 @@ class _Span:
         for i in range(self.start):
             for t in draft.problem.outputs[i]:
                 column = draft.handed.get((self.last + 1, t))
-                if column is None:
+                if column is None or not self.is_old(t) or draft.problem.producers[t] != i:
                     continue
                 if (self.first, t) not in draft.taken:
                     draft.add_only_with(column, self.sources(t))
                     continue
-                again = self.again(draft.problem.producers[t])
-                room = [draft.handed[self.first, t], again, self.copy(t, whole=False)]
-                draft.add_only_with(column, [source for source in room if source is not None])
+                draft.add_only_with(column, [draft.handed[self.first, t], *self.repeat(t), *self.copy(t, whole=False)])
                 draft.add_only_with(draft.valid[self.last + 1, t], self.sources(t))
 
     def sources(self, t: int) -> list[int]:
         """Columns of S[first,t] or V[first,t] and, where there may be one in the span, of U[p(t)] and F[t]."""
         draft = self.draft
         handed = draft.valid.get((self.first, t), draft.handed[self.first, t])
-        again = self.again(draft.problem.producers[t])
-        return [column for column in (handed, again, self.copy(t, whole=True)) if column is not None]
+        return [handed, *self.repeat(t), *(self.copy(t, whole=True) if draft.fetched else ())]
 
-    def copy(self, t: int, *, whole: bool) -> int | None:
-        """Column of F[t] (`whole`) or E[t], old t; None where nothing is copied in.
+    def repeat(self, t: int) -> list[int]:
+        """Columns of U[p], where there are, for the ops p that make old t."""
+        return [column for p in self.draft.problem.makers[t] if (column := self.again(p)) is not None]
+
+    def is_old(self, t: int) -> bool:
+        """Whether t is old and not settled, and no op makes it for the first time in the span."""
+        return self.draft.is_handed(self.first, t) and self.draft.problem.makers[t][-1] < self.start
+
+    def copy(self, t: int, *, whole: bool) -> list[int]:
+        """Column of F[t] (`whole`) or E[t], old t; none where nothing is copied in.
 
         F <= sum of Y, E <= sum of A, both over the span; E and, where the host holds all, F <= W[first,t] + sum of X.
         """
@@ -92,9 +97,10 @@ class _Span:
         if key not in self.copied:
             parts = draft.fetched if whole else draft.taken
             columns = [parts[k, t] for k in windows if (k, t) in parts]
-            self.copied[key] = None
+            self.copied[key] = []
             if columns:
-                column = self.copied[key] = draft.column(integer=False)
+                column = draft.column(integer=False)
+                self.copied[key] = [column]
                 draft.add_only_with(column, columns)
                 copies = draft.problem.copies
                 if not whole or (copies is not None and copies.host_bytes is None):

@@ -4,6 +4,7 @@
 
     R[k,i]  old op i is executed again in window k
     Q[k,i]  op i, new in window k and not its last, is executed once more in that window
+    z[b]    b is executed in place of the ops that it stands for, with the last of them
     S[k,t]  tensor t, made before window k, is handed over: it is in memory when e_(k-1) executes
             and stays until window k begins; kept tensors have S = 1 and no variable
 
@@ -13,20 +14,23 @@ A, Y, V, X and another W (``copies.py``).
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from solvers.windows.formulation.draft import Family, ModelDraft
 
 Choices = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be executed again in a window, in program order
 
 
 def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
-    """All ops that are old or new in window k, but for its last."""
-    return range(draft.detail.ends[k])
+    """All ops that are old or new in window k."""
+    return range(draft.detail.ends[k] + 1)
 
 
 def variables(choices: Choices) -> Family:
-    """The family of R, Q and S, with R and Q for `choices`."""
+    """The family of z, R, Q and S, with R and Q for `choices`."""
 
     def add_variables(draft: ModelDraft) -> None:
+        _add_stand_ins(draft)
         for k in range(draft.first_window, draft.windows):
             _add_repeats(draft, k, choices(draft, k))
             _add_handed(draft, k)
@@ -35,28 +39,50 @@ def variables(choices: Choices) -> Family:
     return add_variables
 
 
-def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:
-    """R[k,i]: i old in k and worth executing in k or later; Q[k,i]: i new in k, i < e_k.
+def _add_stand_ins(draft: ModelDraft) -> None:
+    """z[b], at the time of b less that of its group, of which each op is stood for by one at most."""
+    problem, places = draft.problem, draft.problem.places
+    if places.plain:
+        return
+    for b, group in enumerate(places.stands_for):
+        if group:
+            seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
+            fits = problem.own_bytes[b] <= problem.capacity_bytes
+            draft.instead[b] = draft.column(cost=problem.units(seconds), upper=float(fits))
+    for group in sorted({of_op for of_op in places.stood_by if len(of_op) > 1}):
+        draft.rows.add([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
 
-    Neither where what i reads has been written over by then.
+
+def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:
+    """R[k,i]: i old in k and worth executing in k or later; Q[k,i]: i new in k, and not executed with the end of it.
+
+    Neither where what i reads has been written over by then. What is optional and must run only once does so in one window.
     """
-    problem, start = draft.problem, draft.starts[k]
+    problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
     for i in choices:
-        # A new op is worth executing once more only for the sake of what comes between.
-        worth = problem.last_worth[i] >= (start if i < start else i + 2)
+        if i < start:
+            worth = problem.last_worth[i] >= start
+        elif places.sure[i]:
+            # A new op is worth executing once more only for the sake of what comes between.
+            worth = places.last[i] < draft.detail.ends[k] and problem.last_worth[i] >= i + 2
+        else:
+            worth = not places.stands_for[i] or places.last[i] < draft.detail.ends[k]
         if worth and problem.recomputable[i] and problem.last_again[i] >= start:
             draft.again[k, i] = draft.column(cost=problem.units(problem.time_s[i]))
+            if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:
+                earlier = [draft.again[j, i] for j in range(k) if (j, i) in draft.again]
+                draft.rows.add([draft.again[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
 
 
 def _add_handed(draft: ModelDraft, k: int) -> None:
-    """S[k,t]: p(t) < a_k, t not kept, and wanted in window k or later.
+    """S[k,t]: p(t) < a_k, t not kept, or not settled yet, and wanted in window k or later.
 
     From one window to the next it is the same variable if nothing can happen to t in between.
     """
     problem, start = draft.problem, draft.starts[k]
     for i in range(start):
         for t in problem.outputs[i]:
-            if not problem.kept[t] and problem.last_use[t] >= start:
+            if i == problem.producers[t] and not draft.is_settled(k, t) and problem.last_use[t] >= start:
                 same = draft.handed.get((k - 1, t)) if _is_idle(draft, k - 1, t) else None
                 draft.handed[k, t] = draft.column() if same is None else same
 
@@ -66,10 +92,12 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     copies = draft.problem.copies
     if copies is not None and t in copies.trips:
         return False
-    if k <= draft.first_window or (k, draft.problem.producers[t]) in draft.again:
+    if k <= draft.first_window or draft.repeat(k, t):
         return False  # what enters the first window may be settled, wanted or not
     start, end = draft.starts[k], draft.detail.ends[k]
-    return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.graph.consumers[t])
+    if any(start <= p <= end for p in draft.problem.makers[t]):
+        return False
+    return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])
 
 
 def _add_frame(draft: ModelDraft) -> None:

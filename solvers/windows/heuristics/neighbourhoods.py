@@ -19,8 +19,9 @@ from solvers.windows.formulation.models import build_relaxation
 from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, tight_windows
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import solve_part
-from solvers.windows.solution.decode import Choice, Trial, decoded, late_writers, order_of, read_choice
+from solvers.windows.solution.decode import Trial, decoded, late_writers, order_of, read_choice
 from solvers.windows.solution.encode import choice_of_trial, start_values
+from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.refine import refined, where_it_waits, with_stages_in_order
 
 Columns = list[int]

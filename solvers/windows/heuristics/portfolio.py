@@ -15,8 +15,9 @@ from solvers.windows.heuristics.segments import improvements
 from solvers.windows.incumbent import Search
 from solvers.windows.params import PortfolioParams
 from solvers.windows.refinement import refine, solve_part
-from solvers.windows.solution.decode import Choice, read_choice
+from solvers.windows.solution.decode import read_choice
 from solvers.windows.solution.encode import start_values
+from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.refine import even_windows
 
 

@@ -19,7 +19,8 @@ from solvers.eviction.rules import EvictionRule, Guide
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.heuristics.evicted import evicted, with_prices
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import Choice, Trial
+from solvers.windows.solution.decode import Trial
+from solvers.windows.solution.expand import Choice
 
 
 @dataclass(frozen=True, slots=True)

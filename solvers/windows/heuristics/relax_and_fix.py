@@ -15,7 +15,8 @@ from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
 from solvers.windows.formulation.models import build_ordered
 from solvers.windows.params import RefinementParams, WindowsParams
-from solvers.windows.solution.decode import Choice, Order, Trial, expand, late_writers, order_of
+from solvers.windows.solution.decode import Order, Trial, late_writers, order_of
+from solvers.windows.solution.expand import Choice, expand
 from solvers.windows.solution.refine import refined, with_stages_in_order
 
 Solve = Callable[[Model, float], Choice | None]

@@ -25,7 +25,8 @@ from solvers.windows.formulation.memory import add_memory_inside, add_memory_of_
 from solvers.windows.formulation.models import compose, window_rows
 from solvers.windows.formulation.variables import variables
 from solvers.windows.params import NeighbourhoodParams
-from solvers.windows.solution.decode import Choice, Order, Trial
+from solvers.windows.solution.decode import Order, Trial
+from solvers.windows.solution.expand import Choice
 
 
 class CandidateSet:

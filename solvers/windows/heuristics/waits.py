@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from solvers.problem import Problem
+from solvers.windows.choice_params import RoundTripParams
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.params import RoundTripParams
 from solvers.windows.solution.copies import Stay, stays_of, timed
 from solvers.windows.solution.decode import Trial, order_of, try_out
 

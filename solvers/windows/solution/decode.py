@@ -1,34 +1,18 @@
 """From a solution of the model to a real order of executions, and what of it is over the budget."""
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from graphs.schedule import Compute, Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.highs.program import Floats
-from solvers.problem import Problem
+from solvers.places import Places
+from solvers.problem import Problem, problem_of
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.solution.copies import timed
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a solution of the model says, window by window.
-
-    Attributes:
-        again: for each window the ops executed again in it (R and Q).
-        handed: for each window the tensors handed over into it (S; kept ones are not listed), and after the
-            last one those handed on to what follows.
-        twice: (window, op) for ops executed more than once more (D).
-        taken: for each window the tensors that come from the host in it (A); empty without round trips.
-    """
-
-    again: tuple[frozenset[int], ...]
-    handed: tuple[frozenset[int], ...]
-    twice: frozenset[tuple[int, int]] = frozenset()
-    taken: tuple[frozenset[int], ...] = ()
+from solvers.windows.solution.expand import Choice, expand
+from solvers.windows.solution.plain import PlainGraph, plain_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +20,16 @@ class Order:
     """Ops in order of execution; for each the window it belongs to, and whether it is the first time.
 
     Attributes:
+        first: whether it is executed in its place.
         away: (tensor, position) where a tensor comes back from the host before that execution reads it.
+        instead: as in ``Choice``.
     """
 
     computed: tuple[int, ...]
     windows: tuple[int, ...]
     first: tuple[bool, ...]
     away: frozenset[tuple[int, int]] = frozenset()
+    instead: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +61,15 @@ def read_choice(model: Model, values: Floats) -> Choice:
     for (k, t), column in model.handed.items():
         if values[column] > 0.5:
             handed[k].add(t)
+    instead = frozenset(b for b, column in model.instead.items() if values[column] > 0.5)
     if model.problem.copies is None:
-        return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)))
+        return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), instead=instead)
     taken: list[set[int]] = [set() for _ in model.detail.ends]
     for (k, t), column in model.taken.items():
         if values[column] > 0.5:
             taken[k].add(t)
-    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), taken=tuple(map(frozenset, taken)))
+    freeze = tuple(map(frozenset, taken))
+    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), taken=freeze, instead=instead)
 
 
 def try_out(problem: Problem, order: Order) -> Trial:
@@ -88,13 +77,16 @@ def try_out(problem: Problem, order: Order) -> Trial:
 
     With round trips, tensors live longer than that while they go to the host, and are there before they are read.
     """
+    if problem.copies is not None and not problem.places.plain:
+        return _try_out_plain(problem, order)
     if problem.copies is not None:
         found = timed(problem, order.computed, order.away)
         order, schedule = replace(order, away=found.away), Schedule(tuple(found.steps))
         simulation = simulate(problem.whole, schedule)
         memory = tuple(taken + problem.graph.static_bytes for taken in found.memory_bytes)
         return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory, tuple(found.waits_s), tuple(found.ends))
-    schedule = schedule_of(problem.graph, order.computed)
+    ids = problem.places.ids
+    schedule = schedule_of(problem.graph, [ids[i] for i in order.computed])
     simulation = simulate(problem.graph, schedule)
     memory = tuple(
         taken for step, taken in zip(schedule.steps, simulation.memory_bytes, strict=True) if isinstance(step, Compute)
@@ -102,33 +94,83 @@ def try_out(problem: Problem, order: Order) -> Trial:
     return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory)
 
 
+def _try_out_plain(problem: Problem, order: Order) -> Trial:
+    """What the plain graph makes of an order with both optional ops and round trips."""
+    plain = plain_graph(problem, order.computed)
+    away = frozenset((here, place) for t, place in order.away if (here := plain.only(t)) is not None)
+    detail = Discretization((len(plain.ops) - 1,))
+    trial = try_out(problem_of(plain.graph, problem.budget_bytes), order_of(detail, plain.order, away))
+    return trial_of_whole(problem, plain, order, trial)
+
+
+def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Trial) -> Trial:
+    """The trial of an order that is `order` in the problem, given that of its plain graph."""
+    schedule = plain.schedule_of_whole(problem, trial.schedule)
+    simulation = simulate(problem.whole, schedule)
+    return replace(trial, order=order, schedule=schedule, time_s=simulation.time_s, peak_bytes=simulation.peak_bytes, ends=())
+
+
 def late_writers(problem: Problem, order: Order) -> set[int]:
-    """Ops that write in place what another op, executed again after them, reads."""
+    """Ops that write in place what another op, executed again after them, reads.
+
+    And ops before which one is executed that reads what nothing has made: where ops depend on each other, by what they make
+    a second time, the solution of a model may be none.
+    """
     late: set[int] = set()
     done = 0
+    if not problem.places.plain:
+        late = _reads_of_nothing(problem, order)
     for op, first in zip(order.computed, order.first, strict=True):
         if not first and problem.last_again[op] < done:
             late.add(problem.last_again[op])
-        done += first
+        done = op + 1 if first else done
     return late
 
 
-def order_of(detail: Discretization, computed: Sequence[int], away: frozenset[tuple[int, int]] = frozenset()) -> Order:
-    """`computed` with the windows of `detail` marked; first executions come in program order."""
+def _reads_of_nothing(problem: Problem, order: Order) -> set[int]:
+    made: set[int] = set()
+    lacking = False
+    late: set[int] = set()
+    for op, first in zip(order.computed, order.first, strict=True):
+        lacking |= not made.issuperset(problem.inputs[op])
+        made.update(problem.outputs[op])
+        if first and lacking:
+            late.add(op)
+            lacking = False
+    return late
+
+
+def order_of(
+    detail: Discretization,
+    computed: Sequence[int],
+    away: frozenset[tuple[int, int]] = frozenset(),
+    instead: frozenset[int] = frozenset(),
+    places: Places | None = None,
+) -> Order:
+    """`computed` with the windows of `detail` marked; first executions come in program order.
+
+    Args:
+        instead: what is executed in place of others, among the `places`; None: all ops are executed in theirs.
+    """
     windows: list[int] = []
     first: list[bool] = []
+    expected = None if places is None else [*places.executed(instead), len(places.ids)]
     done = 0
     for op in computed:
-        first.append(op == done)
-        windows.append(detail.window_of(done))
-        done += op == done
-    return Order(tuple(computed), tuple(windows), tuple(first), away)
+        following = done if expected is None else expected[done]
+        first.append(op == following)
+        windows.append(detail.window_of(following))
+        done += op == following
+    return Order(tuple(computed), tuple(windows), tuple(first), away, instead)
 
 
 def decoded(problem: Problem, detail: Discretization, choice: Choice) -> Order:
     """The order that a solution of a model says, with what is away meanwhile."""
-    order = order_of(detail, expand(problem, detail, choice))
-    return order if problem.copies is None else replace(order, away=_away(problem, choice, order))
+    places = None if problem.places.plain else problem.places
+    order = order_of(detail, expand(problem, detail, choice), instead=choice.instead, places=places)
+    if problem.copies is None or not choice.taken:
+        return order
+    return replace(order, away=_away(problem, choice, order))
 
 
 def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int, int]]:
@@ -158,84 +200,3 @@ def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int
             if found and not any((t, place) in away for _, place in found):
                 away.add((t, max(found)[1]))
     return frozenset(away)
-
-
-def expand(problem: Problem, detail: Discretization, choice: Choice, *, first_window: int = 0) -> tuple[int, ...]:
-    """Ops in order of execution, from `first_window` on.
-
-    Window by window: what a new op lacks is executed again just before it, in program order. Before the last
-    op of a window comes also what is to be handed on and is not there.
-    """
-    return _Expansion(problem, detail, choice).run(first_window)
-
-
-class _Expansion:
-    def __init__(self, problem: Problem, detail: Discretization, choice: Choice) -> None:
-        self.problem = problem
-        self.detail = detail
-        self.choice = choice
-        self.computed: list[int] = []
-        self.there: set[int] = set()
-        self.pending: set[int] = set()
-        self.kept = [t for outputs in problem.outputs for t in outputs if problem.kept[t]]
-
-    def run(self, first_window: int) -> tuple[int, ...]:
-        for k in range(first_window, len(self.detail.ends)):
-            self.window(k)
-        return tuple(self.computed)
-
-    def window(self, k: int) -> None:
-        start, end = self.detail.start_of(k), self.detail.ends[k]
-        self.there = {t for t in self.kept if self.problem.producers[t] < start} | self.choice.handed[k]
-        if self.choice.taken:
-            self.there.update(t for t in self.choice.taken[k] if self.problem.producers[t] < start)
-        self.pending = set(self.choice.again[k])
-        wanted_on = self.choice.handed[k + 1]
-        gone = self.gaps(k)
-        self.there.difference_update(gone.get(start - 1, ()))
-        for v in range(start, end + 1):
-            wanted: Iterable[int] = self.problem.inputs[v]
-            if v == end:
-                wanted = (*wanted, *(t for t in wanted_on if self.problem.producers[t] < end))
-            for i in sorted(self.lacking(wanted)):
-                self.execute(i)
-            self.execute(v)
-            self.there.difference_update(gone.get(v, ()))
-
-    def execute(self, i: int) -> None:
-        self.computed.append(i)
-        self.there.update(self.problem.outputs[i])
-        self.pending.discard(i)
-
-    def lacking(self, wanted: Iterable[int]) -> set[int]:
-        """Ops to execute again so that `wanted` is there, as far as the solution has them."""
-        ops: set[int] = set()
-        stack = list(wanted)
-        while stack:
-            t = stack.pop()
-            i = self.problem.producers[t]
-            if t in self.there or i in ops or i not in self.pending:
-                continue
-            ops.add(i)
-            stack.extend(self.problem.inputs[i])
-        return ops
-
-    def gaps(self, k: int) -> dict[int, list[int]]:
-        """For ops executed again though their outputs are there: after which new op each output goes.
-
-        It goes for the longest stretch of window k in which it has no reader.
-        """
-        start, end = self.detail.start_of(k), self.detail.ends[k]
-        gone: dict[int, list[int]] = {}
-        for i in self.pending:
-            for t in self.problem.outputs[i]:
-                if self.problem.kept[t] or (i < start and t not in self.there):
-                    continue
-                readers = self.problem.graph.consumers[t]
-                stops = [max(i, start - 1), *readers[bisect_right(readers, max(i, start - 1)) : bisect_right(readers, end)]]
-                if t in self.choice.handed[k + 1] and stops[-1] != end:
-                    stops.append(end)
-                if len(stops) > 1:
-                    _, since = max((b - a, a) for a, b in pairwise(stops))
-                    gone.setdefault(since, []).append(t)
-        return gone

@@ -8,41 +8,42 @@ from graphs.schedule import Compute, schedule_of
 from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.formulation.granularity import Discretization, Model
-from solvers.windows.solution.decode import Choice, Trial, order_of, try_out
+from solvers.windows.solution.decode import Trial, order_of, try_out
+from solvers.windows.solution.expand import Choice
 
 
-def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int]) -> Choice:
-    """What R, Q and S are for an order of execution: the inverse of ``expand``."""
-    order = order_of(detail, computed)
+def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()) -> Choice:
+    """What R, Q, S and z are for an order of execution: the inverse of ``expand``."""
+    places = problem.places
+    order = order_of(detail, computed, instead=instead, places=None if places.plain else places)
     again: list[set[int]] = [set() for _ in detail.ends]
     handed: list[set[int]] = [set() for _ in range(len(detail.ends) + 1)]
     twice: set[tuple[int, int]] = set()
-    ends = set(detail.ends[:-1])
     live: set[int] = set()
     position = -1
-    boundary = -1
-    for step in schedule_of(problem.graph, computed).steps:
+    boundaries = range(0)
+    for step in schedule_of(problem.graph, [places.ids[op] for op in computed]).steps:
         if not isinstance(step, Compute):
             live.discard(step.tensor)
             continue
-        if boundary >= 0:
-            handed[boundary] = {t for t in live if not problem.kept[t]}
-            boundary = -1
+        for k in boundaries:
+            handed[k] = {t for t in live if not problem.kept[t] or problem.settled[t] >= detail.start_of(k)}
         position += 1
-        live.update(problem.outputs[step.op])
+        op, window = computed[position], order.windows[position]
+        live.update(problem.outputs[op])
         if not order.first[position]:
-            if step.op in again[order.windows[position]]:
-                twice.add((order.windows[position], step.op))
-            again[order.windows[position]].add(step.op)
-        elif step.op in ends:
-            boundary = order.windows[position] + 1
-    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice))
+            if op in again[window]:
+                twice.add((window, op))
+            again[window].add(op)
+        following = order.windows[position + 1] if position + 1 < len(computed) else window
+        boundaries = range(window + 1, following + 1)
+    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
 
 
 def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Choice:
     """What R, Q, S and A are for a trial."""
     if problem.copies is None:
-        return choice_of(problem, detail, trial.order.computed)
+        return choice_of(problem, detail, trial.order.computed, trial.order.instead)
     order = order_of(detail, trial.order.computed)
     again, handed, taken = ([set[int]() for _ in range(len(detail.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
@@ -84,6 +85,8 @@ def start_values(model: Model, choice: Choice) -> Floats:
         values[column] = pair in choice.twice
     for (k, t), column in model.taken.items():
         values[column] = t in choice.taken[k]
+    for b, column in model.instead.items():
+        values[column] = b in choice.instead
     return values
 
 
@@ -101,7 +104,8 @@ def without_needless(
         if not needless:
             break
         computed = [op for position, op in enumerate(trial.order.computed) if position not in needless]
-        trial = try_out(problem, order_of(detail, computed))
+        places = None if problem.places.plain else problem.places
+        trial = try_out(problem, order_of(detail, computed, instead=trial.order.instead, places=places))
     return trial
 
 
@@ -111,12 +115,14 @@ def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
     last_use: dict[int, int] = {}
     longer_lives: list[tuple[float, int, list[tuple[int, int]]]] = []
     for position, (op, first) in enumerate(zip(trial.order.computed, trial.order.first, strict=True)):
-        if not first:
+        if not first and all(t in last_use for t in problem.outputs[op]):
             lives = [(last_use[t] + 1, problem.sizes[t]) for t in problem.outputs[op] if not problem.kept[t]]
             longer_lives.append((-problem.time_s[op], position, lives))
         for t in (*problem.inputs[op], *problem.outputs[op]):
             last_use[t] = position
-    needless: set[int] = set()
+    needless = set[int]() if problem.places.plain else _for_nothing(problem, trial)
+    if needless:
+        return needless
     shortened: set[int] = set()
     for _, position, lives in sorted(longer_lives):
         begin = min((since for since, _ in lives), default=position)
@@ -127,4 +133,24 @@ def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
             memory[begin:position] = longer
             needless.add(position)
             shortened.add(trial.order.computed[position])
+    return needless
+
+
+def _for_nothing(problem: Problem, trial: Trial) -> set[int]:
+    """Positions of executions of which no output is read before it is made again, nor kept."""
+    wanted: set[int] = set()
+    needless: set[int] = set()
+    earlier: set[int] = set()
+    made_before: list[frozenset[int]] = []
+    for op in trial.order.computed:
+        made_before.append(frozenset(t for t in problem.outputs[op] if t in earlier))
+        earlier.update(problem.outputs[op])
+    for position in range(len(trial.order.computed) - 1, -1, -1):
+        op = trial.order.computed[position]
+        of_use = any(t in wanted or (problem.kept[t] and t not in made_before[position]) for t in problem.outputs[op])
+        if not trial.order.first[position] and not of_use:
+            needless.add(position)
+            continue
+        wanted.difference_update(t for t in problem.outputs[op] if not problem.kept[t])
+        wanted.update(problem.inputs[op])
     return needless

@@ -50,7 +50,8 @@ def refined(
         for v in _up_to(before, ahead):
             single = detail.is_single(detail.window_of(v))
             if not single:
-                ends.update((v - 1, v) if v > 0 else (v,))
+                first, last = detail.place_of(v)
+                ends.update((first - 1, last) if first > 0 else (last,))
             if single or ahead > 1:
                 repeats.add((v, op))
                 chains.update((v, x, op) for x in _executed_again_before(trial, step))

@@ -208,9 +208,9 @@ def test_the_largest_batch_is_that_of_the_reordered_graph() -> None:
         return replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * batch) for t in graph.tensors))
 
     wanted = Wanted(budget_bytes=80_000, limit=20, max_overhead=0.0)
-    answers = {answer.method: answer.batch for answer in max_batch(graph_of, wanted)}
+    answers = {answer.method: answer.size for answer in max_batch(graph_of, wanted)}
     assert (answers["keep everything"], answers["optimal"]) == (1, 2)
-    answers = {answer.method: answer.batch for answer in max_batch(graph_of, replace(wanted, reorder=False))}
+    answers = {answer.method: answer.size for answer in max_batch(graph_of, replace(wanted, reorder=False))}
     assert answers["optimal"] == 1
 
 

@@ -13,8 +13,9 @@ from solvers.problem import Problem, problem_of
 from solvers.windows import solve
 from solvers.windows.formulation.granularity import Discretization, halves
 from solvers.windows.formulation.models import build_relaxation
-from solvers.windows.solution.decode import expand, order_of, try_out
+from solvers.windows.solution.decode import order_of, try_out
 from solvers.windows.solution.encode import choice_of
+from solvers.windows.solution.expand import expand
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 

@@ -1,0 +1,139 @@
+"""Where the ops of a graph come in the order that solvers look at: program order, with optional ops between.
+
+A *place* is an op of the program, in program order, and what else may be executed there: the stand-ins for a group of ops of
+which it is the last. Before it come the optional ops without a group whose inputs can be there since the place before.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from graphs.ir import Graph, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """An order of ops: positions in it are how solvers number them.
+
+    Attributes:
+        ids: the op of the graph at each position.
+        last: for each position the last one of its place.
+        stands_for: for each position the positions that the op there stands for.
+        stood_by: for each position those of the ops that stand for it.
+        optional: for each position whether the op is optional and stands for none.
+        sure: for each position whether all schedules execute it in its place: it is of the program, and nothing stands for it.
+        plain: whether all are.
+    """
+
+    ids: tuple[int, ...]
+    last: tuple[int, ...]
+    stands_for: tuple[tuple[int, ...], ...]
+    stood_by: tuple[tuple[int, ...], ...]
+    optional: tuple[bool, ...]
+    sure: tuple[bool, ...]
+    plain: bool
+
+    def first(self, i: int) -> int:
+        """The op of the program whose place i belongs to."""
+        v = self.last[i]
+        while self.stands_for[v]:
+            v -= 1
+        return v
+
+    def start(self, i: int) -> int:
+        """The first position of the place of i, optional ops before it included."""
+        v = self.first(i)
+        while v and self.optional[v - 1]:
+            v -= 1
+        return v
+
+    def executed(self, instead: Collection[int]) -> list[int]:
+        """The ops that are executed in their places if those of `instead` stand for others."""
+        skipped = {i for b in instead for i in self.stands_for[b]}
+        return [
+            i
+            for i, sure in enumerate(self.sure)
+            if sure or i in instead or not (self.optional[i] or self.stands_for[i] or i in skipped)
+        ]
+
+    def alternatives(self, i: int) -> range:
+        """The ops of which one is executed in the place of i, or none if its op of the program is stood for later."""
+        return range(self.first(i), self.last[i] + 1)
+
+
+def places_of(graph: Graph) -> Places:
+    """The places of `graph`, which has one pool and one stream, without optional ops that no schedule of the class can use."""
+    n = len(graph.program)
+    if n == len(graph.ops):
+        everywhere = tuple(range(n))
+        return Places(everywhere, everywhere, ((),) * n, ((),) * n, (False,) * n, (True,) * n, plain=True)
+    there = [t.static for t in graph.tensors]
+    stand_ins: dict[int, list[Op]] = {}
+    loose = [op for op in graph.ops[n:] if not op.stands_for]
+    for op in graph.ops[n:]:
+        if op.stands_for and may_stand(graph, op):
+            stand_ins.setdefault(op.stands_for[-1], []).append(op)
+    ids: list[int] = []
+    last: list[int] = []
+    for op in graph.program:
+        while (ready := next((other for other in loose if all(there[t] for t in other.inputs)), None)) is not None:
+            loose.remove(ready)
+            _put(ready, ids, there)
+        instead = [other for other in stand_ins.get(op.id, ()) if all(there[t] for t in other.inputs)]
+        for other in (op, *instead):
+            _put(other, ids, there)
+        last += [len(ids) - 1] * (len(ids) - len(last))
+    at = {op: position for position, op in enumerate(ids)}
+    stands_for = tuple(tuple(at[p] for p in graph.ops[op].stands_for) for op in ids)
+    stood_by: list[list[int]] = [[] for _ in ids]
+    for position, group in enumerate(stands_for):
+        for i in group:
+            stood_by[i].append(position)
+    optional = tuple(graph.ops[op].optional and not graph.ops[op].stands_for for op in ids)
+    sure = tuple(not (graph.ops[op].optional or stood_by[i]) for i, op in enumerate(ids))
+    return Places(tuple(ids), tuple(last), stands_for, tuple(map(tuple, stood_by)), optional, sure, plain=all(sure))
+
+
+def _put(op: Op, ids: list[int], there: list[bool]) -> None:
+    ids.append(op.id)
+    for t in op.outputs:
+        there[t] = True
+
+
+def may_stand(graph: Graph, op: Op) -> bool:
+    """Whether `op`, executed in the place of the last op it stands for, keeps the order of the rest of the program.
+
+    It must make what is kept of its group. With several ops in that, none may write in place, and none of the other ops
+    between them writes what it reads, or draws random numbers after one of the group would have.
+    """
+    group = [graph.ops[p] for p in op.stands_for]
+    if not group:
+        return False
+    if any(t in graph.kept and t not in op.outputs for p in group for t in p.outputs):
+        return False
+    if len(group) == 1:
+        return True
+    between = [p for p in graph.program[group[0].id : group[-1].id] if p.id not in op.stands_for]
+    first_random = next((p.id for p in group if p.random), len(graph.program))
+    written = {t for p in between for t in p.mutates}
+    late = any(p.random and p.id > first_random for p in between)
+    return not op.mutates and written.isdisjoint(op.inputs) and not late
+
+
+def circles(inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Sets of ops, by their inputs and outputs, each of which reads what any other makes, directly or by way of others."""
+    readers: dict[int, list[int]] = {}
+    for op, tensors in enumerate(inputs):
+        for t in tensors:
+            readers.setdefault(t, []).append(op)
+    edges = [(op, reader) for op, tensors in enumerate(outputs) for t in tensors for reader in readers.get(t, ())]
+    rows, columns = zip(*edges, strict=True) if edges else ((), ())
+    matrix = csr_array((np.ones(len(edges), dtype=np.int8), (rows, columns)), shape=(len(inputs), len(inputs)))
+    _, number = connected_components(matrix, directed=True, connection="strong")
+    members: dict[int, list[int]] = {}
+    for op, component in enumerate(number.tolist()):
+        members.setdefault(component, []).append(op)
+    return tuple(sorted(tuple(ops) for ops in members.values() if len(ops) > 1))

@@ -1,0 +1,44 @@
+"""The part of ``params.py`` that is for graphs with more to choose than when to execute the program's ops."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTripParams:
+    """Of schedules in which tensors go to the host and come back.
+
+    Attributes:
+        capacities, slower: shares of the memory, and times as slow a link, that the coarse model is solved for.
+        weight: of the link beside memory in which of these come first;
+        first: as many of them before any other way.
+        limit, gap: of each of these models; the gap is a share of the step.
+        places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
+        longest: if no more ops than this make one again;
+        least_gain: and that takes less time by this share.
+        prices: of the channels' time, for rules of eviction, the last so high that only what cannot be made again is copied;
+        rules_limit: for all of these while nothing else looks for schedules, and once more for rules that are drawn;
+        guided_limit, runs: for rules with guides, and of others at a time.
+    """
+
+    capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
+    slower: tuple[float, ...] = (1.0, 1.1, 1.2)
+    weight: float = 0.2
+    first: int = 2
+    limit: float = 5.0
+    gap: float = 5e-4
+    places: int = 3
+    tensors: int = 20
+    longest: int = 4
+    least_gain: float = 1e-6
+    prices: tuple[float, ...] = (0.03, 0.0, 0.1, 1e3)
+    rules_limit: float = 3.0
+    guided_limit: float = 2.0
+    runs: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CommitmentParams:
+    """Of plain graphs that solutions with optional ops commit to: how many in turn, each to what share of the tolerance."""
+
+    at_a_time: int = 3
+    share: float = 0.25

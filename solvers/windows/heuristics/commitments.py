@@ -1,0 +1,202 @@
+"""Search with optional ops: commit to some of them, and solve the plain graph that this leaves.
+
+In an order of executions, however it was found, there is a plain graph (``solution/plain.py``), in which everything that finds
+schedules of plain graphs does so (``driver.py``).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from graphs.ir import Graph
+from solvers.problem import Problem
+from solvers.request import Request
+from solvers.tolerance import Tolerance
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.incumbent import Search
+from solvers.windows.refinement import refine
+from solvers.windows.solution.decode import Order, Trial, decoded, late_writers, order_of, trial_of_whole
+from solvers.windows.solution.expand import Choice
+from solvers.windows.solution.plain import PlainGraph, plain_graph
+from solvers.windows.solution.refine import halved
+
+Run = Callable[[Search], None]
+
+
+@dataclass(slots=True)
+class Commitment:
+    """A plain graph, and what has become of it.
+
+    Attributes:
+        plain: the graph.
+        instead: ops that stand for others in it.
+        best: its best schedule so far.
+        away: from the host, in the order that it comes from.
+        runs: how often it has been solved for.
+        closed: it need not be looked at again.
+    """
+
+    plain: PlainGraph
+    instead: frozenset[int]
+    away: frozenset[tuple[int, int]]
+    best: Trial | None = None
+    runs: int = 0
+    closed: bool = False
+
+    @property
+    def best_s(self) -> float:
+        """Time of the best schedule, inf if there is none."""
+        return float("inf") if self.best is None else self.best.time_s
+
+
+def run_with_options(search: Search, run: Run) -> None:
+    """Bound the graph with all its options, and look for schedules in what solutions commit to, by `run`, in turn."""
+    places, params = search.problem.places, search.params.bound
+    found = _Commitments(search, run)
+    kept = found.try_instead(frozenset())
+    assert kept is not None  # the program alone runs
+    peak = max(range(len(kept.memory_bytes)), key=kept.memory_bytes.__getitem__)
+    detail = found.whole.split({kept.order.computed[peak]})
+    for instead in _simple(search.problem):
+        found.try_instead(instead)
+    limit, bounded = params.first_slice, False
+    while not (search.solved() or search.stopped()):
+        if not bounded:
+            detail, exhausted = refine(search, detail, limit, is_relaxation=True)
+            bounded = exhausted and len(detail.ends) == len(set(places.last))
+            detail = halved(detail) if exhausted and not bounded else detail
+        found.learn()
+        found.work_without_copies(limit)
+        if not found.work(limit) and bounded:
+            break
+        limit *= params.longer
+
+
+class _Commitments:
+    """Those that have been found."""
+
+    def __init__(self, search: Search, run: Run) -> None:
+        self.search = search
+        self.run = run
+        self.places = search.problem.places
+        self.whole = Discretization((search.problem.ops - 1,), places=self.places.last)
+        self.all: dict[object, Commitment] = {}
+        self.without_copies: Search | None = None
+
+    def try_instead(self, instead: frozenset[int]) -> Trial | None:
+        """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
+        choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
+        order = decoded(self.search.problem, self.whole, choice)
+        if late_writers(self.search.problem, order):
+            return None
+        self.add(order)
+        return self.search.offer(order, self.whole)
+
+    def learn(self) -> None:
+        """Commit to what the solutions do that have come in, and the best schedule."""
+        search = self.search
+        orders = [search.best.order] if search.best is not None else []
+        while search.solutions:
+            detail, choice = search.solutions.popleft()
+            orders.append(decoded(search.problem, detail, choice))
+        for order in orders:
+            if not late_writers(search.problem, order):
+                self.add(order)
+
+    def add(self, order: Order) -> None:
+        """Commit to what `order` does, unless that is known."""
+        plain = plain_graph(self.search.problem, order.computed)
+        away = frozenset((here, place) for t, place in order.away if (here := plain.only(t)) is not None)
+        key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
+        self.all.setdefault(key, Commitment(plain, order.instead, away))
+
+    def work(self, limit: float) -> bool:
+        """Solve a few of the graphs, for so long each: those that have been least, then the best; whether any is open."""
+        search = self.search
+        still = [c for c in reversed(self.all.values()) if not c.closed]
+        for commitment in sorted(still, key=lambda c: (c.runs, c.best_s))[: search.params.commitments.at_a_time]:
+            if search.solved() or search.stopped():
+                break
+            self.solve(commitment, limit)
+        return bool(still)
+
+    def work_without_copies(self, limit: float) -> None:
+        """Where there are round trips to the host, look for schedules without them: those are found more easily."""
+        search, before = self.search, self.without_copies
+        if search.problem.copies is None or (before is not None and self.is_done(before)):
+            return
+        sub = self.without_copies = self.part(search.problem.graph, limit, lambda: None)
+        if before is not None and before.best is not None:
+            sub.offer(before.best.order, self.whole)
+        run_with_options(sub, self.run)
+        if sub.best is not None:
+            search.keep(sub.best)
+            self.add(sub.best.order)
+
+    def solve(self, commitment: Commitment, limit: float) -> None:
+        """Solve a plain graph, offering its schedules."""
+        sub = self.part(commitment.plain.graph, limit, lambda: self.take(commitment, sub.best))
+        whole = Discretization((sub.problem.ops - 1,))
+        best = commitment.best
+        sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
+        self.run(sub)
+        self.take(commitment, sub.best)
+        commitment.runs += 1
+        commitment.closed = self.is_done(sub)
+
+    def part(self, graph: Graph, limit: float, on_stop: Callable[[], None]) -> Search:
+        """A search in `graph` that ends when it is of no use any more; `on_stop` is called whenever it asks for that."""
+        search = self.search
+
+        def stop() -> bool:
+            on_stop()
+            search.tell(f"in a part of the choices: {sub.activity}")
+            return search.stopped() or search.solved() or sub.bound_s >= search.best_s()
+
+        tolerance = Tolerance.of(search.params.commitments.share * search.tolerance)
+        clock = search.clock.part(limit)
+        sub = Search(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
+        return sub
+
+    def is_done(self, sub: Search) -> bool:
+        """Whether a search need not be gone on with."""
+        self.search.largest = max(self.search.largest, sub.largest)
+        return sub.solved() or bool(sub.failure) or sub.bound_s >= self.search.best_s()
+
+    def take(self, commitment: Commitment, trial: Trial | None) -> None:
+        """Offer what a schedule of a plain graph is in the graph with options."""
+        if trial is None or trial.time_s >= commitment.best_s:
+            return
+        commitment.best = trial
+        problem, plain = self.search.problem, commitment.plain
+        computed = [plain.ops[op] for op in trial.order.computed]
+        away = frozenset((plain.tensors[t], place) for t, place in trial.order.away)
+        order = order_of(self.whole, computed, away, commitment.instead, self.places)
+        if problem.copies is None:
+            self.search.offer(order, self.whole)
+        else:
+            self.search.keep(trial_of_whole(problem, plain, order, trial))
+
+
+def _simple(problem: Problem) -> list[frozenset[int]]:
+    """Stand-ins wherever one takes less memory than what it stands for, and wherever one takes less time: the least each."""
+    places = problem.places
+    stand_ins = [b for b, group in enumerate(places.stands_for) if group]
+    lean = sorted((b for b in stand_ins if problem.own_bytes[b] < _most(problem, b)), key=lambda b: (problem.own_bytes[b], b))
+    gains_s = {b: sum(problem.time_s[i] for i in places.stands_for[b]) - problem.time_s[b] for b in stand_ins}
+    fast = sorted((b for b in stand_ins if gains_s[b] > 0), key=lambda b: (-gains_s[b], b))
+    return [_apart(places.stands_for, ranked) for ranked in (lean, fast)]
+
+
+def _most(problem: Problem, b: int) -> int:
+    return max(problem.own_bytes[i] for i in problem.places.stands_for[b])
+
+
+def _apart(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:
+    """Of `ranked` those whose groups have nothing in common, the first ones first."""
+    chosen: set[int] = set()
+    stood_for: set[int] = set()
+    for b in ranked:
+        if stood_for.isdisjoint(groups[b]):
+            chosen.add(b)
+            stood_for.update(groups[b])
+    return frozenset(chosen)

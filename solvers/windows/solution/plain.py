@@ -1,0 +1,148 @@
+"""The plain graph that an order of executions commits to, in a graph with optional ops.
+
+Each op that is executed at all takes the place of its first execution, and each reader reads what the op made that last did
+before it: what several ops make are several tensors. A schedule of the plain graph is one of the graph with options, where these
+are one tensor, at no more memory. A tensor that several ops make has no round trip to the host.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.schedule import Compute, Free, Schedule, Step
+from solvers.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class PlainGraph:
+    """A graph with nothing to choose but when to execute its ops, and round trips to the host.
+
+    Attributes:
+        graph: that graph.
+        ops: for each op of its program which it is of the problem.
+        order: the executions that it comes from, as its ops.
+        copies_of: for each tensor of the problem those of the graph's that are it.
+        ids: for each of its ops the op of the problem's graph.
+        tensors: for each of its tensors the tensor of the problem's graph.
+    """
+
+    graph: Graph
+    ops: tuple[int, ...]
+    order: tuple[int, ...]
+    copies_of: Mapping[int, Sequence[int]]
+    ids: tuple[int, ...]
+    tensors: tuple[int, ...]
+
+    def only(self, t: int) -> int | None:
+        """The tensor that t of the problem is here, None where it is several or none."""
+        found = self.copies_of.get(t, ())
+        return found[0] if len(found) == 1 else None
+
+    def schedule_of_whole(self, problem: Problem, schedule: Schedule) -> Schedule:
+        """`schedule` of this graph as one of the problem's: a tensor goes with the last of those that it is here."""
+        live: dict[int, set[int]] = {}
+        steps: list[Step] = []
+        for step in schedule.steps:
+            if isinstance(step, Compute):
+                for t in self.graph.ops[step.op].outputs:
+                    live.setdefault(self.tensors[t], set()).add(t)
+                steps.append(Compute(self.ids[step.op]))
+                continue
+            of_whole = self.tensors[step.tensor]
+            live[of_whole].discard(step.tensor)
+            if not live[of_whole] and of_whole not in problem.graph.kept:
+                steps.append(Free(of_whole))
+        return Schedule(tuple(steps))
+
+
+def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
+    """The plain graph of an order of executions, each of which finds what it reads."""
+    draft = _Draft(problem)
+    number: dict[int, int] = {}
+    for op in computed:
+        if op in number:
+            draft.add_again(number[op])
+        else:
+            number[op] = draft.add(op)
+    ops = tuple(number)
+    graph = draft.graph()
+    order = tuple(number[op] for op in computed)
+    return PlainGraph(graph, ops, order, draft.copies_of, tuple(draft.ids), tuple(draft.whole))
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plain graph in the making.
+
+    Attributes:
+        now: for each tensor of the problem the one that is read for it.
+        made: for each op its outputs, as tensors of the problem and of this graph.
+        whole, ids: for each tensor and op which it is of the problem's graph.
+    """
+
+    problem: Problem
+    ops: list[Op] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    now: dict[int, int] = field(default_factory=dict)
+    made: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    copies_of: dict[int, list[int]] = field(default_factory=dict)
+    whole: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for t in self.problem.graph.tensors:
+            if t.static:
+                self.now[t.id] = self.new(t, ())
+
+    def new(self, tensor: Tensor, producers: tuple[int, ...]) -> int:
+        """A tensor that is `tensor` of the problem's graph."""
+        number = len(self.tensors)
+        name = f"{tensor.name}#{number}"
+        self.tensors.append(replace(tensor, id=number, name=name, producers=producers, view_of=None, held_for=None))
+        self.whole.append(tensor.id)
+        return number
+
+    def put(self, op: Op, inputs: tuple[int, ...], outputs: tuple[int, ...], **changes: object) -> None:
+        """An op that is `op` of the problem's graph."""
+        number = len(self.ops)
+        name = f"{op.name}#{number}"
+        self.ops.append(replace(op, id=number, name=name, inputs=inputs, outputs=outputs, **changes))  # type: ignore[arg-type]
+        self.ids.append(op.id)
+
+    def add(self, i: int) -> int:
+        """Op i of the problem as an op of the program."""
+        graph, number = self.problem.graph, len(self.ops)
+        op = graph.ops[self.problem.places.ids[i]]
+        inputs, mutates = tuple(self.now[t] for t in op.inputs), tuple(self.now[t] for t in op.mutates)
+        outputs = tuple((t, self.new(graph.tensors[t], (number,))) for t in op.outputs)
+        again = all(graph.ops[p].recomputable for p in (*op.stands_for, op.id))
+        before = self.ops[-1].phase if self.ops else Phase.FORWARD
+        phase = max(before, op.phase, key=lambda phase: phase.place)
+        choice = {"optional": False, "stands_for": (), "differs": ""}
+        self.put(op, inputs, tuple(t for _, t in outputs), mutates=mutates, recomputable=again, phase=phase, **choice)
+        self.made.append(outputs)
+        for t, of_op in outputs:
+            self.copies_of.setdefault(t, []).append(of_op)
+            if t in graph.kept and t not in self.now:
+                self.kept.add(of_op)
+                self.now[t] = of_op
+        self.add_again(number)
+        return number
+
+    def add_again(self, number: int) -> None:
+        """An op is executed again; what is kept stays as it was first made."""
+        self.now.update((t, of_op) for t, of_op in self.made[number] if t not in self.problem.graph.kept)
+
+    def graph(self) -> Graph:
+        """What has been collected, with round trips of what is one tensor here as well."""
+        whole, copies = self.problem.whole, self.problem.copies
+        for t, trip in copies.trips.items() if copies is not None else ():
+            if len(self.copies_of.get(t, ())) == 1:
+                (here,) = self.copies_of[t]
+                out = len(self.ops)
+                on_host = self.new(whole.tensors[trip.host_tensor], (out,))
+                self.put(whole.ops[trip.out_op], (here,), (on_host,))
+                self.put(whole.ops[trip.in_op], (on_host,), (here,))
+                self.tensors[here] = replace(self.tensors[here], producers=(*self.tensors[here].producers, out + 1))
+        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.kept), whole.provenance, whole.pools)

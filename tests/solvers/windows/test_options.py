@@ -1,0 +1,178 @@
+"""Optional ops on the compute stream, worked out by hand: a head in chunks, a packed tensor, and what happens around them."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphs.errors import GraphError
+from graphs.ir import Graph, Op
+from graphs.options import with_options, without_options
+from graphs.options.surroundings import Link, Surroundings
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_options
+from solvers.bounds import least_budget_bound
+from solvers.clock import WorkClock
+from solvers.least import least_budget
+from solvers.order.reorder import reordered
+from solvers.places import may_stand, places_of
+from solvers.policies.store_all import store_all
+from solvers.problem import problem_of
+from solvers.registry import SOLVERS, get_solver
+from solvers.request import Request
+from solvers.result import Result, Status
+from solvers.tolerance import Tolerance
+from tests.support.requests import ask
+
+HIDDEN, MASK, LOGITS, LOSS, LOGITS_GRADIENT, GRADIENT, LAST = range(7)
+
+
+def with_op(graph: Graph, op: Op) -> Graph:
+    """`graph` with another optional op, which makes tensors that are there."""
+    tensors = tuple(replace(t, producers=(*t.producers, op.id)) if t.id in op.outputs else t for t in graph.tensors)
+    return Graph((*graph.ops, op), tensors, graph.kept)
+
+
+def head() -> Graph:
+    """layer -> logits -> loss -> head_backward -> layer_backward, seconds 1, 2, 1, 4, 2.
+
+    The layer makes 2 bytes and a mask of 8, logits and their gradient are 10, the gradient of the hidden 2; the loss (1) and the
+    last gradient (1) are kept. At the loss all of 2 + 8 + 10 + 1 + 10 = 31 are there.
+    """
+    draft = Draft()
+    hidden, mask = draft.op("layer", [], [2, 8])
+    (logits,) = draft.op("logits", [hidden], [10], time_s=2)
+    loss, logits_gradient = draft.op("loss", [logits], [1, 10])
+    (gradient,) = draft.op("head_backward", [hidden, logits_gradient], [2], time_s=4)
+    (last,) = draft.op("layer_backward", [mask, gradient], [1], time_s=2)
+    return draft.graph([loss, last])
+
+
+def in_chunks(graph: Graph, chunks: int, time_s: float) -> Graph:
+    """With a stand-in for the three ops of the head that has `chunks`th parts of logits and gradient at once."""
+    group = tuple(op.id for op in graph.program if LOGITS in (*op.inputs, *op.outputs) or LOGITS_GRADIENT in op.inputs)
+    op = Op(len(graph.ops), f"chunks{chunks}", "f", (HIDDEN,), (LOSS, GRADIENT), time_s, 20 // chunks, optional=True)
+    return with_op(graph, replace(op, stands_for=group))
+
+
+def with_packed_mask(graph: Graph) -> Graph:
+    """With a mask of 1 byte, packed and unpacked in half a second each."""
+    draft = [*graph.tensors, replace(graph.tensors[MASK], id=len(graph.tensors), name="packed", size_bytes=1, producers=())]
+    packed, pack = len(graph.tensors), len(graph.ops)
+    graph = replace(graph, tensors=tuple(draft))
+    graph = with_op(graph, Op(pack, "pack", "f", (MASK,), (packed,), 0.5, optional=True))
+    return with_op(graph, Op(pack + 1, "unpack", "f", (packed,), (MASK,), 0.5, optional=True))
+
+
+def solved(graph: Graph, budget_bytes: int) -> Result:
+    get = get_solver("windows")(ask(graph, budget_bytes, tolerance=0.0, time_limit_s=20))
+    if get.schedule is not None:
+        assert simulate(graph, get.schedule).time_s == get.time_s
+    return get
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "time_s", "used"),
+    [
+        (31, 10, set()),  # all is kept
+        (30, 10.75, {"chunks2"}),  # 2 + 8 + 1 + 2 + 10 = 23
+        (23, 10.75, {"chunks2"}),
+        (22, 11.5, {"chunks4"}),  # 5 bytes of workspace less
+        (18, 11.5, {"chunks4"}),
+        (17, 11.75, {"chunks2", "pack", "unpack"}),  # 2 + 1 + 1 + 2 + 10 = 16
+        (16, 11.75, {"chunks2", "pack", "unpack"}),
+        (15, 12.5, {"chunks4", "pack", "unpack"}),  # layer_backward: 8 + 2 + 1 + 1 = 12; pack: 2 + 8 + 1 = 11
+        (12, 12.5, {"chunks4", "pack", "unpack"}),
+    ],
+)
+def test_the_head_in_chunks_and_a_packed_mask(budget_bytes: int, time_s: float, used: set[str]) -> None:
+    # The layer must not be executed again, so what it makes stays, or is packed.
+    program = head()
+    program = replace(program, ops=(replace(program.ops[0], recomputable=False), *program.ops[1:]))
+    graph = with_packed_mask(in_chunks(in_chunks(program, 2, 7.75), 4, 8.5))
+    result = solved(graph, budget_bytes)
+    assert result.status is Status.OPTIMAL and result.schedule is not None
+    assert result.time_s == pytest.approx(time_s) and result.bound_s == pytest.approx(time_s)
+    assert {graph.ops[op].name for op in result.schedule.computed if op >= len(program.ops)} == used
+
+
+def test_less_does_not_do() -> None:
+    graph = with_packed_mask(in_chunks(in_chunks(head(), 2, 7.75), 4, 8.5))
+    assert solved(graph, 12).schedule is not None
+    result = solved(graph, 11)
+    assert result.status is Status.INFEASIBLE and result.message
+    bracket = least_budget(graph, precision=0.0)
+    assert bracket.found_bytes == 12 and bracket.proved_bytes > 8
+    assert simulate(graph, bracket.schedule).peak_bytes == 12
+    # The program alone has 10 + 1 + 10 at the loss, and makes the hidden and the mask again.
+    assert least_budget(head(), precision=0.0).found_bytes == 21
+
+
+def test_the_bound_may_be_below_the_step_of_the_program() -> None:
+    graph = in_chunks(head(), 2, 5.0)
+    for budget_bytes in (31, 25):
+        result = solved(graph, budget_bytes)
+        assert result.status is Status.OPTIMAL
+        assert (result.time_s, result.bound_s) == (8, 8)
+    assert problem_of(graph, 31).least_s == 8
+
+
+def test_places() -> None:
+    places = places_of(with_packed_mask(in_chunks(in_chunks(head(), 2, 7.75), 4, 8.5)))
+    # layer; pack and unpack can be executed from the next place on; what stands for the head comes in the place of its last op.
+    assert places.ids == (0, 7, 8, 1, 2, 3, 5, 6, 4)
+    assert places.last == (0, 3, 3, 3, 4, 7, 7, 7, 8)
+    assert places.stood_by[3] == places.stood_by[4] == places.stood_by[5] == (6, 7)
+    assert [i for i, sure in enumerate(places.sure) if sure] == [0, 8]
+    assert places.executed({6}) == [0, 6, 8] and places.executed(()) == [0, 3, 4, 5, 8]
+
+
+def test_what_cannot_stand_for_a_group_is_left_out() -> None:
+    graph = in_chunks(head(), 2, 5.0)
+    op = graph.ops[-1]
+    assert may_stand(graph, op)
+    assert not may_stand(graph, replace(op, outputs=(GRADIENT,)))  # without the loss, which is kept
+    drawing = tuple(replace(p, random=p.id in (1, 2)) for p in graph.program)
+    both = replace(op, stands_for=(1, 3), outputs=(GRADIENT,))
+    assert may_stand(graph, both)
+    assert not may_stand(replace(graph, ops=(*drawing, replace(op, random=True))), both)  # the loss would draw first
+
+
+def test_options_that_cannot_be_used_make_no_difference() -> None:
+    op = Op(5, "lossless", "f", (HIDDEN,), (GRADIENT,), 1.0, optional=True, stands_for=(1, 2, 3))
+    graph = with_op(head(), op)
+    for offered in (graph, with_options(graph, ("offload",), Surroundings(Link.even(0.1)))):
+        assert problem_of(offered, 31).graph.plain
+        for budget_bytes in (31, 22, 21):
+            assert solved(offered, budget_bytes).time_s == solved(head(), budget_bytes).time_s
+
+
+def test_other_solvers_refuse_them() -> None:
+    graph = in_chunks(head(), 2, 5.0)
+    copied = with_options(graph, ("offload",), Surroundings(Link.even(1.0)))
+    for name in SOLVERS:
+        if name != "windows":
+            with pytest.raises(GraphError, match=r"none optional|no other choice than placement"):
+                get_solver(name)(ask(copied, 31))
+
+
+def test_the_program_is_put_into_another_order_with_its_options() -> None:
+    seen = 0
+    for seed in range(60):
+        graph = random_options(seed, 6)
+        found = reordered(graph).graph
+        assert sorted(op.name for op in found.ops) == sorted(op.name for op in graph.ops)
+        standing = {op.name for op in graph.ops if may_stand(graph, op)}
+        assert standing <= {op.name for op in found.ops if may_stand(found, op)}
+        seen += found != graph and bool(standing)
+    assert seen
+
+
+def test_counted_work_finds_the_same_schedule() -> None:
+    for seed in (3, 11, 20):
+        graph = with_options(random_options(seed, 6), ("offload",), Surroundings(Link.even(2.0)))
+        program = without_options(graph)
+        budget = max(least_budget_bound(graph).budget_bytes, simulate(program, store_all(program)).peak_bytes * 7 // 10)
+        found = [get_solver("windows")(Request(graph, budget, Tolerance.of(1e-3), WorkClock(0.5))) for _ in range(2)]
+        assert found[0].schedule == found[1].schedule
+        assert found[0].bound_s == found[1].bound_s

@@ -219,7 +219,11 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of structure and sizes; times, workspaces, capacities and names of ops and tensors are left out."""
+        """Hash of structure and sizes.
+
+        Left out are times, workspaces, capacities, the names of ops and tensors, and what differs by optional ops: like times
+        it is found out by running them.
+        """
         used = sorted(set(self.kept).union(*(op.inputs + op.outputs + op.mutates for op in self.ops)))
         number = {t: i for i, t in enumerate(used)}  # static tensors that no op reads must not shift the others
         structure: dict[str, object] = {
@@ -237,7 +241,7 @@ class Graph:
         if not self.plain:
             structure["pools"] = [[pool.name, pool.owner] for pool in self.pools]
             structure["places"] = [self.tensors[t].pool for t in used]
-            structure["choices"] = [[op.stream, op.optional, op.stands_for, op.differs] for op in self.ops]
+            structure["choices"] = [[op.stream, op.optional, op.stands_for] for op in self.ops]
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]
 
 

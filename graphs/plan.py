@@ -50,6 +50,7 @@ class Plan:
         graph_file: where the graph is, relative to the folder of the plan's file; None if it is in no file.
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
         pool_peaks_bytes: predicted for each other pool than the device, by name; empty where there is none.
+        differs: what may differ from the program, by the options that the user has named; empty for not a bit.
     """
 
     graph: GraphSummary
@@ -67,11 +68,13 @@ class Plan:
     graph_file: str | None = None
     eager: EagerComparison | None = None
     pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         unknown = "unknown"
         measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
         compared = "" if self.eager is None else f"; {self.eager}"
+        compared += f"; allowed to differ by {'; '.join(self.differs)}" if self.differs else ""
         return (
             f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted, {measured} measured "
             f"(keeping everything: {format_bytes(self.graph.store_all_peak_bytes)}); step time {self._step_time()}, "
@@ -80,7 +83,8 @@ class Plan:
 
     def _step_time(self) -> str:
         """Beside eager PyTorch where that was measured, and beside keeping everything."""
-        predicted = f"+{format_ratio(self.overhead)} over keeping everything, predicted"
+        sign = "" if self.overhead < 0 else "+"  # what stands for the program's ops may be faster
+        predicted = f"{sign}{format_ratio(self.overhead)} over keeping everything, predicted"
         if self.eager is None or self.eager.overhead is None:
             return predicted
         return f"{100 * self.eager.overhead:+.1f}% over {self.eager.beside}, measured ({predicted})"
@@ -105,7 +109,7 @@ class Plan:
 
     @property
     def copied(self) -> int:
-        """Executions of optional ops: copies to other pools and back, and what runs in place of the program's ops."""
+        """Executions of optional ops: copies to other pools and back, and ops in place of the program's."""
         return sum(op >= self.graph.ops for op in self.schedule.computed)
 
     @property

@@ -1,5 +1,6 @@
 """What Python programs do with the planner, besides training by it (``planner.training``): trace a step, run a plan."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
@@ -17,9 +18,11 @@ from graphs.cost.replay import RealStep, with_real_sizes, written_by
 from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph
+from graphs.options import check_traced, without_options
+from graphs.options.traced import with_traced
 from graphs.plan import Plan
 from graphs.pools import HOST
-from planner.choices import with_recorded
+from planner.choices import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.runtime import measure
 from planner.runtime.executor import Executor
@@ -47,6 +50,7 @@ def trace(
     passes: int = 5,
     measure_link: bool = False,
     name: str = "",
+    options: Sequence[str] = (),
 ) -> Graph:
     """The training step of `model` on `batch` as a graph with the time and memory of every op.
 
@@ -65,10 +69,14 @@ def trace(
         measure_link: also measure copies to the host and back beside the step, for the option ``offload``: they become part
             of the provenance.
         name: of the model, for messages.
+        options: choices besides recomputing that are found in the step itself, names in ``graphs.options``: ``chunks``. Their
+            ops are part of the graph; ``solve`` takes them where it is given the same names.
 
     Raises:
         TraceError: the step cannot be captured as one static graph; or a link is to be measured with a roofline.
+        GraphError: there is no such choice, or it is not found in the step.
     """
+    check_traced(options)
     if roofline is not None and measure_link:
         raise TraceError(
             f"the link to the host cannot be measured with the roofline {roofline!r}, for nothing is run: leave out one of them; "
@@ -79,17 +87,9 @@ def trace(
         device = get_device(roofline)
         as_on_cuda = device.name != "cpu"
         modelled = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=as_on_cuda, name=name)
-        return model_times(modelled, device)
-    return capture_profiled(
-        model,
-        loss_fn,
-        batch,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        passes=passes,
-        measure_link=measure_link,
-        name=name,
-    ).graph
+        return model_times(with_traced(modelled, options), device)
+    about: _About = {"optimizer": optimizer, "accumulate": accumulate, "name": name}
+    return capture_profiled(model, loss_fn, batch, **about, passes=passes, measure_link=measure_link, options=options).graph
 
 
 def capture_profiled(
@@ -102,9 +102,10 @@ def capture_profiled(
     passes: int,
     measure_link: bool = False,
     name: str = "",
+    options: Sequence[str] = (),
 ) -> Capture:
     """The step as ``trace`` measures it, with the program that executes it."""
-    captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+    captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name, options=options)
     return with_times(captured, model, loss_fn, batch, passes=passes, measure_link=measure_link)
 
 
@@ -129,10 +130,12 @@ def capture_real(
     accumulate: bool,
     name: str = "",
     variant: "Variant | None" = None,
+    options: Sequence[str] = (),
 ) -> Capture:
     """The step with the sizes that its kernels really allocate; its times are not measured.
 
     Args:
+        options: as in ``trace``.
         variant: how Inductor compiles its kernels; None for those of eager PyTorch.
     """
     about: _About = {"optimizer": optimizer, "accumulate": accumulate, "name": name}
@@ -140,7 +143,7 @@ def capture_real(
         captured = capture(model, loss_fn, batch, **about)
     else:
         captured = capture_kernels(model, loss_fn, batch, variant=variant, **about)
-    return with_real_sizes(RealStep.of(captured, TrainingStep(model, loss_fn), batch))
+    return with_traced(with_real_sizes(RealStep.of(captured, TrainingStep(model, loss_fn), batch)), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +160,9 @@ class RunReport:
         measured_ratio, predicted_ratio: time as a multiple of keeping everything in this executor.
         eager_ratio: time of plain PyTorch as a multiple of the same.
         identical: loss, all gradients, buffers and random state equal those of keeping everything.
-        differences: what does not.
-        eager_differences: what is not equal to plain eager PyTorch.
+        differences: what does not, and by how much where the plan may differ.
+        eager_differences: what is not equal to plain eager PyTorch, likewise.
+        differs: what may differ, by the options that the plan was solved with.
         timeline: (seconds, bytes) at each event of the CPU allocator.
     """
 
@@ -177,6 +181,7 @@ class RunReport:
     differences: tuple[str, ...]
     eager_differences: tuple[str, ...]
     timeline: tuple[tuple[float, int], ...]
+    differs: tuple[str, ...] = ()
 
 
 def run(
@@ -208,9 +213,11 @@ def run(
         optimizer=str(provenance.get("optimizer", "none")),
         accumulate=bool(provenance.get("accumulate", False)),
         name=str(provenance.get("model", "")),
+        options=recorded_options(plan.settings),
     )
     check_sizes(captured.graph, plan)
     offered = replace(captured, graph=with_recorded(captured.graph, plan.settings))
+    captured = replace(captured, graph=without_options(captured.graph))
     planned = Executor(offered, plan.schedule, model, loss_fn)
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)
@@ -239,10 +246,17 @@ def run(
         measured_ratio=times["planned"] / times["keeping"],
         eager_ratio=times["eager"] / times["keeping"],
         identical=not reference.differences(result),
-        differences=reference.differences(result),
-        eager_differences=plain.differences(result),
+        differences=_differences(reference, result, much=bool(plan.differs)),
+        eager_differences=_differences(plain, result, much=bool(plan.differs)),
         timeline=memory.timeline,
+        differs=plan.differs,
     )
+
+
+def _differences(wanted: measure.StepOutcome, found: measure.StepOutcome, *, much: bool) -> tuple[str, ...]:
+    """What is not equal to the last bit, and by how much if `much`."""
+    names = wanted.differences(found)
+    return tuple(str(wanted.difference(name, found)) for name in names) if much else names
 
 
 def measured_peak(captured: Capture, executor: measure.Step, step: TrainingStep, batch: Batch) -> measure.Memory:

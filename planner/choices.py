@@ -53,12 +53,17 @@ class Choices:
     Attributes:
         options: names in ``graphs.options.OPTIONS``.
         link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
-        host_bytes: of the host's memory that a step may take.
+        host_bytes: of the host's memory that a step may take; None where no option copies.
     """
 
     options: tuple[str, ...]
-    link_bytes_per_s: float | None
-    host_bytes: int
+    link_bytes_per_s: float | None = None
+    host_bytes: int | None = None
+
+    @property
+    def measures_link(self) -> bool:
+        """Whether the link is to be measured where a step is profiled: something copies, and nobody said what it carries."""
+        return self.host_bytes is not None and self.link_bytes_per_s is None
 
     @property
     def named(self) -> str:
@@ -68,23 +73,25 @@ class Choices:
     @property
     def asked(self) -> dict[str, object]:
         """As JSON has what was asked for."""
-        return {"options": list(self.options), "link_bytes_per_s": self.link_bytes_per_s, "host_budget_bytes": self.host_bytes}
+        copying = {"link_bytes_per_s": self.link_bytes_per_s, "host_budget_bytes": self.host_bytes}
+        return {"options": list(self.options), **(copying if self.host_bytes is not None else {})}
 
     def offered(self, graph: Graph) -> Graph:
         """`graph` with these options.
 
         Raises:
             MismatchError: its provenance has a link that cannot be.
+            GraphError: it was traced without one of them, or one cannot be added to it.
         """
-        return with_options(graph, self.options, Surroundings(self.link(graph.provenance).link, self.host_bytes))
+        around = None if self.host_bytes is None else Surroundings(self.link(graph.provenance).link, self.host_bytes)
+        return with_options(graph, self.options, around)
 
     def recorded(self, provenance: Mapping[str, object]) -> dict[str, object]:
         """As the settings of plans have it, for a graph of this provenance."""
-        return {
-            "options": list(self.options),
-            "link": self.link(provenance).recorded,
-            "host_budget_bytes": self.host_bytes,
-        }
+        if self.host_bytes is None:
+            return {"options": list(self.options)}
+        link = self.link(provenance).recorded
+        return {"options": list(self.options), "link": link, "host_budget_bytes": self.host_bytes}
 
     def link(self, provenance: Mapping[str, object]) -> KnownLink:
         """The link to plan with, for a graph of this provenance.
@@ -113,18 +120,18 @@ def choices_of(options: Sequence[str], link: str | float | None = None, host_bud
     Raises:
         PlannerError: there is no such option; the link or the memory cannot be read; or they are given without an option.
     """
-    if not options:
-        given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
-        if given:
-            raise PlannerError(
-                f"{' and '.join(given)} given, but no option that copies: add options=['offload'] (--options offload)"
-            )
-        return None
     if isinstance(options, str):
         raise PlannerError(f"options is {options!r}: must be a list of names, [{options!r}]")
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise PlannerError(f"there is no option {unknown[0]!r}: choose of {', '.join(OPTIONS)}")
+    if not any(OPTIONS[name].copies for name in options):
+        given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
+        if given:
+            raise PlannerError(
+                f"{' and '.join(given)} given, but no option that copies: add options=['offload'] (--options offload)"
+            )
+        return Choices(tuple(options)) if options else None
     free_bytes = psutil.virtual_memory().available
     if host_budget is None:
         host_budget = int(_HOST_SHARE * free_bytes)
@@ -135,12 +142,12 @@ def choices_of(options: Sequence[str], link: str | float | None = None, host_bud
 
 
 def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
-    """The link that the settings of a plan name; None where they name no options.
+    """The link that the settings of a plan name; None where they name no option that copies.
 
     Raises:
         MismatchError: they cannot be what a solve has recorded.
     """
-    if not settings.get("options"):
+    if not any(name in OPTIONS and OPTIONS[name].copies for name in recorded_options(settings)):
         return None
     said = settings.get("link")
     try:
@@ -169,19 +176,32 @@ def check_amount(host_budget: str | int | None) -> None:
 
 
 def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
-    """`graph` with the options that the settings of a plan name.
+    """`graph` with the options that the settings of a plan name, and no others that it was traced with.
 
     Raises:
         MismatchError: they cannot be what a solve has recorded.
-        GraphError: there is no such option, or the graph has choices already.
+        GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
+    names = recorded_options(settings)
     known = recorded_link(settings)
     if known is None:
-        return graph
-    names, host_bytes = settings["options"], settings.get("host_budget_bytes")
-    if not (isinstance(names, list) and isinstance(host_bytes, int)):
+        return with_options(graph, names)
+    host_bytes = settings.get("host_budget_bytes")
+    if not isinstance(host_bytes, int):
         raise _edited(f"the options {names!r} with {host_bytes!r} bytes on the host")
     return with_options(graph, names, Surroundings(known.link, host_bytes))
+
+
+def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
+    """The options that the settings of a plan name.
+
+    Raises:
+        MismatchError: they are no names.
+    """
+    names = settings.get("options") or ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise _edited(f"the options {names!r}")
+    return tuple(names)
 
 
 def _edited(what: str) -> MismatchError:

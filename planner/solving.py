@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph, check_sums
-from graphs.options import without_options
+from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
+from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import Simulation, simulate
@@ -62,8 +63,8 @@ def solve(
             run and on slower machines, and comes later, as one thread works at a time.
         reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
-        options: choices that the graph is given, names in ``graphs.options``: ``offload``. For the solver ``windows`` and those
-            that offload.
+        options: choices that the graph is given, names in ``graphs.options``: ``offload``, for the solver ``windows`` and those
+            that offload; and ``chunks``, where it was traced with them. What else it was traced with is left out.
         link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``. Without `link` what is
             known of the graph's device counts: measured, or else published.
         on_progress: called as the solve advances.
@@ -74,13 +75,13 @@ def solve(
         InfeasibleError: no schedule meets it.
         LimitError: time was up, or the solve was stopped, before a schedule was found.
         PlannerError: no such solver, options out of range, or the solver failed.
+        GraphError: the graph was traced without an option.
     """
     clock = clock_of(time_limit_s, work_limit)
     run = get_solver(solver)
     tolerance = Tolerance.of(tolerance)
     choices = choices_of(options, link, host_budget)
-    if choices is not None:
-        graph = offered_to(solver, graph, choices)
+    graph = with_options(graph, ()) if choices is None else offered_to(solver, graph, choices)
 
     def solve_in(order: Reordering) -> Result:
         return order.result_of_source(run(Request(order.graph, budget_bytes, tolerance, clock, on_progress, should_stop)))
@@ -132,7 +133,7 @@ def summarize(graph: Graph) -> GraphSummary:
     """What a plan says about the graph it is for: of its program, whatever else it offers.
 
     Raises:
-        GraphError: its sizes or times sum to more than can be counted, or it has choices that no solver knows.
+        GraphError: its sizes or times sum to more than can be counted.
     """
     check_sums(graph)
     program = without_options(graph)
@@ -230,6 +231,7 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
         settings=result.settings,
         versions=result.versions,
         pool_peaks_bytes=other_peaks(graph, simulate(graph, result.schedule)),
+        differs=differences(graph, result.schedule.computed),
     )
 
 

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Capture:
             save the generator's state.
         guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
         conditions: what must hold of the data for this to be the step; None if nothing need.
+        expressions: what stands for each node in the calls of ops.
         whole: both passes as PyTorch itself runs the same kernels, called as the step is; None for those of eager PyTorch.
     """
 
@@ -42,6 +43,7 @@ class Capture:
     nodes: tuple[fx.Node | None, ...]
     guards: Guards | None = None
     conditions: DataGuards | None = None
+    expressions: Mapping[fx.Node, str] = field(default_factory=dict)
     whole: Callable[..., Any] | None = None
 
 
@@ -63,8 +65,9 @@ def lower(
     Raises:
         TraceError: an op that no static graph can hold (dynamic shapes, control flow, partial aliases).
     """
-    ops, program, nodes = _Lowering(graph, statics, generator).run(provenance)
-    return Capture(ops, program, signature, nodes)
+    lowering = _Lowering(graph, statics, generator)
+    ops, program, nodes = lowering.run(provenance)
+    return Capture(ops, program, signature, nodes, expressions=lowering.expressions)
 
 
 class _Lowering:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Kind
@@ -48,6 +48,19 @@ class Source:
         return self.name == TANGENT
 
 
+class Composed(Protocol):
+    """Several operators that are called as one."""
+
+    @property
+    def fakes(self) -> tuple[Any, ...]:
+        """What it is called with, as fake tensors."""
+        ...
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        """The outputs of the op."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One op's call.
@@ -59,12 +72,14 @@ class Call:
         random_state: id of the tensor that holds the generator's state as it was before the first
             execution; None for an op that draws nothing.
         redraw: the expression that draws from the generator ``Program.own_generator``; None where no kernel does.
+        composed: what the expression calls, where that runs several operators; None where it is one.
     """
 
     expression: str
     outputs: tuple[tuple[int, str], ...]
     random_state: int | None = None
     redraw: str | None = None
+    composed: "Composed | None" = None
 
     def bind(self, wanted: Container[int]) -> list[str]:
         """The lines that execute it and bind the outputs in `wanted` to their variables."""
@@ -92,6 +107,7 @@ class Launches:
     lines: tuple[str, ...]
     made: tuple[int, ...]
     random_state: ClassVar[None] = None  # what draws is executed once
+    composed: ClassVar[None] = None
 
     @property
     def outputs(self) -> tuple[tuple[int, str], ...]:

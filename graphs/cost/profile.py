@@ -1,16 +1,18 @@
 """Measured time and workspace of each op of a captured step, on the device its model is on."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 import torch
 
+from graphs.capture.program import Call, variable
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.replay import RealStep
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
+from graphs.options.traced import settled
 
 
 def profile(real: RealStep, *, passes: int = 5) -> Graph:
@@ -20,7 +22,8 @@ def profile(real: RealStep, *, passes: int = 5) -> Graph:
     in context and with the views it makes and the frees behind it, is the median over the passes on
     CUDA and the minimum on the CPU, where a process that is interrupted waits for milliseconds; while
     the minima still fall by more than 3% in all, there are up to four times as many passes.
-    Parameters, buffers and the random state are afterwards as they were.
+    Parameters, buffers and the random state are afterwards as they were. What optional ops make is compared with what the
+    program makes, where they may be exact.
 
     Args:
         real: what was captured, with real sizes (``with_real_sizes``).
@@ -32,13 +35,16 @@ def profile(real: RealStep, *, passes: int = 5) -> Graph:
         run(lambda: None)
         times = _typical_times(run, real.device, passes)
         peaks = segment_peaks(run, real.device)
+        equal = _equal(real)
     ops = []
-    for op, peak in zip(capture.graph.ops, peaks, strict=False):
+    time_s, peak_bytes = dict(zip(real.order, times, strict=True)), dict(zip(real.order, peaks, strict=False))
+    for op in capture.graph.ops:
         outputs = sum(capture.graph.tensors[t].size_bytes for t in op.outputs)
         # After a recomputation, the generator's present state passes through a tensor of its own.
         state = capture.program.calls[op.id].random_state
         swap = 0 if state is None else capture.graph.tensors[state].size_bytes
-        ops.append(replace(op, time_s=times[op.id], workspace_bytes=max(0, peak - outputs, swap)))
+        measured = replace(op, time_s=time_s[op.id], workspace_bytes=max(0, peak_bytes[op.id] - outputs, swap))
+        ops.append(settled(capture, measured, equal[op.id]) if op.id in equal else measured)
     provenance = {
         **capture.graph.provenance,
         "times": "measured",
@@ -47,6 +53,25 @@ def profile(real: RealStep, *, passes: int = 5) -> Graph:
         "passes": passes,
     }
     return Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
+
+
+def _equal(real: RealStep) -> dict[int, tuple[bool, ...]]:
+    """For each optional op that may differ, whether each of its outputs is that of the program, to the last bit."""
+    graph, calls = real.capture.graph, real.capture.program.calls
+    found: dict[int, tuple[bool, ...]] = {}
+
+    def compare(op: int, made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+        found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))
+
+    def look(op: Op) -> str | None:
+        call = calls[op.id]
+        if op.exact or not isinstance(call, Call):
+            return None
+        return f"{op.id}, {call.expression}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
+
+    if any(op.differs for op in graph.ops):
+        real.compile(look=look, at_end=False)(compare)
+    return found
 
 
 def _typical_times(run: Callable[[Mark], object], device: torch.device, passes: int) -> list[float]:

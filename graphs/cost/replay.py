@@ -13,7 +13,7 @@ from graphs.capture.signature import Batch, leaves
 from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.capture.unchanged import kept
 from graphs.ir import Graph, Op, Tensor
-from graphs.schedule import Compute, schedule_of
+from graphs.schedule import Compute, Schedule, schedule_of
 
 
 class RealStep:
@@ -21,6 +21,7 @@ class RealStep:
 
     Attributes:
         device: where it runs.
+        order: ids of the ops as they are executed: in program order, with optional ops where their inputs are at hand.
     """
 
     def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
@@ -29,6 +30,7 @@ class RealStep:
         self._static = list(static)
         self._written = written
         self.device: torch.device = self._static[0].device
+        self.order, self._schedule = _replay(capture.graph)
 
     @classmethod
     def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
@@ -41,21 +43,22 @@ class RealStep:
         """
         return cls(capture, real_static(capture, step, batch), written_by(capture, step, batch))
 
-    def compile(self, *, look: Callable[[Op], str], at_end: bool) -> Callable[[Callable[..., object]], None]:
+    def compile(self, *, look: Callable[[Op], str | None], at_end: bool) -> Callable[[Callable[..., object]], None]:
         """``run(hook)``: executes the step and the source line ``hook(<look(op)>)`` for each op.
 
         Args:
-            look: source of the hook's arguments.
+            look: source of the hook's arguments; None where it is not called.
             at_end: call the hook when the frees behind the op are done, instead of before them.
         """
         graph, program = self.capture.graph, self.capture.program
         writer = Writer(graph, program)
         lines: list[str] = []
         hooks: list[str] = []
-        for step in schedule_of(graph, range(len(graph.ops))).steps:
+        for step in self._schedule.steps:
             if isinstance(step, Compute):
                 lines += hooks if at_end else ()
-                hooks = [f"hook({look(graph.ops[step.op])})"]
+                arguments = look(graph.ops[step.op])
+                hooks = [] if arguments is None else [f"hook({arguments})"]
             lines += writer.write([step])
             if isinstance(step, Compute) and not at_end:
                 lines += hooks
@@ -74,6 +77,25 @@ class RealStep:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             yield
+
+
+def _replay(graph: Graph) -> tuple[list[int], Schedule]:
+    """Each op once, and the program's tensors held as if there were no others.
+
+    An optional op comes behind the last op that it stands for, or that makes what it reads. What it makes again is dropped.
+    """
+    made_at = {t: op.id for op in graph.program for t in op.outputs}
+    behind: dict[int, list[int]] = {}
+    place = {op.id: op.id for op in graph.program}
+    for op in graph.ops[len(graph.program) :]:
+        place[op.id] = max(op.stands_for or [made_at.get(t, 0) for t in op.inputs], default=0)
+        behind.setdefault(place[op.id], []).append(op.id)
+        for t in op.outputs:
+            made_at.setdefault(t, place[op.id])
+    order = [op for program_op in graph.program for op in (program_op.id, *behind.get(program_op.id, ()))]
+    first = {t: position for position in reversed(range(len(order))) for t in graph.ops[order[position]].outputs}
+    again = {p: [t for t in graph.ops[op].outputs if first[t] < p] for p, op in enumerate(order)}
+    return order, schedule_of(graph, order, again)
 
 
 def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:

@@ -86,6 +86,7 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     versions: dict[str, str]
     measured_peak_bytes: Natural | None
     pool_peaks_bytes: dict[str, Natural] | UnsetType = UNSET
+    differs: tuple[str, ...] | UnsetType = UNSET
     graph_file: str | UnsetType = UNSET
     eager: _Eager | UnsetType = UNSET
     steps: tuple[tuple[_StepKind, Natural], ...]
@@ -115,6 +116,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
             versions=dict(plan.versions),
             measured_peak_bytes=plan.measured_peak_bytes,
             pool_peaks_bytes=dict(plan.pool_peaks_bytes) or UNSET,
+            differs=plan.differs or UNSET,
             graph_file=UNSET if plan.graph_file is None else plan.graph_file,
             eager=UNSET if plan.eager is None else _eager_of(plan.eager),
             steps=tuple(map(_pair_of, plan.schedule.steps)),
@@ -147,6 +149,7 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
         versions=read.versions,
         measured_peak_bytes=read.measured_peak_bytes,
         pool_peaks_bytes=read.pool_peaks_bytes or {},
+        differs=read.differs or (),
         graph_file=None if read.graph_file is UNSET else read.graph_file,
         eager=None if read.eager is UNSET else _comparison_of(read.eager),
     )

@@ -1,4 +1,8 @@
-"""Choices that a graph may be given, by name: rewrites that add optional ops. Adding one is adding one file and one line."""
+"""Choices that a graph may be given, by name: rewrites that add optional ops. Adding one is adding one file and one line.
+
+Some are added to a graph at any time. Others are found among the calls of a step when it is traced: the graph holds them from
+then on, and those that are not wanted are left out of it again.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +12,7 @@ from graphs.errors import GraphError
 from graphs.ir import Graph, Tensor, check_plain
 from graphs.options.offload import offloaded
 from graphs.options.placement import placed
+from graphs.options.selection import holding, traced_with
 from graphs.options.surroundings import Surroundings
 from graphs.pools import DEVICE
 
@@ -16,30 +21,78 @@ Rewrite = Callable[[Graph, Surroundings], Graph]  # the graph with more optional
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A rewrite and one line about it."""
+    """A choice.
 
-    rewrite: Rewrite
+    Attributes:
+        description: one line about it.
+        rewrite: what adds it to a graph; None for one that is found when a step is traced (``graphs.options.traced``).
+        copies: whether it copies over the link to the host.
+    """
+
     description: str
+    rewrite: Rewrite | None = None
+    copies: bool = False
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        "offload": Option(offloaded, "tensors may go to the host and come back, beside the computation"),
-        "placement": Option(placed, "ops may run on other devices, with copies between (in Python: Surroundings.others)"),
+        "offload": Option("tensors may go to the host and come back, beside the computation", offloaded, copies=True),
+        "chunks": Option("loss heads, and other large stretches that are row by row, may be computed in 2 to 16 chunks"),
+        "placement": Option("ops may run on other devices, with copies between (in Python: Surroundings.others)", placed),
     }
 )
 
 
-def with_options(graph: Graph, names: Sequence[str], surroundings: Surroundings) -> Graph:
-    """`graph` with the choices called `names`.
+def check_options(names: Sequence[str]) -> None:
+    """Refuse what is no choice.
 
     Raises:
-        GraphError: there is no such choice, or one cannot be added to this graph.
+        GraphError: there is no such choice, or one is named twice.
     """
     for name in names:
         if name not in OPTIONS:
             raise GraphError(f"there is no option {name!r} of a graph: choose of {', '.join(OPTIONS)}")
-        graph = OPTIONS[name].rewrite(graph, surroundings)
+        if names.count(name) > 1:
+            raise GraphError(f"the option {name!r} is named twice")
+
+
+def traced_options(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of `names` that are found when a step is traced, in the order in which their ops stand in graphs."""
+    return tuple(name for name, option in OPTIONS.items() if option.rewrite is None and name in names)
+
+
+def check_traced(names: Sequence[str]) -> None:
+    """Refuse what is no choice, or none that is found when a step is traced.
+
+    Raises:
+        GraphError: there is such a name.
+    """
+    check_options(names)
+    if others := [name for name in names if name not in traced_options(names)]:
+        raise GraphError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")
+
+
+def with_options(graph: Graph, names: Sequence[str], surroundings: Surroundings | None = None) -> Graph:
+    """`graph` with the choices called `names`, and none of the others that were traced with it.
+
+    Args:
+        surroundings: for those that copy.
+
+    Raises:
+        GraphError: there is no such choice, or it cannot be added to this graph, or the graph was traced without it.
+    """
+    check_options(names)
+    if missing := [name for name in traced_options(names) if name not in traced_with(graph)]:
+        raise GraphError(
+            f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
+            f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
+        )
+    graph = holding(graph, traced_options(names))
+    for name in names:
+        if (rewrite := OPTIONS[name].rewrite) is not None:
+            if surroundings is None:
+                raise GraphError(f"the option {name!r} needs to know the link to the host")
+            graph = rewrite(graph, surroundings)
     return graph
 
 

@@ -25,6 +25,7 @@ from torch._subclasses.functional_tensor import (
     FunctionalTensorMode,  # sees ops in place before they are made functional
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # decides what is asked of symbols
+from torch.multiprocessing.reductions import StorageWeakRef  # tells whether memory is still held
 from torch.nn.modules import (
     module as nn_module,  # holds the hooks that are on all modules
 )

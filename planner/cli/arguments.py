@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
 from graphs.cost.devices import DEVICES
 from graphs.optimizers import OPTIMIZERS
-from graphs.options import OPTIONS
+from graphs.options import OPTIONS, traced_options
 from planner import options
 from planner.choices import LINK
 from planner.models.tracing import Tracing
@@ -99,11 +99,29 @@ def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
     )
 
 
+def add_traced_options(parser: Parser) -> None:
+    """Options of a graph that are found when it is traced."""
+    found = traced_options(tuple(OPTIONS))
+    offered = "; ".join(f"{name}: {OPTIONS[name].description}" for name in found)
+    parser.add_argument(
+        "--options",
+        type=options.names,
+        default=(),
+        metavar="NAMES",
+        help=f"look for choices besides recomputing, and hold them in the graph ({offered})",
+    )
+
+
 def add_choices(parser: Parser) -> None:
     """Options of a graph, and what is said of the machine for them."""
     offered = "; ".join(f"{name}: {option.description}" for name, option in OPTIONS.items())
+    traced = ", ".join(traced_options(tuple(OPTIONS)))
     parser.add_argument(
-        "--options", type=options.names, default=(), metavar="NAMES", help=f"choices besides recomputing ({offered})"
+        "--options",
+        type=options.names,
+        default=(),
+        metavar="NAMES",
+        help=f"choices besides recomputing ({offered}); of graphs that were traced with them: {traced}",
     )
     parser.add_argument(
         "--link",
@@ -145,6 +163,7 @@ def tracing(arguments: argparse.Namespace) -> Tracing:
         accumulate=arguments.accumulate,
         passes=arguments.passes,
         seed=arguments.seed,
+        options=traced_options(getattr(arguments, "options", ())),  # of commands that have them
     )
 
 
@@ -162,6 +181,7 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
     from planner.solving import summarize
 
     summary = summarize(graph)
+    optional = f" and {summary.optional_ops:,} optional ones" if getattr(arguments, "options", ()) else ""
     if arguments.json:
         print_json(
             {
@@ -169,6 +189,7 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
                 "fingerprint": summary.fingerprint,
                 "ops": summary.ops,
                 "tensors": summary.tensors,
+                "optional_ops": summary.optional_ops,
                 "static_bytes": summary.static_bytes,
                 "store_all_peak_bytes": summary.store_all_peak_bytes,
                 "time_s": summary.time_s,
@@ -177,7 +198,8 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
         )
     else:
         print_text(
-            f"{arguments.output}: {summary.ops:,} ops, {summary.tensors:,} tensors, step time {format_seconds(summary.time_s)}, "
+            f"{arguments.output}: {summary.ops:,} ops{optional}, {summary.tensors:,} tensors, "
+            f"step time {format_seconds(summary.time_s)}, "
             f"peak without recomputation {format_bytes(summary.store_all_peak_bytes)}, "
             f"of it {format_bytes(summary.static_bytes)} throughout",
             beside=(arguments.output,),

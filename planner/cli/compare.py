@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measure and arguments.cluster is not None:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
     choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
-    methods = methods_named(arguments.methods, offload=choices is not None)
+    methods = methods_named(arguments.methods, offload=choices is not None and choices.host_bytes is not None)
     new_figure()  # without matplotlib there is no use in computing
     folder = Path(arguments.output)
     check_folder(folder)
@@ -126,7 +126,7 @@ def _simulate(
 ) -> "list[Row]":
     from planner.studies.compare import compare
 
-    graph, name = _graph(arguments, progress)
+    graph, name = _graph(arguments, choices, progress)
     progress.say(f"comparing {len(methods)} methods")
     return compare(
         graph,
@@ -170,7 +170,7 @@ def _measure(
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         passes=arguments.passes,
-        measure_link=choices is not None and choices.link_bytes_per_s is None,
+        measure_link=choices is not None and choices.measures_link,
         name=str(spec),
     )
     settings = Settings(
@@ -184,7 +184,8 @@ def _measure(
     targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
     stock = baseline_methods(built.model, targets=targets)
     device = next(built.model.parameters()).device
-    channels = None if choices is None else open_channels(device, choices.host_bytes)
+    host_bytes = None if choices is None else choices.host_bytes
+    channels = None if host_bytes is None else open_channels(device, host_bytes)
     stock += [] if channels is None else offloading_methods(channels)
     if arguments.methods != "all":
         stock = of_policies(stock, methods)
@@ -208,7 +209,7 @@ def _usage(message: str) -> int:
     return USAGE
 
 
-def _graph(arguments: argparse.Namespace, progress: "ProgressLine") -> "tuple[Graph, str]":
+def _graph(arguments: argparse.Namespace, choices: "Choices | None", progress: "ProgressLine") -> "tuple[Graph, str]":
     from graphs.io.formats import read_graph
 
     if arguments.model.endswith(".json"):
@@ -217,5 +218,5 @@ def _graph(arguments: argparse.Namespace, progress: "ProgressLine") -> "tuple[Gr
     from planner.models.workload import parse_spec
 
     spec = parse_spec(arguments.model)
-    measure_link = bool(arguments.options) and arguments.link is None and arguments.roofline is None
+    measure_link = choices is not None and choices.measures_link and arguments.roofline is None
     return trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)

@@ -31,6 +31,7 @@ def add(commands: Commands) -> None:
         "examples:\n"
         "  planner solve model.json --budget 8GB -o plan.json\n"
         "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%\n"
+        "  planner solve model.json --budget 40% --options chunks\n"
         "  planner solve model.json --budget 60% --options offload --link 50GB/s --host-budget 64GB",
     )
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
@@ -132,10 +133,12 @@ def _graph_file(arguments: argparse.Namespace) -> str:
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     if arguments.solver != "checkmate":
         raise PlannerError("--write-model writes the program of the solver checkmate: add --solver checkmate")
+    from graphs.options import with_options
     from graphs.units import parse_budget
     from planner.solving import order_for, summarize
     from solvers.checkmate import write_model
 
+    graph = with_options(graph, ())
     peak_bytes = summarize(graph).store_all_peak_bytes
     ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
     write_model(ordered, parse_budget(arguments.budget, peak_bytes=peak_bytes), arguments.write_model)

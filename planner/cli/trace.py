@@ -11,6 +11,7 @@ from planner.cli.arguments import (
     add_command,
     add_how_to_trace,
     add_quiet,
+    add_traced_options,
     print_written,
     trace_model,
 )
@@ -27,7 +28,8 @@ def add(commands: Commands) -> None:
         "  planner trace zoo:gpt2,layers=4,batch=8,seq=128 --optimizer adamw -o model.json\n"
         "  planner trace examples/own_model.py:build,batch=64 -o model.json\n"
         "  planner trace examples/own_model.py:build --device cuda --measure-link -o model.json\n"
-        "  planner trace zoo:llama --roofline h200 -o model.json",
+        "  planner trace zoo:llama --roofline h200 -o model.json\n"
+        "  planner trace zoo:gpt2 --options chunks -o model.json",
     )
     parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", required=True, help="the graph to write")
@@ -37,6 +39,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="also measure copies to the host and back beside the step, for planner solve --options offload",
     )
+    add_traced_options(parser)
     add_quiet(parser)
 
 
@@ -44,8 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Trace, and write the graph. Returns the exit code."""
     from graphs.io.files import check_writable
     from graphs.io.formats import write_graph
+    from graphs.options import check_traced
     from planner.cli.progress import ProgressLine
 
+    check_traced(arguments.options)
     check_writable(arguments.output)
     with ProgressLine(quiet=arguments.quiet) as progress:
         graph = trace_model(arguments.model, arguments, progress, measure_link=arguments.measure_link)

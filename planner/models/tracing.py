@@ -16,7 +16,8 @@ class Tracing:
 
     Attributes:
         device, seed: as in ``workload.load``.
-        roofline, optimizer, accumulate, passes, measure_link: as in ``api.trace``; with a roofline nothing is allocated.
+        roofline, optimizer, accumulate, passes, measure_link, options: as in ``api.trace``; with a roofline nothing is
+            allocated.
     """
 
     device: str = "cpu"
@@ -26,6 +27,7 @@ class Tracing:
     passes: int = 5
     seed: int = 0
     measure_link: bool = False
+    options: tuple[str, ...] = ()
 
     def graph(self, model: ModelSpec) -> "Graph":
         """The graph of the training step of `model`.
@@ -45,4 +47,5 @@ class Tracing:
             passes=self.passes,
             measure_link=self.measure_link,
             name=str(model),
+            options=self.options,
         )

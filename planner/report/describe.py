@@ -39,6 +39,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "recomputed": plan.recomputed,
         "copied": plan.copied,
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
+        "differs": list(plan.differs),
         "graph": summary_data(asdict(plan.graph)),
     }
 
@@ -56,6 +57,7 @@ def plan_text(plan: Plan) -> str:
         *_eager_lines(plan),
         *((f"{visible(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
         *(() if (link := recorded_link(plan.settings)) is None else [("link", str(link))]),
+        *(("may differ", visible(what)) for what in plan.differs),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_copied(plan)}"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
         ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_tolerated(plan)}"),
@@ -65,8 +67,12 @@ def plan_text(plan: Plan) -> str:
 
 
 def _copied(plan: Plan) -> str:
-    what = "copies" if plan.pool_peaks_bytes.keys() <= {HOST} else "copies and ops on other devices"
-    return f", {plan.copied:,} {what}" if plan.copied else ""
+    if not plan.copied:
+        return ""
+    if not plan.pool_peaks_bytes.keys() <= {HOST}:
+        return f", {plan.copied:,} copies and ops on other devices"
+    only_copies = plan.settings.get("options", ["offload"]) == ["offload"]
+    return f", {plan.copied:,} {'copies' if only_copies else 'optional ops'}"
 
 
 def _tolerated(plan: Plan) -> str:
@@ -116,6 +122,7 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "identical": report.identical,
         "differences": list(report.differences),
         "eager_differences": list(report.eager_differences),
+        "differs": list(report.differs),
     }
 
 
@@ -136,16 +143,20 @@ def run_text(report: "RunReport") -> str:
             table(("", "predicted", "measured"), rows, numbers=3),
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{reserved}",
             f"plain PyTorch: {report.eager_ratio:.4f} times keeping everything; the planned step takes {over:+.2f}% over it",
-            *_compared("keeping everything", report.differences),
-            *_compared("plain PyTorch", report.eager_differences),
+            *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
+            *_compared("keeping everything", report.differences, allowed=bool(report.differs)),
+            *_compared("plain PyTorch", report.eager_differences, allowed=bool(report.differs)),
         )
     )
 
 
-def _compared(reference: str, differences: Sequence[str]) -> list[str]:
+def _compared(reference: str, differences: Sequence[str], *, allowed: bool) -> list[str]:
     if not differences:
         return [f"loss, gradients, buffers and random state: identical to {reference}"]
-    return [f"DIFFERENT from {reference}:", *(f"  {visible(difference)}" for difference in differences)]
+    return [
+        f"{'different' if allowed else 'DIFFERENT'} from {reference}:",
+        *(f"  {visible(difference)}" for difference in differences),
+    ]
 
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:

@@ -120,6 +120,7 @@ def graph_text(facts: GraphFacts) -> str:
     lines = [
         *provenance_lines(summary.provenance),
         ("ops", f"{summary.ops:,}"),
+        *([("optional ops", f"{summary.optional_ops:,}")] if summary.optional_ops else ()),
         ("tensors", f"{summary.tensors:,}, {facts.kept_tensors:,} of them kept at the end"),
         ("step time", f"{format_seconds(summary.time_s)} ({times})" if times else format_seconds(summary.time_s)),
         ("static memory", format_bytes(summary.static_bytes)),

@@ -78,14 +78,14 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channel
 
 
 def boundary(graph: Graph, schedule: Schedule) -> int:
-    """Number of steps of the forward pass: up to the last first execution of a forward op, and the frees behind it."""
+    """Number of steps of the forward pass: up to the last first execution of a forward op, itself or stood for, and frees."""
     pending = {op.id for op in graph.program if op.phase is Phase.FORWARD}
     steps = schedule.steps
     index = 0
     while pending:
         step = steps[index]
         if isinstance(step, Compute):
-            pending.discard(step.op)
+            pending.difference_update((step.op, *graph.ops[step.op].stands_for))
         index += 1
     while index < len(steps) and isinstance(steps[index], Free):
         index += 1

@@ -5,9 +5,11 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from graphs.capture.program import Program, Writer, variable
-from graphs.ir import Graph, check_plain
+from graphs.errors import GraphError
+from graphs.ir import Graph
 from graphs.options.offload import without_copies
-from graphs.pools import DEVICE_TO_HOST
+from graphs.options.selection import without_computed
+from graphs.pools import COMPUTE, DEVICE_TO_HOST
 from graphs.schedule import Compute, Step
 
 C = TypeVar("C")
@@ -92,14 +94,14 @@ class CopyingWriter(Writer):
         for step in steps:
             if not isinstance(step, Compute):
                 lines += self._wait(self._under_way.before_freeing(step.tensor))
-            elif not self.graph.ops[step.op].optional:
+            elif self.graph.ops[step.op].stream == COMPUTE:
                 lines += self._wait(self._under_way.before_reading(self.graph.ops[step.op].inputs))
             lines += super().write([step])
         return lines
 
     def _compute(self, op: int, wanted: frozenset[int]) -> list[str]:
         copy = self.graph.ops[op]
-        if not copy.optional:
+        if copy.stream == COMPUTE:
             return super()._compute(op, wanted)
         (source,), (target,) = copy.inputs, copy.outputs
         name = f"c{next(self._number)}"
@@ -116,11 +118,16 @@ class CopyingWriter(Writer):
         return [line for name in names for line in (f"channels.wait({name})", f"del {name}")]
 
 
-def check_runnable(graph: Graph) -> None:
+def check_runnable(graph: Graph, program: Program) -> None:
     """Refuse a graph with choices that are not run.
 
     Raises:
-        GraphError: it has others than round trips to the host.
+        GraphError: it has others than round trips to the host, and ops on the compute stream that `program` has calls of.
     """
-    program, _ = without_copies(graph)
-    check_plain(program)
+    without_copies(without_computed(graph))
+    unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]
+    if unknown:
+        raise GraphError(
+            f"the graph offers {unknown[0]!r}, but the captured step has no call for it: capture the step with the options that "
+            "the graph was traced with"
+        )

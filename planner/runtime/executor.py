@@ -29,7 +29,7 @@ class Executor:
 
     Calling it with a batch returns the loss, in a tuple or dict if the step returns one with further tensors;
     the loss's ``backward()`` runs the backward pass and accumulates the gradients. Loss, gradients,
-    buffers and random state are those of keeping everything, to the last bit.
+    buffers and random state are those of keeping everything, to the last bit but for what the ops say that they differ in.
 
     Attributes:
         channels: by which the schedule copies to the host and back; None where the graph does not offer that.
@@ -54,7 +54,7 @@ class Executor:
             GraphError: the captured graph has choices that are not run.
             ScheduleError: the schedule does not run on the captured graph.
         """
-        check_runnable(capture.graph)
+        check_runnable(capture.graph, capture.program)
         simulate(capture.graph, schedule)
         self.graph = capture.graph
         self.program = capture.program

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from graphs.capture.signature import Batch, arguments, as_leaves, call, leaves
 from graphs.capture.unchanged import WritesUndone, same, unchanged
 from graphs.cost.allocator import cpu_allocations
+from graphs.eager import Difference
 from graphs.torch_private.core import pytree
 from planner.runtime.machine import machine
 
@@ -101,6 +103,20 @@ class StepOutcome:
     def differences(self, other: "StepOutcome") -> tuple[str, ...]:
         """Names of what is not equal to the last bit."""
         return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
+
+    def difference(self, name: str, other: "StepOutcome") -> Difference:
+        """How much `other` differs from this in what is called `name`."""
+        wanted, given = self.values[name], other.values.get(name)
+        name = name.replace(" model.", " ", 1)  # as the user knows it
+        if wanted is None or given is None or wanted.shape != given.shape or name.endswith("random state"):
+            return Difference(name)
+        wanted, given = (x.to_dense() if x.layout is not torch.strided else x for x in (wanted, given))
+        exact = torch.complex128 if wanted.is_complex() else torch.float64
+        wanted, given = wanted.to(exact), given.to(exact)
+        max_abs, largest = (wanted - given).abs().max().item(), wanted.abs().max().item()
+        if not isfinite(max_abs):
+            return Difference(name)
+        return Difference(name, max_abs, max_abs / largest if largest and isfinite(largest) else None)
 
 
 def outcome(

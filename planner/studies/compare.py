@@ -8,7 +8,7 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import with_options, without_options
 from graphs.schedule import Schedule
 from planner.choices import Choices
 from planner.runtime.machine import commit, machine
@@ -213,7 +213,7 @@ def compare(
         PlannerError: no such method, or options out of range.
     """
     recorded = {} if choices is None else choices.recorded(graph.provenance)
-    graph = graph if choices is None else choices.offered(graph)
+    graph = with_options(graph, ()) if choices is None else choices.offered(graph)
     stop = should_stop or (lambda: False)
     judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph
+from graphs.options import with_options
 from graphs.plan import GraphSummary
 from planner.choices import Choices
 from planner.solving import budget_in_bytes, offered_to, order_for, summarize
@@ -104,9 +105,10 @@ def curve(
     """
     get_solver(solver)
     how = _How(jobs, cluster, solver, tolerance, time_limit_s, reorder, on_point, should_stop or (lambda: False))
-    if choices is None:
+    found = None if choices is None else _curve(offered_to(solver, graph, choices), budgets, how)
+    graph = with_options(graph, ())
+    if found is None or choices is None:
         return _curve(graph, budgets, how)
-    found = _curve(offered_to(solver, graph, choices), budgets, how)
     again = tuple(point.budget_bytes for point in found.points)
     without = _curve(graph, again, how)
     if isinstance(budgets, int):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from graphs.cost.scaling import sample_sizes
 from graphs.ir import Graph
+from graphs.options import with_options
 from planner.choices import Choices
 from solvers.result import Result
 
@@ -100,7 +101,7 @@ class Method:
 
     def offered(self, graph: Graph) -> Graph:
         """`graph` as this method gets it."""
-        return graph if self.choices is None else self.choices.offered(graph)
+        return with_options(graph, ()) if self.choices is None else self.choices.offered(graph)
 
 
 def samples_for(varies: str, first: int) -> tuple[int, ...]:

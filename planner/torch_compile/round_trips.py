@@ -26,6 +26,7 @@ class RoundTrips:
 
     def __init__(self, choices: Choices) -> None:
         """For graphs with these choices."""
+        assert choices.host_bytes is not None
         self.host_bytes = choices.host_bytes
         self._choices = choices
         self._opened: tuple[torch.device, Channels] | None = None

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.capture.lower import Capture
-from graphs.errors import InfeasibleError, LimitError
+from graphs.errors import InfeasibleError, LimitError, PlannerError
+from graphs.options import traced_options
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
@@ -58,6 +59,8 @@ class SharedBudget:
     def __init__(self, options: Mapping[str, Any], solve: Solve) -> None:
         self.options = options
         choices = choices_of(options.get("options", ()), options.get("link"), options.get("host_budget"))
+        if choices is not None and (traced := traced_options(choices.options)):
+            raise PlannerError(f"{traced[0]} are not found under torch.compile yet: leave them out, or use planner.compile")
         if choices is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             check_amount(options.get("host_budget"))
         self._trips = None if choices is None else RoundTrips(choices)

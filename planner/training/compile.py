@@ -11,6 +11,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
+from graphs.options import traced_options
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
@@ -70,7 +71,8 @@ def compile(  # noqa: A001
             time is up, with the best schedule so far.
         options, link, host_budget: as in ``solve``: with ``options=["offload"]`` tensors also go to the host and come back.
             Without `link` copies are measured beside the step. On several processes each takes as much of the host's memory:
-            `host_budget` is in bytes, or ``8GB``, there.
+            `host_budget` is in bytes, or ``8GB``, there. With ``options=["chunks"]`` loss heads, and other large stretches by
+            rows, may be computed in chunks: what is added up over rows is then rounded otherwise, and ``plan.differs`` says what.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
         dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
@@ -101,12 +103,16 @@ def compile(  # noqa: A001
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     channels, asked = None, {}
-    if (choices := choices_of(options, link, host_budget)) is not None:
+    choices = choices_of(options, link, host_budget)
+    if choices is not None:
+        solved = partial(solved, options=choices.options)
+        _check_traced(choices.options, kernels, dynamic=dynamic)
+    if choices is not None and choices.host_bytes is not None:
         if type(wrapper) is not Unwrapped:
             check_amount(host_budget)
         channels = wrapper.channels(choices.host_bytes)
         host_bytes = int(channels.memory.capacity_bytes)  # of which as much may be free as before: earlier plans have taken it
-        solved = partial(solved, options=choices.options, link=choices.link_bytes_per_s, host_budget=host_bytes)
+        solved = partial(solved, link=choices.link_bytes_per_s, host_budget=host_bytes)
         asked = {"host_budget": choices.host_bytes if is_amount(host_budget) else host_budget}
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
@@ -120,7 +126,8 @@ def compile(  # noqa: A001
         recorder,
         compare_eager=compare_eager,
         channels=channels,
-        measure_link=choices is not None and choices.link_bytes_per_s is None,
+        measure_link=choices is not None and choices.measures_link,
+        options=() if choices is None else choices.options,
     )
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
@@ -213,6 +220,18 @@ def _compiler_of(kernels: str, *, dynamic: bool) -> type[Compiler]:
     from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
     return InductorCompiler
+
+
+def _check_traced(options: Sequence[str], kernels: str, *, dynamic: bool) -> None:
+    """Refuse what is found in the calls of a step where they are not at hand."""
+    if not (traced := traced_options(options)):
+        return
+    if dynamic:
+        raise PlannerError(f"plans for varying sizes have no {traced[0]} yet: leave out options=, or dynamic=True")
+    if kernels != "eager":
+        raise PlannerError(
+            f"{traced[0]} are found among the kernels of eager PyTorch, not of {kernels}: leave out options=, or kernels="
+        )
 
 
 def _as_bytes(budget: str | int) -> str | int:

@@ -10,6 +10,7 @@ from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
+from graphs.options.traced import with_traced
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
@@ -42,6 +43,7 @@ class Compiler:
         compare_eager: whether steps are run beside eager PyTorch.
         channels: by which all its steps copy to the host and back; None where no graph offers that.
         measure_link: whether copies to the host and back are measured beside a step that is profiled.
+        options: choices that graphs are given, of which some are found in the captured step.
     """
 
     wrapper: Unwrapped
@@ -54,6 +56,7 @@ class Compiler:
     compare_eager: bool = True
     channels: Channels | None = None
     measure_link: bool = False
+    options: tuple[str, ...] = ()
 
     def capture(self, batch: Batch) -> Capture:
         """The step on `batch`, run once with everything kept; its times are not measured."""
@@ -75,6 +78,7 @@ class Compiler:
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
         optimizer, accumulate = self.optimizer, self.accumulate
         captured = self.wrapper.capture(self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
+        captured = with_traced(captured, self.options)
         return captured if self.recorder is None else recordable(captured)
 
     def capture_shapes(self, batch: Batch) -> Capture:
@@ -141,7 +145,9 @@ class Compiler:
         if not self.compare_eager:
             return replace(plan, eager=None)
         step = TrainingStep(self.wrapper.module, self.loss_fn)
-        plan = replace(plan, eager=compare_with_eager(captured, executor, step, batch, known=plan.eager))
+        plan = replace(
+            plan, eager=compare_with_eager(captured, executor, step, batch, known=plan.eager, allowed=bool(plan.differs))
+        )
         warn_of_differences(plan)
         return plan
 

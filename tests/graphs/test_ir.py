@@ -7,6 +7,7 @@ import pytest
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Phase, Tensor, check_plain
+from graphs.options import without_options
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain, diamond
@@ -155,9 +156,14 @@ def test_solvers_refuse_what_they_do_not_know() -> None:
         solve(graph, "100%")
     with pytest.raises(GraphError, match=refused):
         store_all(graph)
-    with pytest.raises(GraphError, match=refused):
-        graph_facts(graph)
     check_plain(chain(3))
+
+
+def test_facts_are_of_the_program() -> None:
+    graph = Graph(**parts())
+    facts = graph_facts(graph)
+    assert facts.summary.ops == len(graph.program) == len(without_options(graph).ops)
+    assert facts.summary.optional_ops == len(graph.ops) - len(graph.program) == 3
 
 
 def test_one_queue_besides_is_a_choice_already() -> None:
@@ -185,8 +191,8 @@ def test_choices_are_in_the_fingerprint() -> None:
         Graph(**parts()),
         with_op(2, stream=HOST_TO_DEVICE),
         with_op(4, stands_for=(1,)),
-        with_op(4, differs=""),
         with_tensor(1, pool="host"),
         Graph(**{**parts(), "pools": (DEVICE_POOL, replace(HOST, owner=HOST_TO_DEVICE))}),
     ]
     assert len({graph.fingerprint for graph in graphs}) == len(graphs)
+    assert with_op(4, differs="").fingerprint == graphs[0].fingerprint  # found out by running it

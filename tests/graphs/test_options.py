@@ -93,8 +93,12 @@ def test_other_choices_are_not_taken_for_round_trips() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(GraphError, match="there is no option 'compress' of a graph: choose of offload"):
         with_options(mixed(), ("compress",), AROUND)
-    with pytest.raises(GraphError, match="other pools or streams already"):
+    with pytest.raises(GraphError, match="named twice"):
         with_options(mixed(), ("offload", "offload"), AROUND)
+    with pytest.raises(GraphError, match="already"):
+        with_options(with_options(mixed(), ("offload",), AROUND), ("offload",), AROUND)
+    with pytest.raises(GraphError, match="the option 'offload' needs to know the link to the host"):
+        with_options(mixed(), ("offload",))
     for speed in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(GraphError, match="must be above 0"):
             Link.even(speed)

@@ -49,3 +49,4 @@ class FakeReport:
     predicted_host_bytes: int | None = None
     measured_host_bytes: int | None = None
     eager_differences: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()

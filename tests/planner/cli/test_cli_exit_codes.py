@@ -47,6 +47,12 @@ def ran(report: FakeReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opt
         (FakeReport(identical=True, eager_differences=("gradient of 'w'",)), 6, "DIFFERENT from plain PyTorch"),
         (FakeReport(identical=False, differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
         (FakeReport(identical=True, eager_differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
+        (
+            FakeReport(identical=False, differences=("loss by up to 1e-7",), differs=("rounding: x",)),
+            0,
+            "may differ, as the plan says",
+        ),
+        (FakeReport(identical=False, differs=("rounding: x",), measured_peak_bytes=2001), 5, "OVER the budget"),
     ],
 )
 def test_a_run_has_codes_of_its_own(

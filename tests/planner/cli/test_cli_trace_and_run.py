@@ -43,18 +43,30 @@ TINY = "zoo:mlp,batch=2,layers=1,width=4,classes=3"
 
 def test_trace_passes_its_options_on(api: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.json"
-    said = call(capsys, "trace", TINY, "-o", path, "--optimizer", "adamw", "--accumulate", "--roofline", "h200", "--passes", "3")
+    how = ("--optimizer", "adamw", "--accumulate", "--roofline", "h200", "--passes", "3", "--options", "chunks")
+    said = call(capsys, "trace", TINY, "-o", path, *how)
     assert (said.code, said.err) == (0, "")
-    assert said.out.startswith(f"{path}: 12 ops, 13 tensors, step time 12 ms")
+    assert said.out.startswith(f"{path}: 12 ops and 0 optional ones, 13 tensors, step time 12 ms")
     assert read_graph(path) == chain()
     assert api.calls == [
-        (3, {"optimizer": "adamw", "accumulate": True, "roofline": "h200", "passes": 3, "measure_link": False, "name": TINY}),
+        (
+            3,
+            {
+                "optimizer": "adamw",
+                "accumulate": True,
+                "roofline": "h200",
+                "passes": 3,
+                "measure_link": False,
+                "name": TINY,
+                "options": ("chunks",),
+            },
+        ),
     ]
     data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json", "--measure-link").out)
     assert data["ops"] == 12
     assert data["output"] == str(path)
     usual = {"optimizer": "none", "accumulate": False, "roofline": None, "passes": 5}
-    assert api.calls[1][1] == {**usual, "measure_link": True, "name": TINY}
+    assert api.calls[1][1] == {**usual, "measure_link": True, "name": TINY, "options": ()}
 
 
 def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,155 @@
+"""Where the rows of a computation are in the shape of a value, and how views move them."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Views that order the elements as they were: rows are found again by what comes before them in memory.
+_RESHAPING = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+_SAME = frozenset({aten.alias.default, aten.detach.default})
+
+
+class NotByRowsError(Exception):
+    """What is computed for a row depends on other rows, or is not known to depend on its own alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The dimensions `first` to `last` of a value, which together go over the rows, in order.
+
+    A row may have several elements of these dimensions: of a value of 4 x 8 sentences and words, seen as 32 words, rows may
+    be the sentences.
+    """
+
+    first: int
+    last: int
+
+    def moved(self, dims: int) -> "Rows":
+        """`dims` dimensions later."""
+        return Rows(self.first + dims, self.last + dims)
+
+    def within(self, dim: int) -> bool:
+        """Whether `dim` is one of them."""
+        return self.first <= dim <= self.last
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of these dimensions."""
+        return tuple(shape[self.first : self.last + 1])
+
+    def chunk(self, shape: Sequence[int], count: int, rows: int) -> list[int]:
+        """The shape of `count` of `rows` rows: in the last of the dimensions, so that the others keep their numbers."""
+        size = prod(self.sizes(shape)) // rows * count
+        return [*shape[: self.first], *(1,) * (self.last - self.first), size, *shape[self.last + 1 :]]
+
+
+def rows_behind(shape: Sequence[int], before: int, rows: int) -> Rows:
+    """The fewest dimensions of `shape` that `rows` rows are in, behind dimensions with `before` elements.
+
+    Raises:
+        NotByRowsError: there are none.
+    """
+    seen = 1
+    for first, size in enumerate(shape):
+        if seen == before and size > 1:
+            for last in range(first, len(shape)):
+                if prod(shape[first : last + 1]) % rows == 0:
+                    return Rows(first, last)
+            break
+        seen *= size
+    raise NotByRowsError
+
+
+def slice_of(value: torch.Tensor, rows: Rows, begin: int, size: int) -> torch.Tensor:
+    """`size` elements of the dimensions of `rows`, in the shape of a chunk."""
+    flat = value.flatten(rows.first, rows.last) if rows.last > rows.first else value
+    part = flat.narrow(rows.first, begin, size)
+    for _ in range(rows.last - rows.first):
+        part = part.unsqueeze(rows.first)
+    return part
+
+
+def is_flat(value: torch.Tensor, rows: Rows) -> bool:
+    """Whether a slice of `rows` is a view."""
+    dims = range(rows.first, rows.last)
+    return all(value.stride(d) == value.stride(d + 1) * value.shape[d + 1] for d in dims)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` only shows what another has made."""
+    return node.target is operator.getitem or node.target in _RESHAPING or bool(getattr(node.target, "is_view", False))
+
+
+def through_view(node: fx.Node, base: Rows, rows: int) -> Rows:
+    """Where the rows are in the value of the view `node`, of which the base has them at `base`.
+
+    Raises:
+        NotByRowsError: it shows parts of rows, or in another order; or several rows as one.
+    """
+    arg = node.args[0]
+    assert isinstance(arg, fx.Node)
+    if node.target is operator.getitem:
+        return base
+    given, shape = tuple(arg.meta["val"].shape), _shape(node)
+    match node.target:
+        case target if target in _SAME:
+            return base
+        case target if target in _RESHAPING:
+            return rows_behind(shape, prod(given[: base.first]), rows)
+        case aten.t.default | aten.transpose.int | aten.permute.default:
+            return _permuted(node, base, len(given))
+        case aten.unsqueeze.default:
+            dim = _dim(node.args[1], len(shape))
+            if base.first < dim <= base.last:
+                raise NotByRowsError
+            return base.moved(1) if dim <= base.first else base
+        case aten.squeeze.dim:
+            dim = _dim(node.args[1], len(given))
+            if base.within(dim):
+                raise NotByRowsError
+            return base.moved(-1) if dim < base.first and given[dim] == 1 else base
+        case aten.expand.default:
+            moved = base.moved(len(shape) - len(given))
+            if moved.sizes(shape) != base.sizes(given):
+                raise NotByRowsError
+            return moved
+        case aten.slice.Tensor | aten.split.Tensor | aten.split_with_sizes.default:
+            position = 1 if node.target is aten.slice.Tensor else 2
+            if base.within(_dim(node.args[position] if len(node.args) > position else 0, len(given))):
+                raise NotByRowsError
+            return base
+        case aten.select.int:
+            dim = _dim(node.args[1], len(given))
+            if base.within(dim):
+                raise NotByRowsError
+            return base.moved(-1) if dim < base.first else base
+    raise NotByRowsError
+
+
+def _permuted(node: fx.Node, base: Rows, dims: int) -> Rows:
+    order = list(range(dims))
+    if node.target is aten.permute.default:
+        order = [_dim(d, dims) for d in node.args[1]]  # type: ignore[union-attr]
+    elif dims > 1:
+        one, other = (0, 1) if node.target is aten.t.default else (_dim(d, dims) for d in node.args[1:3])
+        order[one], order[other] = order[other], order[one]
+    first = order.index(base.first)
+    moved = base.moved(first - base.first)
+    if order[moved.first : moved.last + 1] != list(range(base.first, base.last + 1)):
+        raise NotByRowsError
+    return moved
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _dim(dim: object, dims: int) -> int:
+    assert isinstance(dim, int)
+    return dim % max(1, dims)

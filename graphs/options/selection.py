@@ -1,0 +1,60 @@
+"""Which optional ops a graph holds: of some choices, or none but the program."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from graphs.errors import GraphError
+from graphs.ir import Graph, Op
+from graphs.pools import COMPUTE
+
+TRACED = "options"  # of the provenance: the choices that a graph was traced with
+
+
+def traced_with(graph: Graph) -> tuple[str, ...]:
+    """The choices that were found when `graph` was traced, or looked for."""
+    names = graph.provenance.get(TRACED, ())
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise GraphError(
+            f"the provenance of the graph says that it was traced with the options {names!r}: must be a list of names"
+        )
+    return tuple(names)
+
+
+def holding(graph: Graph, names: Collection[str]) -> Graph:
+    """`graph` with the ops of the choices `names` only, of those that it was traced with."""
+    dropped = [name for name in traced_with(graph) if name not in names]
+    if not dropped:
+        return graph
+    provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
+    if left := [name for name in traced_with(graph) if name in names]:
+        provenance[TRACED] = left
+    kept = _without(graph, lambda op: op.target.partition(".")[0] in dropped)
+    return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
+
+
+def without_computed(graph: Graph) -> Graph:
+    """`graph` without the optional ops on the compute stream: the program, and what is done beside the computation."""
+    return graph if graph.plain else _without(graph, lambda op: op.stream == COMPUTE)
+
+
+def _without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
+    """`graph` without some of its optional ops, and tensors that only they make. Of what is left, ids close ranks."""
+    ops = [op for op in graph.ops if not (op.optional and is_dropped(op))]
+    new_op = {op.id: i for i, op in enumerate(ops)}
+    made = [t for t in graph.tensors if t.static or any(p in new_op for p in t.producers)]
+    new_tensor = {t.id: i for i, t in enumerate(made)}
+
+    def moved(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(new_tensor[t] for t in ids)
+
+    tensors = (replace(t, id=i, producers=tuple(new_op[p] for p in t.producers if p in new_op)) for i, t in enumerate(made))
+    renamed = (
+        replace(op, id=i, inputs=moved(op.inputs), outputs=moved(op.outputs), mutates=moved(op.mutates))
+        for i, op in enumerate(ops)
+    )
+    return Graph(tuple(renamed), tuple(tensors), frozenset(new_tensor[t] for t in graph.kept), graph.provenance, graph.pools)
+
+
+def differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:
+    """What may differ from the program where the ops `computed` are executed, each said once."""
+    return tuple(dict.fromkeys(graph.ops[op].differs for op in sorted(set(computed)) if graph.ops[op].differs))

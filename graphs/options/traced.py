@@ -1,0 +1,54 @@
+"""Choices that are found in a step when it is traced, by name: rewrites of what was captured."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from graphs.capture.lower import Capture
+from graphs.errors import TraceError
+from graphs.ir import Graph, Op
+from graphs.options import check_options, traced_options
+from graphs.options.chunks import chunked, settle
+from graphs.options.selection import TRACED
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A choice that is found in what was captured.
+
+    Attributes:
+        rewrite: adds its ops, which call what they are named by: ``NAME.more``.
+        settle: an op of it, measured, with what differs of its outputs, by whether each was equal to the program's.
+    """
+
+    rewrite: Callable[[Capture], Capture]
+    settle: Callable[[Capture, Op, Sequence[bool]], Op]
+
+
+REWRITES: Mapping[str, Traced] = MappingProxyType({"chunks": Traced(chunked, settle)})
+
+
+def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
+    """`op`, an optional one, with what differs of its outputs; `equal` says which came out as the program's, to the last bit."""
+    return REWRITES[op.target.partition(".")[0]].settle(capture, op, equal)
+
+
+def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
+    """`capture` with those of the choices `names` that are found in what was captured; their times are not measured.
+
+    Raises:
+        GraphError: there is no such choice.
+        TraceError: the kernels are not those of eager PyTorch.
+    """
+    check_options(names)
+    if not (wanted := traced_options(names)):
+        return capture
+    if capture.whole is not None:
+        raise TraceError(
+            f"the option {wanted[0]!r} is found among the kernels of eager PyTorch: leave it out, or kernels='inductor'"
+        )
+    for name in wanted:
+        capture = REWRITES[name].rewrite(capture)
+    graph = capture.graph
+    provenance = {**graph.provenance, TRACED: list(wanted)}
+    return replace(capture, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance, graph.pools))

@@ -1,0 +1,176 @@
+"""Plans whose schedules compute in chunks: what they say, in files and in words, and how they are run."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner.training.compile as training
+from graphs.eager import Difference, EagerComparison
+from graphs.errors import EagerWarning, GraphError, MismatchError, PlannerError
+from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
+from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.plan import Plan
+from graphs.simulate import simulate
+from graphs.zoo import Workload
+from planner import api, solve
+from planner.plan_check import check_plan, check_sizes, check_with_its_graph
+from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
+from planner.report.graph_facts import graph_facts
+from planner.training.compare_eager import warn_of_differences
+from solvers.policies.store_all import store_all
+from tests.support.command import call, refused
+from tests.support.stand_ins import in_chunks, make, optional_ops, plan_of, schedule_with
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return make("smoothed")
+
+
+@pytest.fixture(scope="module")
+def graph(workload: Workload) -> Graph:
+    return api.trace(*workload, passes=1, options=["chunks"])
+
+
+@pytest.fixture(scope="module")
+def plan(graph: Graph) -> Plan:
+    return plan_of(graph, schedule_with(graph, in_chunks(graph, 4)))
+
+
+def test_a_plan_says_what_may_differ(graph: Graph, plan: Plan, tmp_path: Path) -> None:
+    # What is added up over rows rounds on every machine; which rows of a product do is the kernels' affair.
+    assert plan.differs[0].startswith("rounding: nll_loss_forward[0]") and plan.differs[1].startswith("rounding: ")
+    assert all(name in plan.differs[1] for name in ("mm_1", "sum_4"))
+    assert all(what in str(plan) and what in plan_text(plan) for what in plan.differs)
+    assert plan_data(plan)["differs"] == list(plan.differs)
+    assert "2 optional ops" in plan_text(plan) and plan.recomputed == 0
+    assert "chunks" in plan_info_text(plan)
+    path, graph_path = tmp_path / "plan.json", tmp_path / "model.json"
+    write_graph(graph, graph_path)
+    write_plan(replace(plan, graph_file="model.json"), path)
+    assert read_plan(path) == replace(plan, graph_file="model.json") and read_graph(graph_path) == graph
+    check_with_its_graph(read_plan(path), path)
+    edited = json.loads(path.read_text())
+    del edited["differs"]
+    path.write_text(json.dumps(edited))
+    with pytest.raises(MismatchError, match="that it differs by"):
+        check_with_its_graph(read_plan(path), path)
+
+
+def test_a_plan_may_be_faster_than_the_program(graph: Graph) -> None:
+    ops = tuple(replace(op, time_s=0.0) if op.optional else op for op in graph.ops)
+    faster = replace(graph, ops=ops)
+    plan = plan_of(faster, schedule_with(faster, in_chunks(faster, 4)))
+    assert plan.overhead < 0 and "step time -" in str(plan)
+    check_plan(faster, plan)
+    check_sizes(graph, plan)
+
+
+def test_a_plan_that_takes_no_such_op_differs_by_nothing(graph: Graph) -> None:
+    plan = plan_of(graph, schedule_with(graph, ()))
+    assert plan.differs == () and "may differ" not in plan_text(plan)
+    check_plan(graph, plan)
+
+
+def test_it_is_run_and_its_error_reported(workload: Workload, plan: Plan) -> None:
+    report = api.run(plan, *workload, repeats=1)
+    assert report.measured_peak_bytes == report.predicted_peak_bytes == plan.peak_bytes
+    assert report.differs == plan.differs and not report.identical
+    assert all("of its largest element" in difference for difference in report.differences)
+    said = run_text(report)
+    assert said.count("may differ, as the plan says: rounding") == 2 and "DIFFERENT" not in said
+    assert run_data(report)["differs"] == list(plan.differs)
+
+
+def test_a_plan_of_another_step_is_refused(plan: Plan) -> None:
+    with pytest.raises(MismatchError, match="the plan is for another graph"):
+        api.run(plan, *make("summed"), repeats=1)
+
+
+def test_training_by_it_warns_of_nothing_and_says_how_much(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def solved(graph: Graph, budget: int | str, **options: Any) -> Plan:
+        asked.append(options["options"])
+        return plan_of(graph, schedule_with(graph, in_chunks(graph, 8)), 10**9)
+
+    monkeypatch.setattr(training, "solve", solved)
+    model, loss_fn, batch = workload
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerWarning)
+        step = training.compile(model, loss_fn, batch, budget="1GB", options=["chunks"], passes=1, cache=tmp_path)
+        again = training.compile(model, loss_fn, batch, budget="1GB", options=["chunks"], passes=1, cache=tmp_path)
+    assert asked == [("chunks",)] and again.plan.differs == step.plan.differs != ()
+    eager = step.plan.eager
+    assert eager is not None and not eager.identical and eager.first_op is None
+    assert all(difference.relative is not None and difference.relative < 2e-6 for difference in eager.differences)
+    assert "allowed to differ by rounding" in str(step.plan)
+    step(*batch).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize(
+    ("difference", "warned"),
+    [
+        (Difference("loss", 1e-6, 1e-7), False),
+        (Difference("gradient of 'w'", 1e-30, None), False),  # of what is 0 in eager PyTorch
+        (Difference("loss", 1.0, 0.5), True),
+        (Difference("random state"), True),
+    ],
+)
+def test_more_than_rounding_is_warned_of(difference: Difference, warned: bool, plan: Plan) -> None:
+    compared = replace(plan, eager=EagerComparison((difference,), peak_bytes=plan.graph.store_all_peak_bytes, time_s=1.0))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warn_of_differences(compared)
+    assert [str(warning.message) for warning in found] == (
+        [f"the planned step differs from eager in {difference}, more than by the rounding that it may"] if warned else []
+    )
+
+
+def test_what_was_not_named_is_not_offered(graph: Graph, workload: Workload) -> None:
+    plain = api.trace(*workload, passes=1)
+    plan = solve(graph, "100%", time_limit_s=20)
+    assert plan.graph.fingerprint == plain.fingerprint and "options" not in plan.settings and plan.differs == ()
+    check_sizes(plain, plan)
+    with pytest.raises(GraphError, match=r"traced without the option 'chunks'.*--options chunks"):
+        solve(plain, "100%", options=["chunks"])
+    with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
+        solve(graph, "100%", solver="dtr", options=["chunks"])
+    with pytest.raises(PlannerError, match="link given, but no option that copies"):
+        solve(graph, "100%", options=["chunks"], link=1e9)
+
+
+def test_what_does_not_go_with_it_is_refused(workload: Workload) -> None:
+    with pytest.raises(PlannerError, match="varying sizes have no chunks yet"):
+        training.compile(*workload, budget="1GB", options=["chunks"], dynamic=True)
+    with pytest.raises(PlannerError, match="among the kernels of eager PyTorch, not of inductor"):
+        training.compile(*workload, budget="1GB", options=["chunks"], kernels="inductor")
+
+
+def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:
+    facts, program = graph_facts(graph), without_options(graph)
+    assert facts.summary.optional_ops == 12 == len(optional_ops(graph, kind="forward", chunks=2)) * 12
+    assert facts.summary.store_all_peak_bytes == simulate(program, store_all(program)).peak_bytes
+
+
+def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, plan_path = tmp_path / "model.json", tmp_path / "plan.json"
+    tiny = "zoo:gpt2,layers=1,width=16,heads=2,vocab=400,seq=8,batch=4"
+    said = call(capsys, "trace", tiny, "--roofline", "cpu", "--options", "chunks", "-o", model)
+    assert said.code == 0 and " ops and 12 optional ones, " in said.out
+    held = read_graph(model)
+    assert held.provenance["options"] == ["chunks"] and len(held.ops) > len(held.program)
+    assert any(line.split() == ["optional", "ops", "12"] for line in call(capsys, "info", model).out.splitlines())
+    assert call(capsys, "solve", model, "--budget", "100%", "--quiet", "-o", plan_path).code == 0
+    assert call(capsys, "info", plan_path).code == 0
+    refused(call(capsys, "trace", tiny, "--options", "chunk", "-o", model), 1, "'chunk'", "chunks")
+    refused(call(capsys, "trace", tiny, "--options", "offload", "-o", model), 1, "'offload' is not found in a step", "solved")

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import without_options
+from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
+from graphs.options.selection import traced_with
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
@@ -58,7 +59,8 @@ class GraphFacts:
     than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how. In that order, keeping
     everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
     A schedule is known for `least_budget_found_bytes`. With round trips to the host these are `least_budget_offload_bytes`
-    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there.
+    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there. With each of the options
+    that the graph was traced with, `least_budget_traced_bytes` is a lower bound, and `traced_ops` its optional ops.
     """
 
     summary: GraphSummary
@@ -71,6 +73,8 @@ class GraphFacts:
     least_budget_offload_bytes: int
     least_budget_offload_found_bytes: int
     least_budget_offload_host_bytes: int
+    least_budget_traced_bytes: Mapping[str, int]
+    traced_ops: Mapping[str, int]
     least_budget_any_order_bytes: int
     least_budget_op: str
     least_budget_reason: str
@@ -79,8 +83,9 @@ class GraphFacts:
 
 
 def graph_facts(graph: Graph) -> GraphFacts:
-    """The facts of `graph`, with the largest ops and tensors first; what it offers besides its program is left out."""
+    """The facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain."""
     summary = summarize(graph)
+    traced = {name: reordered(with_options(without_copies(graph)[0], (name,))).graph for name in traced_with(graph)}
     graph = without_options(graph)
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
@@ -99,6 +104,8 @@ def graph_facts(graph: Graph) -> GraphFacts:
         least_budget_offload_bytes=least_budget_bound(order, copies).budget_bytes,
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
+        least_budget_traced_bytes={name: least_budget_bound(offered).budget_bytes for name, offered in traced.items()},
+        traced_ops={name: len(offered.ops) - len(graph.ops) for name, offered in traced.items()},
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
@@ -130,6 +137,10 @@ def graph_text(facts: GraphFacts) -> str:
         ("  known", format_bytes(facts.least_budget_found_bytes)),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} in that order"),
         ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {format_bytes(host_bytes)} on the host"),
+        *(
+            (f"with {name}", f"{facts.traced_ops[name]:,} optional ops, no less than {format_bytes(size)} in an order of theirs")
+            for name, size in facts.least_budget_traced_bytes.items()
+        ),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [

@@ -13,14 +13,14 @@ from graphs.eager import Difference, EagerComparison
 from graphs.errors import EagerWarning, GraphError, MismatchError, PlannerError
 from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import with_options, without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner import api, solve
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
-from planner.report.graph_facts import graph_facts
+from planner.report.graph_facts import graph_facts, graph_text
 from planner.training.compare_eager import warn_of_differences
 from solvers.policies.store_all import store_all
 from tests.support.command import call, refused
@@ -174,3 +174,12 @@ def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: py
     assert call(capsys, "info", plan_path).code == 0
     refused(call(capsys, "trace", tiny, "--options", "chunk", "-o", model), 1, "'chunk'", "chunks")
     refused(call(capsys, "trace", tiny, "--options", "offload", "-o", model), 1, "'offload' is not found in a step", "solved")
+
+
+def test_facts_say_what_is_offered_and_what_it_could_gain(graph: Graph) -> None:
+    facts = graph_facts(graph)
+    assert facts.traced_ops == {"chunks": len(graph.ops) - len(graph.program)}
+    assert facts.least_budget_traced_bytes["chunks"] < facts.least_budget_bytes
+    said = graph_text(facts)
+    assert f"{facts.traced_ops['chunks']} optional ops, no less than" in said
+    assert graph_facts(with_options(graph, ())).least_budget_traced_bytes == {}

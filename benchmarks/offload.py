@@ -1,107 +1,100 @@
-"""Recomputing, offloading, and both in one program: ``make bench-offload`` writes results/offload/.
+"""Recomputing, offloading, both in one program, and what others do: ``make bench-offload`` writes results/offload/.
 
-Steps are traced with fake tensors, timed by the roofline of an H200 and copied at 50 GB/s in each direction. Each solve has a
-tolerance of 0.1% and 60 s.
+Steps are traced with fake tensors and timed by the roofline of a device. Rows that are in the CSV are not made again, so that
+it can be stopped and taken up: all of it is some hours.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
-from benchmarks.common import PROVENANCE, command_line, provenance, write
-from graphs.errors import InfeasibleError, LimitError
-from graphs.ir import Graph
-from graphs.units import format_bytes, format_ratio
+from benchmarks.common import command_line, write
+from benchmarks.offload_case import METHODS, Case
+from benchmarks.offload_rows import Row
+from benchmarks.offload_table import table
+from planner import options
+from planner.choices import choices_of
 from planner.models.tracing import Tracing
 from planner.models.workload import parse_spec
-from planner.report.tables import as_markdown
-from planner.solving import budget_in_bytes, solve, summarize
+from planner.studies.rows import read_rows, write_csv
 
-# What is traced, and budgets of its peak.
-MODELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gpt2-medium": ("zoo:gpt2,layers=24,width=1024,heads=16,batch=8,seq=1024,dtype=bfloat16", ("60%", "50%")),
-    "resnet50": ("zoo:resnet50,batch=256", ("60%", "40%")),
-    "llama-16": ("zoo:llama,layers=16,width=2048,seq=16384", ("60%", "40%")),
+MODELS: Mapping[str, str] = {
+    "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,seq=1024,dtype=bfloat16",
+    "resnet50": "zoo:resnet50,batch=256",
+    "llama-16": "zoo:llama,layers=16,width=2048,seq=16384",
+    # Layers as those of Llama 3.1 8B.
+    "llama-8b-4k": "zoo:llama,layers=8,kv_heads=8,hidden=14336,seq=4096",
+    "llama-8b-16k": "zoo:llama,layers=8,kv_heads=8,hidden=14336,seq=16384",
+    "llama-8b-64k": "zoo:llama,layers=8,kv_heads=8,hidden=14336,seq=65536",
+    "vit-l": "zoo:vit,layers=24,width=1024,heads=16,batch=64,dtype=bfloat16",
+    "unet": "zoo:unet,batch=16",
 }
-METHODS = ("recompute only", "offload only", "both")
-LINK = "50GB/s"
+_BETWEEN = ("least + 75%", "least + 50%", "least + 25%", "least + 10%")
+_ALL = ("gpt2-medium", "llama-8b-4k", "llama-8b-16k", "llama-8b-64k", "vit-l", "resnet50", "unet")
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A device, the link to its host (None: as planned for by default), and the budgets of each of its models."""
+
+    device: str
+    link: str | None
+    budgets: Mapping[str, Sequence[str]]
+
+
+SUITES: Mapping[str, Suite] = {
+    "h200-50GB/s": Suite(
+        "h200", "50GB/s", {"gpt2-medium": ("60%", "50%"), "resnet50": ("60%", "40%"), "llama-16": ("60%", "40%")}
+    ),
+    "h200": Suite("h200", None, dict.fromkeys(_ALL, _BETWEEN)),
+    "h100": Suite("h100", None, dict.fromkeys(_ALL, _BETWEEN)),
+    "a100": Suite("a100", None, dict.fromkeys(_ALL, _BETWEEN)),
+    "rtx4090": Suite("rtx4090", None, dict.fromkeys(_ALL, _BETWEEN)),
+}
 HOST = "256GB"
 LIMIT_S = 60.0
 TOLERANCE = 1e-3
-COLUMNS = (
-    *("model", "budget", "method", "status", "overhead", "bound", "gap", "seconds"),
-    *("base_s", "peak_bytes", "budget_bytes", "host_bytes", "recomputed", "copied", "link", *PROVENANCE),
-)
+COLUMNS = tuple(field.name for field in fields(Row))
 
 
-def once_each(graph: Graph) -> Graph:
-    """`graph` where no op may run again."""
-    return replace(graph, ops=tuple(replace(op, recomputable=False) for op in graph.ops))
+def _place(row: Row) -> tuple[int, ...]:
+    """Of `row` among others: as suites, models, budgets and methods are listed."""
+    suite = SUITES[row.suite]
+    budgets = suite.budgets[row.model]
+    listed = ((row.suite, tuple(SUITES)), (row.model, tuple(MODELS)), (row.budget, budgets), (row.method, METHODS))
+    return tuple(names.index(name) for name, names in listed)
 
 
-def compare(name: str, graph: Graph, budgets: Sequence[str], *, limit_s: float = LIMIT_S) -> Iterator[dict[str, object]]:
-    """The rows of one model."""
-    about = provenance()
-    peak_bytes = summarize(graph).store_all_peak_bytes
-    for budget in budgets:
-        for method in METHODS:
-            offered = method != METHODS[0]
-            row: dict[str, object] = dict.fromkeys(COLUMNS)
-            row |= {"model": name, "budget": budget, "method": method, "base_s": graph.time_s, "link": LINK, **about}
-            row["budget_bytes"] = budget_in_bytes(budget, peak_bytes)
-            try:
-                plan = solve(
-                    once_each(graph) if method == METHODS[1] else graph,
-                    budget,
-                    options=["offload"] if offered else [],
-                    link=LINK if offered else None,
-                    host_budget=HOST if offered else None,
-                    tolerance=TOLERANCE,
-                    time_limit_s=limit_s,
-                )
-            except (InfeasibleError, LimitError) as error:
-                yield row | {"status": "infeasible" if isinstance(error, InfeasibleError) else "limit"}
-                continue
-            bound = None if plan.bound_s is None else plan.bound_s / plan.graph.time_s - 1
-            yield row | {
-                "status": plan.status,
-                "overhead": plan.overhead,
-                "bound": bound,
-                "gap": plan.gap,
-                "seconds": plan.seconds,
-                "peak_bytes": plan.peak_bytes,
-                "host_bytes": sum(plan.pool_peaks_bytes.values()),
-                "recomputed": plan.recomputed,
-                "copied": plan.copied,
-            }
-
-
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Overhead of each method over the step that keeps everything, its bound and gap, and what is on the host."""
-    cells = [("model", "budget", "method", "overhead", "bound", "gap", "on the host", "seconds")]
-    for row in rows:
-        overhead, bound, gap, seconds, host = (row.get(key) for key in ("overhead", "bound", "gap", "seconds", "host_bytes"))
-        cells.append(
-            (
-                *(str(row[key]) for key in ("model", "budget", "method")),
-                format_ratio(overhead) if isinstance(overhead, float) else str(row["status"]),
-                format_ratio(bound) if isinstance(bound, float) else "",
-                format_ratio(gap) if isinstance(gap, float) else "",
-                format_bytes(host) if isinstance(host, int) and host else "",
-                f"{seconds:.0f}" if isinstance(seconds, float) else "",
-            )
-        )
-    return as_markdown(cells)
+def solve_suite(name: str, models: Sequence[str], file: Path) -> None:
+    """Solve what is missing of a suite, and write the CSV after each row."""
+    suite = SUITES[name]
+    choices = choices_of(["offload"], suite.link, HOST)
+    assert choices is not None
+    for model in [model for model in models if model in suite.budgets]:
+        graph = Tracing(roofline=suite.device).graph(parse_spec(MODELS[model]))
+        rows = read_rows(file, Row)
+        case = Case(name, model, graph, choices, suite.budgets[model], LIMIT_S, TOLERANCE)
+        for row in case.rows({row.key for row in rows}):
+            rows = sorted([*rows, row], key=_place)
+            write_csv(file, COLUMNS, map(asdict, rows))
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Solve, and write rows and table, after each row anew."""
-    arguments = command_line(__doc__, models=MODELS, out="results/offload").parse_args(words)
-    rows: list[dict[str, object]] = []
-    for name in arguments.models:
-        spec, budgets = MODELS[name]
-        for row in compare(name, Tracing(roofline="h200").graph(parse_spec(spec)), budgets):
-            rows.append(row)
-            write(arguments.out, COLUMNS, rows, table(rows))
+    """Solve what is missing; write rows and table."""
+    parser = command_line(__doc__, models=MODELS, out="results/offload")
+    parser.add_argument("--suites", type=options.names, default=",".join(SUITES), help="with commas (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="make the rows of these suites and models anew")
+    arguments = parser.parse_args(words)
+    if unknown := [name for name in arguments.suites if name not in SUITES]:
+        parser.error(f"there is no suite {unknown[0]!r}: choose from {', '.join(SUITES)}")
+    file = arguments.out / "rows.csv"
+    if arguments.fresh:
+        kept = [row for row in read_rows(file, Row) if row.suite not in arguments.suites or row.model not in arguments.models]
+        write_csv(file, COLUMNS, map(asdict, kept))
+    for name in arguments.suites:
+        solve_suite(name, arguments.models, file)
+    rows = read_rows(file, Row)
+    write(arguments.out, COLUMNS, map(asdict, rows), table(rows))
 
 
 if __name__ == "__main__":

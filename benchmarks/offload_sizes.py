@@ -1,17 +1,14 @@
 """The largest batch and the longest sequence in 80 GB, recomputing only and with offload: into results/offload/max_batch.csv.
 
 Steps with AdamW are traced with fake tensors, timed by the roofline of an H200 and copied at 50 GB/s in each direction. A size
-fits if a schedule takes at most 10% longer than the step that keeps everything would on a device with room for it. The table
-goes into results/offload/table.md, under a heading of its own.
+fits if a schedule takes at most 10% longer than the step that keeps everything would on a device with room for it.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.common import PROVENANCE, command_line, provenance
-from benchmarks.offload import HOST, LINK
+from benchmarks.offload import HOST
 from graphs.io.files import write_text
 from graphs.units import format_bytes, format_ratio, parse_budget
 from planner.choices import choices_of
@@ -24,9 +21,9 @@ from planner.studies.rows import write_csv
 from planner.studies.sizes import Wanted, samples_for
 
 BUDGET = "80GB"
+LINK = "50GB/s"
 MAX_OVERHEAD = 0.1
-LIMIT_S = 8.0
-HEADING = f"## Largest sizes in {BUDGET} at an overhead of at most {MAX_OVERHEAD:.0%}"
+LIMIT_S = 20.0
 COLUMNS = (
     *("model", "varies", "unit", "budget_bytes", "max_overhead", "method", "size", "overhead", "gap", "base_s", "peak_bytes"),
     *("undecided", "link", *PROVENANCE),
@@ -105,22 +102,14 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return as_markdown(cells)
 
 
-def with_section(text: str, section: str) -> str:
-    """`text` of Markdown with `section` under ``HEADING``, in place of what is there or at the end."""
-    before = re.split(rf"^{re.escape(HEADING)}$", text, flags=re.MULTILINE)[0].rstrip()
-    return f"{before}\n\n{HEADING}\n\n{section}"
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Search, and write rows and table, after each model anew."""
     arguments = command_line(__doc__, models=CASES, out="results/offload").parse_args(words)
     rows: list[dict[str, object]] = []
-    beside: Path = arguments.out / "table.md"
     for name in arguments.models:
         rows += rows_of(name, CASES[name])
         write_csv(arguments.out / "max_batch.csv", COLUMNS, rows)
-        text = with_section(beside.read_text(encoding="utf-8") if beside.exists() else "", table(rows))
-        write_text(beside, text)
+        write_text(arguments.out / "max_batch.md", table(rows))
         print(table(rows), end="", flush=True)
 
 

@@ -1,52 +1,94 @@
-"""``make bench-offload``: rows of three ways to win memory, and their table."""
+"""``make bench-offload``: rows of what recomputes, offloads or does both, of what others do, and their table."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import offload
-from benchmarks.offload import COLUMNS, METHODS, MODELS, compare, table
+from benchmarks.offload import MODELS, SUITES, Suite
+from benchmarks.offload_case import METHODS, Case, budget_bytes_of
+from benchmarks.offload_rows import BOTH, OFFLOAD, OURS, RECOMPUTE, Row
+from benchmarks.offload_table import below_bound, table
+from graphs.errors import BudgetError
 from graphs.synthetic.random_graphs import random_training_step
+from graphs.units import format_ratio
+from planner.choices import choices_of
 from planner.models.workload import parse_spec
-from planner.studies.rows import read_csv
+from planner.studies.rows import read_rows
+
+RESULTS = Path(__file__).parents[2] / "results" / "offload"
+
+
+def case(*budgets: str) -> Case:
+    choices = choices_of(["offload"], "2GB/s", "1GB")
+    assert choices is not None
+    return Case("suite", "step", random_training_step(5, 30), choices, budgets, limit_s=3.0, tolerance=1e-3)
 
 
 def test_both_are_no_worse_than_either_and_rows_say_how_each_ended() -> None:
-    rows = list(compare("step", random_training_step(5, 30), ["60%", "1%"], limit_s=5.0))
-    assert [(row["budget"], row["method"]) for row in rows] == [(budget, way) for budget in ("60%", "1%") for way in METHODS]
-    assert all(row.keys() <= set(COLUMNS) for row in rows)
-    recomputing, offloading, both = rows[:3]
-    assert both["overhead"] <= recomputing["overhead"]  # type: ignore[operator]
-    assert both["bound"] <= both["overhead"]  # type: ignore[operator]
-    assert offloading["recomputed"] == recomputing["copied"] == 0 < min(recomputing["recomputed"], offloading["copied"])  # type: ignore[type-var]
-    assert recomputing["host_bytes"] == 0 < offloading["host_bytes"]  # type: ignore[operator]
-    assert {row["status"] for row in rows[3:]} == {"infeasible"}
-    lines = table(rows).splitlines()
-    assert len(lines) == 2 + len(rows)
-    assert all(way in line for line, way in zip(lines[2:], (*METHODS, *METHODS), strict=True))
+    rows = list(case("60%", "1%").rows(()))
+    assert [(row.budget, row.method) for row in rows] == [(budget, way) for budget in ("60%", "1%") for way in METHODS]
+    found = {row.method: row for row in rows[: len(METHODS)]}
+    recomputing, offloading, both = (found[way] for way in OURS)
+    assert both.overhead is not None and recomputing.overhead is not None and offloading.overhead is not None
+    assert 0 < both.overhead <= min(recomputing.overhead, offloading.overhead)
+    assert offloading.recomputed == recomputing.copied == recomputing.host_bytes == 0
+    assert recomputing.recomputed and offloading.copied and offloading.host_bytes
+    assert found["poet"].status != "error"
+    assert not below_bound(rows)
+    assert {row.status for row in rows if row.budget == "1%" and row.method in (RECOMPUTE, BOTH)} == {"infeasible"}
+    text = table(rows)
+    assert format_ratio(both.overhead) in text and all(method in text for method in METHODS)
+    assert "Slower than either alone: 0." in text and "Methods below the bound: 0." in text
 
 
-def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "MODELS", {"small": ("zoo:mlp", ("90%",))})
-    offload.main(["--models", "small", "--out", str(tmp_path)])
-    assert (tmp_path / "rows.csv").read_text().count("\n") == 1 + len(METHODS)
+def test_what_is_known_is_not_solved_again() -> None:
+    small = case("60%")
+    known = {("suite", "step", "60%", method) for method in METHODS if method != RECOMPUTE}
+    assert [row.method for row in small.rows(known)] == [RECOMPUTE]
+
+
+def test_a_schedule_below_the_bound_is_named() -> None:
+    rows = {row.method: row for row in case("60%").rows({("suite", "step", "60%", method) for method in METHODS[3:]})}
+    wrong = replace(rows[RECOMPUTE], time_s=0.9 * (rows[BOTH].bound_s or 0.0))
+    assert below_bound([wrong, rows[BOTH]]) == [wrong]
+    assert "Slower than either alone: 1." in table([wrong, rows[OFFLOAD], rows[BOTH]])
+
+
+def test_budgets_lie_between_the_least_and_the_peak() -> None:
+    assert budget_bytes_of("least + 25%", 1000, 2000) == 1250
+    assert budget_bytes_of("60%", 1000, 2000) == 1200
+    for wrong in ("least + 25", "25", "least"):
+        with pytest.raises(BudgetError):
+            budget_bytes_of(wrong, 1000, 2000)
+
+
+def test_the_command_takes_up_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MODELS", {"small": "zoo:mlp"})
+    monkeypatch.setattr(offload, "SUITES", {"little": Suite("h200", "50GB/s", {"small": ("90%",)})})
+    words = ["--models", "small", "--suites", "little", "--out", str(tmp_path)]
+    offload.main(words)
+    first = (tmp_path / "rows.csv").read_text()
+    assert first.count("\n") == 1 + len(METHODS)
     assert "both" in (tmp_path / "table.md").read_text()
+    offload.main(words)
+    assert (tmp_path / "rows.csv").read_text() == first
+    with pytest.raises(SystemExit):
+        offload.main([*words, "--suites", "large"])
 
 
-def test_its_models_can_be_traced() -> None:
-    for spec, budgets in MODELS.values():
-        assert parse_spec(spec) and len(budgets) == 2
+def test_its_models_can_be_read() -> None:
+    assert all(parse_spec(spec) for spec in MODELS.values())
+    assert all(set(suite.budgets) <= set(MODELS) for suite in SUITES.values())
 
 
-def test_the_committed_rows_say_what_the_table_does() -> None:
-    folder = Path(__file__).parents[2] / "results" / "offload"
-    rows = read_csv(folder / "rows.csv", COLUMNS)
-    assert {(row["model"], row["budget"]) for row in rows} == {
-        (name, b) for name, (_, budgets) in MODELS.items() for b in budgets
-    }
-    solved = {(row["model"], row["budget"], row["method"]): float(row["overhead"]) for row in rows}
+def test_the_committed_rows_hold_what_is_promised() -> None:
+    rows = read_rows(RESULTS / "rows.csv", Row)
+    assert {row.model for row in rows if row.suite == "h200-50GB/s"} == set(SUITES["h200-50GB/s"].budgets)
+    assert (RESULTS / "table.md").read_text() == table(rows)
+    assert not below_bound(rows)
     for row in rows:
-        assert float(row["bound"]) <= float(row["overhead"]) + 1e-6
-        assert int(row["peak_bytes"]) <= int(row["budget_bytes"])
-        assert solved[row["model"], row["budget"], "both"] <= float(row["overhead"])
-        assert f"{100 * float(row['overhead']):.2f}%" in (folder / "table.md").read_text()
+        if row.time_s is not None:
+            assert row.peak_bytes is not None and row.peak_bytes <= row.budget_bytes, row.key
+            assert row.bound_s is None or row.bound_s <= row.time_s * (1 + 1e-9), row.key

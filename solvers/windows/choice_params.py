@@ -38,7 +38,14 @@ class RoundTripParams:
 
 @dataclass(frozen=True, slots=True)
 class CommitmentParams:
-    """Of plain graphs that solutions with optional ops commit to: how many in turn, each to what share of the tolerance."""
+    """Of plain graphs that solutions with optional ops commit to.
+
+    Attributes:
+        at_a_time: so many in turn,
+        share: each to this share of the tolerance.
+        without_copies: of the time, that is first for the graph without its round trips to the host.
+    """
 
     at_a_time: int = 3
     share: float = 0.25
+    without_copies: float = 0.35

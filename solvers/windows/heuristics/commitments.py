@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphs.ir import Graph
+from solvers.clock import left
 from solvers.problem import Problem
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -124,6 +125,8 @@ class _Commitments:
         search, before = self.search, self.without_copies
         if search.problem.copies is None or (before is not None and self.is_done(before)):
             return
+        if before is None:  # what they come to is a start for all else, and no schedule with them is to be worse
+            limit = max(limit, search.params.commitments.without_copies * left(search.clock))
         sub = self.without_copies = self.part(search.problem.graph, limit, lambda: None)
         if before is not None and before.best is not None:
             sub.offer(before.best.order, self.whole)

@@ -10,6 +10,7 @@ from planner.models.workload import parse_spec
 from planner.studies.sizes import METHODS
 
 
+@pytest.mark.slow
 def test_offload_fits_no_less_and_rows_say_at_what_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("zoo:mlp,layers=4,width=32,classes=8", "batch", 64)
     rows = list(rows_of("small", case, budget="1MB", limit_s=3.0))

@@ -22,6 +22,7 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "output": str(model),
         "fingerprint": graph.fingerprint,
         "ops": 10,
+        "optional_ops": 0,
         "tensors": len(graph.tensors),
         "static_bytes": 110,
         "store_all_peak_bytes": 298,

@@ -1,0 +1,57 @@
+"""Plans with round trips, written as scripts, that reports are made of."""
+
+from dataclasses import replace
+
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.surroundings import Link, Surroundings
+from graphs.plan import Plan
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import training_chain
+from planner import solve
+from planner.report.timeline import Timeline
+from planner.solving import summarize
+
+
+def plan_of(graph: Graph, schedule: Schedule) -> Plan:
+    """`schedule` as a plan for no less memory than it takes, solved by hand."""
+    found = simulate(graph, schedule)
+    others = {pool.name: peak for pool, peak in zip(graph.pools[1:], found.pool_peaks_bytes[1:], strict=True)}
+    fixed = {"bound_s": None, "status": "feasible", "solver": "hand", "seconds": 0.0, "pool_peaks_bytes": others}
+    return Plan(summarize(graph), schedule, found.peak_bytes, found.peak_bytes, found.time_s, **fixed)  # type: ignore[arg-type]
+
+
+ROUND_TRIP = "f1 >f1 f2 -f1 f3 f4 g4 -f3 -f4 <f1 g3 -f2 -g4 g2 -f1 -f1@host -g3 g1"
+
+
+def chain(
+    script: str = ROUND_TRIP, *, name: str = "f1", link: float = 0.5, host_bytes: int | None = 2, works: str = ""
+) -> Timeline:
+    """f1 to f4 and g4 to g1, a second and a byte each, by a script: ``>f1`` and ``<f1`` are its copies, ``-f1`` frees it.
+
+    With ROUND_TRIP, compute: f1 0-1, f2 1-2, waits for the copy before f1 goes, f3 3-4, f4 4-5, g4 5-6, g3 6-7, waits for f1,
+    g2 8-9, g1 9-10. Out 1-3; in is issued when f3 and f4 are gone, 6-8; then the copy on the host goes.
+
+    Args:
+        name: of what f1 makes.
+        works: the op that takes a byte of workspace.
+    """
+    plain = training_chain(4)
+    tensors = tuple(replace(t, name=name) if t.name == "f1" else t for t in plain.tensors)
+    ops = tuple(replace(op, workspace_bytes=int(op.name == works)) for op in plain.ops)
+    renamed = Graph(ops, tensors, plain.kept, plain.provenance)
+    graph = with_options(renamed, ["offload"], Surroundings(Link.even(link), host_bytes))
+    step_of: dict[str, Step] = {op.name: Compute(op.id) for op in plain.ops}
+    for t, host in zip(plain.tensors, graph.tensors[len(tensors) :], strict=False):
+        out, back = host.producers[0], host.producers[0] + 1
+        step_of |= {f">{t.name}": Compute(out), f"<{t.name}": Compute(back)}
+        step_of |= {f"-{t.name}": Free(t.id), f"-{t.name}@host": Free(host.id)}
+    return Timeline(graph, plan_of(graph, Schedule(tuple(step_of[word] for word in script.split()))))
+
+
+def solved(options: list[str], budget: str = "75%", seed: int = 5) -> tuple[Graph, Plan]:
+    """A graph and a plan for it, the same on every run; with offload it has a few copies."""
+    graph = random_training_step(seed, 12)
+    return graph, solve(graph, budget, solver="capuchin-swap", options=options, link=10e9, host_budget=10**12)

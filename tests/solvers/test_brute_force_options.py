@@ -1,45 +1,26 @@
 """The exact solver with variants, stand-ins for several ops and packed tensors, against all schedules of small graphs."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 
-from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
 from solvers.bounds import least_budget_bound
-from solvers.clock import WallClock
-from solvers.highs import solve_program
-from solvers.highs.program import Outcome
 from solvers.policies.store_all import store_all
-from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
 from tests.support.brute_force import fastest
 from tests.support.brute_force_options import fastest_with_options
+from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
 from tests.support.requests import ask
 
-TOLERANCE = 1e-3
-SLACK = 1e-6  # what HiGHS's arithmetic may be off by
 SEEDS = [
     *(range(first, first + 50) for first in range(0, 150, 50)),
     *(pytest.param(range(first, first + 250), marks=pytest.mark.slow) for first in range(1000, 5000, 250)),
 ]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A small graph with optional ops and a budget, and the best of all its schedules."""
-
-    seed: int
-    graph: Graph
-    budget_bytes: int
-    optimum: tuple[float, Schedule] | None
 
 
 def cases(seeds: range) -> list[Case]:
@@ -89,24 +70,11 @@ def test_models_never_refute_what_exists(seeds: range) -> None:
     """All rows, in windows of each place, in two, and in one; and what refutes budgets before any model."""
     exact = feasible = 0
     for one in cases(seeds):
-        problem = problem_of(one.graph, one.budget_bytes)
-        places, n = problem.places, problem.ops
-        every = tuple(sorted(set(places.last)))
         if one.optimum is not None:
             feasible += 1
-            assert problem.least_s <= one.optimum[0] + SLACK, one.seed
+            assert problem_of(one.graph, one.budget_bytes).least_s <= one.optimum[0] + SLACK, one.seed
             assert least_budget_bound(one.graph).budget_bytes <= one.budget_bytes, one.seed
-        for ends in {every, tuple(sorted({every[len(every) // 2], every[-1]})), every[-1:]}:
-            pairs = frozenset((end, x) for end in ends for x in range(end))
-            chains = frozenset((end, x, z) for end, z in pairs for x in range(z))
-            spans = frozenset((first, last) for last in ends for first in range(last))
-            detail = Discretization(ends, frozenset(range(n)), pairs, chains, spans=spans, places=places.last)
-            answer = solve_program(build_relaxation(problem, detail).program, clock=WallClock(60))
-            if one.optimum is not None:
-                assert answer.outcome is Outcome.OPTIMAL, (one.seed, ends)
-                bound_s = one.graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE)
-                assert bound_s <= one.optimum[0] * (1 + SLACK) + SLACK, (one.seed, ends)
-                exact += ends == every and bound_s >= one.optimum[0] * (1 - TOLERANCE) - SLACK
+        exact += check_models(one)
     # With a window for each place the bound is the optimum, nearly always.
     assert exact >= 0.97 * feasible
 

@@ -192,8 +192,10 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: C
         return ""
     limited = clock.part(_WOULD_DO)
     said, least_bytes = "", budget_bytes + 1
-    if budget_bytes < least_budget_bound(*without_copies(graph)).budget_bytes:
-        known = least_known(graph, limited.part(limited.limit / 2), should_stop=should_stop)
+    proved_bytes = least_budget_bound(*without_copies(graph)).budget_bytes
+    if budget_bytes < proved_bytes:
+        half = limited.part(limited.limit / 2)
+        known = least_known(graph, half, should_stop=should_stop, proved_bytes=proved_bytes)
         least_bytes = simulate(graph, known).peak_bytes
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:

@@ -62,7 +62,7 @@ def least_budget(
     clock = clock or WallClock(30.0)
     should_stop = should_stop or (lambda: False)
     proved = least_budget_bound(*without_copies(graph)).budget_bytes
-    best = least_known(graph, clock.part(_SLICE * clock.limit), should_stop=should_stop)
+    best = least_known(graph, clock.part(_SLICE * clock.limit), should_stop=should_stop, proved_bytes=proved)
     found = simulate(graph, best).peak_bytes
     refused = proved  # nothing was found here, though it is not proved that there is nothing
     while found - proved > precision * found and left(clock) > 0 and not should_stop():
@@ -79,15 +79,24 @@ def least_budget(
     return LeastBudgetBracket(proved, found, best)
 
 
-def least_known(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Schedule:
-    """The schedule of least peak that comes without solving anything: nothing is proved."""
+def least_known(
+    graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None, proved_bytes: int | None = None
+) -> Schedule:
+    """The schedule of least peak that comes without solving anything: nothing is proved.
+
+    Args:
+        graph: as in ``least_budget``.
+        clock, should_stop: likewise.
+        proved_bytes: what ``least_budget_bound`` says of it with its round trips, where that is known.
+    """
     rest, copies = without_copies(graph)
     program = without_options(rest)
     found = [store_all(program)]
     if copies is not None and rest.plain:
         found.append(least_sending(graph, clock.part(_SENDING * clock.limit), should_stop=should_stop).schedule)
-    proved = least_budget_bound(rest, copies).budget_bytes
-    evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved)
+    if proved_bytes is None:
+        proved_bytes = least_budget_bound(rest, copies).budget_bytes
+    evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
     judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
     return min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0]
 

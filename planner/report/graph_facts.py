@@ -89,8 +89,9 @@ def graph_facts(graph: Graph) -> GraphFacts:
     graph = without_options(graph)
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
-    least, found = least_budget_bound(order), simulate(order, least_known(order, WorkClock(_FINDING)))
-    sending = simulate(whole, least_known(whole, WorkClock(_FINDING)))
+    least, offloading = least_budget_bound(order), least_budget_bound(order, copies)
+    found = simulate(order, least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes))
+    sending = simulate(whole, least_known(whole, WorkClock(_FINDING), proved_bytes=offloading.budget_bytes))
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -101,7 +102,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
         reordered_peak_bytes=simulate(order, store_all(order)).peak_bytes,
         least_budget_bytes=least.budget_bytes,
         least_budget_found_bytes=found.peak_bytes,
-        least_budget_offload_bytes=least_budget_bound(order, copies).budget_bytes,
+        least_budget_offload_bytes=offloading.budget_bytes,
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
         least_budget_traced_bytes={name: least_budget_bound(offered).budget_bytes for name, offered in traced.items()},

@@ -13,8 +13,8 @@ from torch import fx
 
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import storage
-from graphs.capture.program import Call
 from graphs.ir import Graph, Op
+from graphs.options.added import Additions
 from graphs.options.chunks.asked import Total
 from graphs.options.chunks.body import Body, InChunks, Result, sliced
 from graphs.options.chunks.differences import differing
@@ -37,18 +37,15 @@ class _StandIn:
 
 def chunked(capture: Capture) -> Capture:
     """`capture` with ops that stand for its long stretches, in 2, 4, 8 and 16 chunks; their times are not measured."""
-    finder = Finder(capture)
-    stand_ins = [found for pair in finder.find() for found in _stand_ins(capture, finder, *pair)]
-    for found in stand_ins:
+    finder, additions = Finder(capture), Additions(capture)
+    for found in [found for pair in finder.find() for found in _stand_ins(capture, finder, *pair)]:
         rows, sizes = found.stretch.rows, set[int]()
         for count in CHUNKS:
             size = -(-rows // count)
             if count <= rows and size not in sizes:
                 sizes.add(size)
-                capture = _with(
-                    capture, finder, found, count, InChunks(rows, size, found.body.given, found.body.results, found.body.of)
-                )
-    return capture
+                _add(additions, found, count, InChunks(rows, size, found.body.given, found.body.results, found.body.of))
+    return additions.captured()
 
 
 def _stand_ins(capture: Capture, finder: Finder, forward: Stretch, backward: Stretch | None) -> Iterator[_StandIn]:
@@ -95,42 +92,26 @@ def _needed(finder: Finder, forward: Stretch, backward: Stretch) -> list[fx.Node
     return [forward.ops[op] for op in sorted(needed)]
 
 
-def _with(capture: Capture, finder: Finder, found: _StandIn, count: int, function: InChunks) -> Capture:
-    """`capture` with one more op, which stands for the ops of `found` in `count` chunks."""
-    graph, program = capture.graph, capture.program
-    number, ops = len(graph.ops), tuple(sorted(found.stretch.ops))
-    stood_for = [graph.ops[op] for op in ops]
-    made = [(finder.tensor_of[storage(result.value)], f"[{i}]") for i, result in enumerate(function.results)]
-    name = f"chunks_{number}"
-    arguments = ", ".join(capture.expressions[given.node] for given in function.given)
-    op = Op(
-        id=number,
+def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) -> None:
+    """Add the op that stands for the ops of `found` in `count` chunks."""
+    capture, ops = additions.capture, tuple(sorted(found.stretch.ops))
+    stood_for = [capture.graph.ops[op] for op in ops]
+    made = [additions.tensor_of[storage(result.value)] for result in called.results]
+    additions.add_op(
+        called,
+        [capture.expressions[given.node] for given in called.given],
+        like=stood_for[0],
         name=f"{found.seed}_{found.kind}_in_{count}",
         target=f"{TARGET}.{found.kind}.{count}",
-        inputs=tuple(dict.fromkeys(finder.tensor_of[storage(given.node.meta["val"])] for given in function.given)),
-        outputs=tuple(t for t, _ in made),
-        time_s=0.0,
-        phase=stood_for[0].phase,
-        recomputable=all(p.recomputable for p in stood_for),
-        module=stood_for[0].module,
-        optional=True,
+        inputs=[additions.tensor_of[storage(given.node.meta["val"])] for given in called.given],
+        outputs=made,
         stands_for=ops,
+        recomputable=all(p.recomputable for p in stood_for),
         differs=differing(
-            graph, program, [t for (t, _), r in zip(made, function.results, strict=True) if r.made is not Total.COUNT]
+            capture.graph,
+            capture.program,
+            [t for t, r in zip(made, called.results, strict=True) if r.made is not Total.COUNT],
         ),
-    )
-    tensors = list(graph.tensors)
-    for t in op.outputs:
-        tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, number))
-    return replace(
-        capture,
-        graph=Graph((*graph.ops, op), tuple(tensors), graph.kept, graph.provenance, graph.pools),
-        program=replace(
-            program,
-            calls=(*program.calls, Call(f"{name}({arguments})", tuple(made), composed=function)),
-            namespace={**program.namespace, name: function},
-        ),
-        nodes=(*capture.nodes, None),
     )
 
 

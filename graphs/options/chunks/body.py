@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from graphs.capture.eager_ops import called
+from graphs.options.added import value_of
 from graphs.options.chunks.asked import ByRows, Made, Total
 from graphs.options.chunks.rows import Rows, is_flat, is_view, slice_of
 from graphs.options.chunks.rules import CONSTANTS, MEANS
-from graphs.options.chunks.stretches import Stretch, value_of
+from graphs.options.chunks.stretches import Stretch
 
 aten = torch.ops.aten
 

@@ -16,8 +16,9 @@ from torch import fx
 
 from graphs.capture.layouts import drawn_in_place, read_strides
 from graphs.capture.lower import Capture
-from graphs.capture.outputs import fake, storage
+from graphs.capture.outputs import fake
 from graphs.ir import Phase
+from graphs.options.added import value_of
 from graphs.options.chunks.asked import Asked, ByRows
 from graphs.options.chunks.rows import NotByRowsError, Rows, is_view, rows_behind, through_view
 from graphs.options.chunks.rules import CONSTANTS, by_rows
@@ -76,16 +77,11 @@ class Stretch:
 
 
 class Finder:
-    """Looks for stretches in what was captured.
-
-    Attributes:
-        tensor_of: by storage of a fake value, its tensor.
-    """
+    """Looks for stretches in what was captured."""
 
     def __init__(self, capture: Capture) -> None:
         self.graph, self.capture = capture.graph, capture
         self.op_of = {node: op.id for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if node is not None}
-        self.tensor_of = _tensors(capture)
 
     def find(self) -> list[tuple[Stretch, Stretch | None]]:
         """Stretches of the forward pass, with those of the backward pass that go with them, of which none shares an op."""
@@ -260,22 +256,3 @@ class Finder:
                 readers = [p for p in readers if self.graph.ops[p].phase is self.graph.ops[op].phase]
                 if any(p < last for p in readers) or (readers and t in long):
                     raise NotByRowsError
-
-
-def value_of(node: fx.Node, path: str = "") -> Any:
-    """What `node` makes, at `path` as in ``Call.outputs``, on fake tensors."""
-    value = node.meta["val"]
-    for index in path.replace("]", "").split("[")[1:]:
-        value = value[int(index)]
-    return value
-
-
-def _tensors(capture: Capture) -> dict[int, int]:
-    found = {}
-    for node, expression in capture.expressions.items():
-        if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor):
-            found[storage(fake(node))] = int(expression[1:])
-    for maker, call in zip(capture.nodes, capture.program.calls, strict=True):
-        if maker is not None:
-            found |= {storage(value_of(maker, path)): t for t, path in call.outputs}
-    return found

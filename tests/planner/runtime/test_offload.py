@@ -31,7 +31,7 @@ from tests.support.steps import STEPS, make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-QUICK = ("gpt2_sdpa", "resnet18", "tied", "frozen", "mutated", "shared_gradient")
+QUICK = ("gpt2_sdpa", "resnet18", "mutated")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])

@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-placement bench-executor bench-training try-models gpu clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-executor bench-training try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -43,6 +43,9 @@ bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, b
 bench-offload: $(STAMP) ## recomputing, offloading and both at once, and what they fit into 80 GB, on the roofline of an H200, into results/offload
 	$(BIN)/python -m benchmarks.offload $(ARGS)
 	$(BIN)/python -m benchmarks.offload_sizes
+
+bench-options: $(STAMP) ## what options gain, each alone and together, and what inexact ones cost in accuracy, into results/options (ARGS='--models gpt2-medium --seconds 30')
+	$(BIN)/python -m benchmarks.options $(ARGS)
 
 bench-placement: $(STAMP) ## ops on two devices: either alone, XEngine's serial optimum, side by side, into results/placement
 	$(BIN)/python -m benchmarks.placement $(ARGS)

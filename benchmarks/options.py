@@ -1,0 +1,104 @@
+"""What options gain, each alone and together, and what inexact ones cost in accuracy: ``make bench-options``.
+
+Into results/options: least budgets and overheads at shares of the peak, of steps that are traced with fake tensors and timed by
+the roofline of an H200 (table.md); and errors of small steps that are run on the CPU (errors.md). Rows that are in the CSVs are
+not made again, so that it can be stopped and taken up: all of it is some hours.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from benchmarks import offload
+from benchmarks.common import command_line, one_thread, write
+from benchmarks.options_case import BUDGETS, Case, sets_of
+from benchmarks.options_errors import MEASURED, error_rows
+from benchmarks.options_rows import ErrorRow, Offer, Row, set_name
+from benchmarks.options_table import error_table, table
+from graphs.io.files import write_text
+from graphs.options import OPTIONS, check_options, traced_options
+from planner import options
+from planner.models.tracing import Tracing
+from planner.models.workload import parse_spec
+from planner.studies.rows import read_rows, write_csv
+
+DEVICE = "h200"
+MODELS: Mapping[str, str] = {
+    "gpt2-medium": offload.MODELS["gpt2-medium"],
+    "head-100k": "zoo:mlp,batch=8192,width=1024,layers=4,classes=100000",
+    "mobilenet_v2": "zoo:mobilenet_v2,batch=256",
+    "gpt2-small": "zoo:gpt2,batch=8,seq=1024,dtype=bfloat16",
+    "gpt2-small-4k": "zoo:gpt2,batch=2,seq=4096,dtype=bfloat16",
+    "gpt2-medium-4k": "zoo:gpt2,layers=24,width=1024,heads=16,batch=2,seq=4096,dtype=bfloat16",
+    **{name: offload.MODELS[name] for name in ("llama-16", "vit-l", "resnet50", "unet")},
+}
+# Placement needs other devices.
+NAMES = tuple(name for name in OPTIONS if name != "placement")
+LIMIT_S = 60.0
+TOLERANCE = 1e-3
+COLUMNS = tuple(field.name for field in fields(Row))
+OFFER_COLUMNS = tuple(field.name for field in fields(Offer))
+ERROR_COLUMNS = tuple(field.name for field in fields(ErrorRow))
+
+
+def solve_model(model: str, names: Sequence[str], limit_s: float, folder: Path) -> None:
+    """Solve what is missing of a model, and write the CSV after each row."""
+    offers, rows = read_rows(folder / "offers.csv", Offer), read_rows(folder / "rows.csv", Row)
+    there = [offer for offer in offers if offer.model == model]
+    known = {row.key for row in rows}
+    if {offer.option for offer in there} >= set(names) and known >= {
+        (model, set_name(some), budget) for some in sets_of(there) for budget in BUDGETS
+    }:
+        return
+    traced = Tracing(roofline=DEVICE, options=traced_options(names)).graph(parse_spec(MODELS[model]))
+    case = Case(model, traced, names, limit_s, TOLERANCE)
+    offers = [*(offer for offer in offers if offer.model != model), *case.offers]
+    write_csv(folder / "offers.csv", OFFER_COLUMNS, map(asdict, sorted(offers, key=lambda o: tuple(MODELS).index(o.model))))
+    sets = list(map(set_name, sets_of(case.offers)))
+
+    def place(row: Row) -> tuple[int, int, int]:
+        return tuple(MODELS).index(row.model), sets.index(row.options) if row.options in sets else -1, BUDGETS.index(row.budget)
+
+    for row in case.rows(known):
+        others = [other for other in rows if other.model != model]
+        own = sorted([*(other for other in rows if other.model == model), row], key=place)
+        rows = sorted([*others, *own], key=lambda r: tuple(MODELS).index(r.model))
+        write_csv(folder / "rows.csv", COLUMNS, map(asdict, rows))
+
+
+def measure_model(model: str, names: Sequence[str], limit_s: float, folder: Path) -> None:
+    """Measure what is missing of a small model, and write the CSV after each option."""
+    file = folder / "errors.csv"
+    for name in traced_options(names):
+        rows = read_rows(file, ErrorRow)
+        if (model, name) not in {row.key for row in rows}:
+            rows += error_rows(model, name, limit_s=limit_s)
+            write_csv(file, ERROR_COLUMNS, map(asdict, sorted(rows, key=lambda row: tuple(MEASURED).index(row.model))))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Make what is missing; write rows and tables."""
+    parser = command_line(__doc__, models=(*MODELS, *MEASURED), out="results/options")
+    parser.add_argument("--options", type=options.names, default=",".join(NAMES), help="with commas (default: %(default)s)")
+    parser.add_argument("--seconds", type=options.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")
+    parser.add_argument("--fresh", action="store_true", help="make the rows of these models anew")
+    arguments = parser.parse_args(words)
+    check_options(arguments.options)
+    one_thread()
+    folder = arguments.out
+    if arguments.fresh:
+        for name, kind in (("offers.csv", Offer), ("rows.csv", Row), ("errors.csv", ErrorRow)):
+            kept = [row for row in read_rows(folder / name, kind) if row.model not in arguments.models]
+            write_csv(folder / name, tuple(field.name for field in fields(kind)), map(asdict, kept))
+    for model in arguments.models:
+        make = solve_model if model in MODELS else measure_model
+        make(model, arguments.options, arguments.seconds, folder)
+    errors = read_rows(folder / "errors.csv", ErrorRow)
+    write_csv(folder / "errors.csv", ERROR_COLUMNS, map(asdict, errors))
+    write_text(folder / "errors.md", error_table(errors, MEASURED))
+    rows, offers = read_rows(folder / "rows.csv", Row), read_rows(folder / "offers.csv", Offer)
+    write(folder, COLUMNS, map(asdict, rows), table(rows, offers, MODELS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""One model under sets of its options: none, each alone, all that are exact, all that are not lossy, and all."""
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from benchmarks.common import provenance
+from benchmarks.offload import HOST
+from benchmarks.options_rows import LEAST, Bits, Offer, Row, bits_of, set_name
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.options import OPTIONS, traced_options, with_options
+from graphs.simulate import simulate
+from planner.choices import Choices, choices_of
+from planner.solving import budget_in_bytes, summarize
+from solvers.clock import WallClock
+from solvers.least import least_budget
+from solvers.order.reorder import reordered
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Status
+from solvers.tolerance import Tolerance
+
+SHARES = ("70%", "50%", "30%", "20%")  # of the peak of the program
+BUDGETS = (LEAST, *SHARES)
+
+
+def sets_of(offers: Sequence[Offer]) -> tuple[tuple[str, ...], ...]:
+    """The sets of options that are solved for, each once: those that offer nothing are in none."""
+    there = [offer for offer in offers if offer.ops]
+    exact = [offer for offer in there if offer.bits is Bits.EXACT]
+    faithful = [offer for offer in there if offer.bits is not Bits.LOSSY]
+    sets = ([], *([offer] for offer in there), exact, faithful, there)
+    return tuple(dict.fromkeys(tuple(offer.option for offer in some) for some in sets))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one device.
+
+    Attributes:
+        model: its name.
+        traced: the step, timed, with all options of `names` that are found in it.
+        names: options, in the order of the registry.
+        limit_s, tolerance: of each solve, and of each search for the least budget.
+    """
+
+    model: str
+    traced: Graph
+    names: Sequence[str]
+    limit_s: float
+    tolerance: float
+
+    @cached_property
+    def ordered(self) -> Graph:
+        """The step in the order in which all sets are solved: what bounds one of them bounds those that it contains."""
+        return reordered(with_options(self.traced, traced_options(self.names))).graph
+
+    @cached_property
+    def offers(self) -> tuple[Offer, ...]:
+        """What each option offers."""
+        found = []
+        for name in self.names:
+            added = [op for op in self.offered((name,)).ops if op.optional]
+            found.append(Offer(self.model, name, len(added), bits_of(added), **provenance()))
+        return tuple(found)
+
+    def offered(self, options: Sequence[str]) -> Graph:
+        """The step with a set of options."""
+        choices = _choices(options)
+        return with_options(self.ordered, ()) if choices is None else choices.offered(self.ordered)
+
+    def rows(self, known: Collection[tuple[str, str, str]]) -> Iterator[Row]:
+        """The rows that are not `known`."""
+        for options in sets_of(self.offers):
+            wanted = [budget for budget in BUDGETS if (self.model, set_name(options), budget) not in known]
+            if wanted:
+                graph, blank = self.offered(options), self._blank(options)
+                yield from (self._row(graph, replace(blank, budget=budget)) for budget in wanted)
+
+    def _blank(self, options: Sequence[str]) -> Row:
+        choices = _choices(options)
+        copies = choices is not None and choices.host_bytes is not None
+        return Row(
+            model=self.model,
+            options=set_name(options),
+            budget="",
+            status=str(Status.ERROR),
+            reason="",
+            message="",
+            time_s=None,
+            bound_s=None,
+            base_s=self.traced.time_s,
+            peak_bytes=None,
+            budget_bytes=None,
+            proved_bytes=None,
+            base_peak_bytes=summarize(self.traced).store_all_peak_bytes,
+            seconds=None,
+            limit_s=self.limit_s,
+            link=str(choices.link(self.traced.provenance)) if choices is not None and copies else "",
+            **provenance(),
+        )
+
+    def _row(self, graph: Graph, blank: Row) -> Row:
+        if blank.budget == LEAST:
+            return self._least(graph, blank)
+        blank = replace(blank, budget_bytes=budget_in_bytes(blank.budget, blank.base_peak_bytes))
+        assert blank.budget_bytes is not None
+        solve, limit = get_solver("windows"), WallClock(self.limit_s)
+        try:
+            result = solve(Request(graph, blank.budget_bytes, Tolerance.of(self.tolerance), limit))
+        except PlannerError as error:
+            return replace(blank, message=str(error))
+        return replace(
+            blank,
+            status=str(result.status),
+            reason=str(result.reason or ""),
+            message=" ".join(result.message.split()),
+            time_s=result.time_s,
+            bound_s=result.bound_s,
+            peak_bytes=result.peak_bytes,
+            seconds=result.seconds,
+        )
+
+    def _least(self, graph: Graph, blank: Row) -> Row:
+        begin = time.monotonic()
+        bracket = least_budget(graph, clock=WallClock(self.limit_s))
+        judged = simulate(graph, bracket.schedule)
+        return replace(
+            blank,
+            status=str(Status.FEASIBLE),
+            time_s=judged.time_s,
+            peak_bytes=judged.peak_bytes,
+            budget_bytes=bracket.found_bytes,
+            proved_bytes=bracket.proved_bytes,
+            seconds=time.monotonic() - begin,
+        )
+
+
+def _choices(options: Sequence[str]) -> Choices | None:
+    copies = any(OPTIONS[name].copies for name in options if name in OPTIONS)
+    return choices_of(options, host_budget=HOST if copies else None)

@@ -5,8 +5,9 @@ the roofline of an H200 (table.md); and errors of small steps that are run on th
 not made again, so that it can be stopped and taken up: all of it is some hours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 from benchmarks import offload
@@ -20,7 +21,9 @@ from graphs.options import OPTIONS, check_options, traced_options
 from planner import options
 from planner.models.tracing import Tracing
 from planner.models.workload import parse_spec
-from planner.studies.rows import read_rows, write_csv
+from planner.solving import clock_of
+from planner.studies.rows import read_csv, read_rows, write_csv
+from solvers.clock import Clock
 
 DEVICE = "h200"
 MODELS: Mapping[str, str] = {
@@ -41,38 +44,45 @@ OFFER_COLUMNS = tuple(field.name for field in fields(Offer))
 ERROR_COLUMNS = tuple(field.name for field in fields(ErrorRow))
 
 
-def solve_model(model: str, names: Sequence[str], limit_s: float, folder: Path) -> None:
+def solve_model(model: str, names: Sequence[str], clock: Callable[[], Clock], folder: Path) -> None:
     """Solve what is missing of a model, and write the CSV after each row."""
     offers, rows = read_rows(folder / "offers.csv", Offer), read_rows(folder / "rows.csv", Row)
-    there = [offer for offer in offers if offer.model == model]
+    there = [offer for offer in offers if offer.model == model and offer.option in names]
     known = {row.key for row in rows}
-    if {offer.option for offer in there} >= set(names) and known >= {
-        (model, set_name(some), budget) for some in sets_of(there) for budget in BUDGETS
-    }:
+    if len(there) == len(names) and known >= {(model, set_name(some), budget) for some in sets_of(there) for budget in BUDGETS}:
         return
     traced = Tracing(roofline=DEVICE, options=traced_options(names)).graph(parse_spec(MODELS[model]))
-    case = Case(model, traced, names, limit_s, TOLERANCE)
-    offers = [*(offer for offer in offers if offer.model != model), *case.offers]
-    write_csv(folder / "offers.csv", OFFER_COLUMNS, map(asdict, sorted(offers, key=lambda o: tuple(MODELS).index(o.model))))
-    sets = list(map(set_name, sets_of(case.offers)))
-
-    def place(row: Row) -> tuple[int, int, int]:
-        return tuple(MODELS).index(row.model), sets.index(row.options) if row.options in sets else -1, BUDGETS.index(row.budget)
-
+    case = Case(model, traced, names, clock, TOLERANCE)
+    offers = sorted([*(offer for offer in offers if offer not in there), *case.offers], key=_place)
+    write_csv(folder / "offers.csv", OFFER_COLUMNS, map(asdict, offers))
     for row in case.rows(known):
-        others = [other for other in rows if other.model != model]
-        own = sorted([*(other for other in rows if other.model == model), row], key=place)
-        rows = sorted([*others, *own], key=lambda r: tuple(MODELS).index(r.model))
+        rows = sorted([*rows, row], key=_place_of_row)
         write_csv(folder / "rows.csv", COLUMNS, map(asdict, rows))
 
 
-def measure_model(model: str, names: Sequence[str], limit_s: float, folder: Path) -> None:
+def _place(offer: Offer) -> tuple[int, int]:
+    """Of an offer among others: as models and options are listed."""
+    return tuple(MODELS).index(offer.model), _listed(offer.option)
+
+
+def _place_of_row(row: Row) -> tuple[int, list[int], int]:
+    """Of a row among others, small sets first."""
+    options = sorted(map(_listed, row.names))
+    return tuple(MODELS).index(row.model), [len(options), *options], BUDGETS.index(row.budget)
+
+
+def _listed(option: str) -> int:
+    """Of an option in the registry, where what stands behind a colon is said to it."""
+    return tuple(OPTIONS).index(option.partition(":")[0])
+
+
+def measure_model(model: str, names: Sequence[str], clock: Callable[[], Clock], folder: Path) -> None:
     """Measure what is missing of a small model, and write the CSV after each option."""
     file = folder / "errors.csv"
     for name in traced_options(names):
         rows = read_rows(file, ErrorRow)
         if (model, name) not in {row.key for row in rows}:
-            rows += error_rows(model, name, limit_s=limit_s)
+            rows += error_rows(model, name, clock)
             write_csv(file, ERROR_COLUMNS, map(asdict, sorted(rows, key=lambda row: tuple(MEASURED).index(row.model))))
 
 
@@ -81,18 +91,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__, models=(*MODELS, *MEASURED), out="results/options")
     parser.add_argument("--options", type=options.names, default=",".join(NAMES), help="with commas (default: %(default)s)")
     parser.add_argument("--seconds", type=options.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")
+    parser.add_argument("--work", type=options.work, help="instead of seconds, units of work: a busy machine changes no row")
     parser.add_argument("--fresh", action="store_true", help="make the rows of these models anew")
     arguments = parser.parse_args(words)
     check_options(arguments.options)
     one_thread()
     folder = arguments.out
     if arguments.fresh:
-        for name, kind in (("offers.csv", Offer), ("rows.csv", Row), ("errors.csv", ErrorRow)):
-            kept = [row for row in read_rows(folder / name, kind) if row.model not in arguments.models]
-            write_csv(folder / name, tuple(field.name for field in fields(kind)), map(asdict, kept))
+        for name, columns in (("offers.csv", OFFER_COLUMNS), ("rows.csv", COLUMNS), ("errors.csv", ERROR_COLUMNS)):
+            kept = [row for row in read_csv(folder / name, columns) if row["model"] not in arguments.models]
+            write_csv(folder / name, columns, kept)
     for model in arguments.models:
         make = solve_model if model in MODELS else measure_model
-        make(model, arguments.options, arguments.seconds, folder)
+        make(model, arguments.options, partial(clock_of, arguments.seconds, arguments.work), folder)
     errors = read_rows(folder / "errors.csv", ErrorRow)
     write_csv(folder / "errors.csv", ERROR_COLUMNS, map(asdict, errors))
     write_text(folder / "errors.md", error_table(errors, MEASURED))

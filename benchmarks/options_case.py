@@ -1,7 +1,7 @@
 """One model under sets of its options: none, each alone, all that are exact, all that are not lossy, and all."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from graphs.options import OPTIONS, traced_options, with_options
 from graphs.simulate import simulate
 from planner.choices import Choices, choices_of
 from planner.solving import budget_in_bytes, summarize
-from solvers.clock import WallClock
+from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered
 from solvers.registry import get_solver
@@ -43,13 +43,14 @@ class Case:
         model: its name.
         traced: the step, timed, with all options of `names` that are found in it.
         names: options, in the order of the registry.
-        limit_s, tolerance: of each solve, and of each search for the least budget.
+        clock: makes one that starts then, for a solve or a search for the least budget.
+        tolerance: of each solve.
     """
 
     model: str
     traced: Graph
     names: Sequence[str]
-    limit_s: float
+    clock: Callable[[], Clock]
     tolerance: float
 
     @cached_property
@@ -81,7 +82,7 @@ class Case:
 
     def _blank(self, options: Sequence[str]) -> Row:
         choices = _choices(options)
-        copies = choices is not None and choices.host_bytes is not None
+        copies, limit = choices is not None and choices.host_bytes is not None, self.clock()
         return Row(
             model=self.model,
             options=set_name(options),
@@ -97,7 +98,7 @@ class Case:
             proved_bytes=None,
             base_peak_bytes=summarize(self.traced).store_all_peak_bytes,
             seconds=None,
-            limit_s=self.limit_s,
+            limit=limit.amount(limit.limit),
             link=str(choices.link(self.traced.provenance)) if choices is not None and copies else "",
             **provenance(),
         )
@@ -107,9 +108,9 @@ class Case:
             return self._least(graph, blank)
         blank = replace(blank, budget_bytes=budget_in_bytes(blank.budget, blank.base_peak_bytes))
         assert blank.budget_bytes is not None
-        solve, limit = get_solver("windows"), WallClock(self.limit_s)
+        solve = get_solver("windows")
         try:
-            result = solve(Request(graph, blank.budget_bytes, Tolerance.of(self.tolerance), limit))
+            result = solve(Request(graph, blank.budget_bytes, Tolerance.of(self.tolerance), self.clock()))
         except PlannerError as error:
             return replace(blank, message=str(error))
         return replace(
@@ -125,7 +126,7 @@ class Case:
 
     def _least(self, graph: Graph, blank: Row) -> Row:
         begin = time.monotonic()
-        bracket = least_budget(graph, clock=WallClock(self.limit_s))
+        bracket = least_budget(graph, clock=self.clock())
         judged = simulate(graph, bracket.schedule)
         return replace(
             blank,

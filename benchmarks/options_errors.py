@@ -12,19 +12,21 @@ from benchmarks.offload_case import budget_bytes_of
 from benchmarks.options_rows import Bits, ErrorRow, bits_of
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
-from graphs.errors import PlannerError
 from graphs.options import without_options
 from graphs.zoo import Workload, build
 from planner import api
-from planner.choices import with_recorded
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
-from planner.solving import order_for, solve, summarize
+from planner.solving import summarize
 from planner.studies.measured import relative_error
-from solvers.clock import WallClock
+from solvers.clock import Clock
 from solvers.least import least_budget
+from solvers.order.reorder import Reordering, reordered
 from solvers.policies.store_all import store_all
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.tolerance import Tolerance
 
 # At sizes of which a step takes 10 to 100 ms on one thread; logits are as large beside the rest as in models that are used.
 MEASURED: Mapping[str, Callable[[], Workload]] = {
@@ -51,6 +53,7 @@ class _Step:
         workload: its model, loss function and batch.
         keeping: what keeps everything, without the option.
         exact: what that leaves behind.
+        order: the order of the ops that it is solved in.
         least_bytes: the least budget that a schedule with the option is known for.
     """
 
@@ -58,52 +61,53 @@ class _Step:
     workload: Workload
     keeping: Executor
     exact: StepOutcome
+    order: Reordering
     least_bytes: int
 
     @classmethod
-    def of(cls, captured: Capture, workload: Workload, limit_s: float) -> "_Step":
+    def of(cls, captured: Capture, workload: Workload, clock: Callable[[], Clock]) -> "_Step":
         program = without_options(captured.graph)
         keeping = Executor(replace(captured, graph=program), store_all(program), workload.model, workload.loss_fn)
-        order = order_for(captured.graph, "windows", reorder=None, clock=WallClock(limit_s)).graph
-        least_bytes = least_budget(order, clock=WallClock(limit_s)).found_bytes
-        return cls(captured, workload, keeping, _outcome(keeping, workload), least_bytes)
+        order = reordered(captured.graph)
+        least_bytes = least_budget(order.graph, clock=clock()).found_bytes
+        return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
 
-    def row(self, blank: ErrorRow, limit_s: float) -> ErrorRow:
+    def row(self, blank: ErrorRow, clock: Callable[[], Clock]) -> ErrorRow:
         """What a plan for the budget of `blank` comes to."""
         assert blank.base_peak_bytes is not None
         model, loss_fn, batch = self.workload
         row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
-        try:
-            plan = solve(self.captured.graph, row.budget_bytes, options=[row.option], tolerance=_TOLERANCE, time_limit_s=limit_s)
-        except PlannerError as error:
-            return replace(row, error=" ".join(str(error).split()))
-        graph = with_recorded(self.captured.graph, plan.settings)
-        planned = Executor(replace(self.captured, graph=graph), plan.schedule, model, loss_fn)
+        request = Request(self.order.graph, row.budget_bytes, Tolerance.of(_TOLERANCE), clock())
+        result = self.order.result_of_source(get_solver("windows")(request))
+        if result.schedule is None or result.time_s is None:
+            return replace(row, error=" ".join(result.message.split()))
+        graph = self.captured.graph
+        planned = Executor(self.captured, result.schedule, model, loss_fn)
         found = _outcome(planned, self.workload)
         steps = {name: measure.Isolated(step, model, batch) for name, step in (("with", planned), ("without", self.keeping))}
         times = measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=_REPEATS)
         gradients = [name for name in self.exact.values if name.startswith("gradient of ")]
         return replace(
             row,
-            differing=sum(not graph.ops[op].exact for op in plan.schedule.computed),
-            predicted_peak_bytes=plan.peak_bytes,
+            differing=sum(not graph.ops[op].exact for op in result.schedule.computed),
+            predicted_peak_bytes=result.peak_bytes,
             measured_peak_bytes=api.measured_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
             loss_error=relative_error(self.exact, found, ["loss"]),
             gradient_error=relative_error(self.exact, found, gradients),
             largest_error=max(_largest(self.exact, found, name) for name in gradients),
-            predicted_ratio=1 + plan.overhead,
+            predicted_ratio=result.time_s / graph.time_s,
             measured_ratio=median(a / b for a, b in zip(times["with"], times["without"], strict=True)),
         )
 
 
-def error_rows(model: str, option: str, *, limit_s: float) -> Iterator[ErrorRow]:
+def error_rows(model: str, option: str, clock: Callable[[], Clock]) -> Iterator[ErrorRow]:
     """Rows of `model` with `option` at each budget; one row without a budget where nothing that it offers is inexact.
 
     Args:
         model: a name in MEASURED.
         option: one that is found when a step is traced.
-        limit_s: for the least budget and for each solve.
+        clock: makes one that starts then, for the least budget and for each solve.
     """
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
@@ -130,9 +134,9 @@ def error_rows(model: str, option: str, *, limit_s: float) -> Iterator[ErrorRow]
     if blank.bits is Bits.EXACT:
         yield blank
         return
-    step = _Step.of(captured, workload, limit_s)
+    step = _Step.of(captured, workload, clock)
     for budget in BUDGETS:
-        yield step.row(replace(blank, budget=budget), limit_s)
+        yield step.row(replace(blank, budget=budget), clock)
 
 
 def _outcome(step: Executor, workload: Workload) -> StepOutcome:

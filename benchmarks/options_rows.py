@@ -66,7 +66,8 @@ class Row:
         peak_bytes: of the schedule.
         budget_bytes: what was asked for; of LEAST the least that a schedule was found for.
         proved_bytes: of LEAST: no schedule needs less; otherwise None.
-        seconds, limit_s: that the solve took, and might have taken.
+        seconds: that the solve took.
+        limit: what it might have taken, seconds or units of work.
         link: what it carries, and where its figures are from; "" where nothing is copied.
         machine, commit, torch: what it was made on and with.
     """
@@ -85,7 +86,7 @@ class Row:
     proved_bytes: int | None
     base_peak_bytes: int
     seconds: float | None
-    limit_s: float
+    limit: str
     link: str
     machine: str
     commit: str

@@ -131,8 +131,7 @@ def _holds(rows: Sequence[Row]) -> str:
     said = "; ".join(f"{b.options} at {b.budget}, {_value(b)}, than {a.options}, {_value(a)}" for a, b in pairs)
     sentences.append(f"Worse with an option more: {len(pairs)}{f' ({said})' if said else ''}.")
     sentences += [f"The link: {link}." for link in dict.fromkeys(row.link for row in rows if row.link)]
-    limits = ", ".join(format_seconds(limit) for limit in sorted({row.limit_s for row in rows}))
-    sentences.append(f"Limit of each solve: {limits}.")
+    sentences.append(f"Limit of each solve: {', '.join(dict.fromkeys(row.limit for row in rows))}.")
     return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
 
 

@@ -15,12 +15,14 @@ from solvers.policies.store_all import store_all
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.driver import run
+from solvers.windows.heuristics.least_instead import least_instead
 from solvers.windows.heuristics.sending import least_sending
 from solvers.windows.incumbent import Search
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6
 _SENDING = 0.5  # of the time for rules of eviction, for those with tensors on the host
+_INSTEAD = 0.5  # likewise, for those with ops in place of others
 _SLICE = 0.25  # of the time that is left, for each of them; and of all of it, for rules of eviction
 
 
@@ -96,8 +98,9 @@ def least_known(
         found.append(least_sending(graph, clock.part(_SENDING * clock.limit), should_stop=should_stop).schedule)
     if proved_bytes is None:
         proved_bytes = least_budget_bound(rest, copies).budget_bytes
+    instead = None if rest.plain else least_instead(rest, clock.part(_INSTEAD * clock.limit), should_stop=should_stop)
     evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
-    judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
+    judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [instead, evicting]))]
     return min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0]
 
 

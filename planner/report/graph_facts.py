@@ -52,6 +52,22 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class OptionFacts:
+    """What an option that a graph was traced with offers on it.
+
+    Attributes:
+        ops, inexact_ops: its optional ops, and those of them that may differ from the program.
+        least_budget_bytes: no schedule with it needs less, of those in the order of ops that a solve with it takes.
+        least_budget_found_bytes: a schedule with it is known for so much.
+    """
+
+    ops: int
+    inexact_ops: int
+    least_budget_bytes: int
+    least_budget_found_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class GraphFacts:
     """What ``planner info`` says about a graph.
 
@@ -59,8 +75,8 @@ class GraphFacts:
     than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how. In that order, keeping
     everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
     A schedule is known for `least_budget_found_bytes`. With round trips to the host these are `least_budget_offload_bytes`
-    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there. With each of the options
-    that the graph was traced with, `least_budget_traced_bytes` is a lower bound, and `traced_ops` its optional ops.
+    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there. `traced` has each of the
+    options that the graph was traced with, alone.
     """
 
     summary: GraphSummary
@@ -73,8 +89,7 @@ class GraphFacts:
     least_budget_offload_bytes: int
     least_budget_offload_found_bytes: int
     least_budget_offload_host_bytes: int
-    least_budget_traced_bytes: Mapping[str, int]
-    traced_ops: Mapping[str, int]
+    traced: Mapping[str, OptionFacts]
     least_budget_any_order_bytes: int
     least_budget_op: str
     least_budget_reason: str
@@ -85,7 +100,7 @@ class GraphFacts:
 def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain."""
     summary = summarize(graph)
-    traced = {name: reordered(with_options(without_copies(graph)[0], (name,))).graph for name in traced_with(graph)}
+    traced = {name: _option_facts(with_options(without_copies(graph)[0], (name,))) for name in traced_with(graph)}
     graph = without_options(graph)
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
@@ -105,8 +120,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
         least_budget_offload_bytes=offloading.budget_bytes,
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
-        least_budget_traced_bytes={name: least_budget_bound(offered).budget_bytes for name, offered in traced.items()},
-        traced_ops={name: len(offered.ops) - len(graph.ops) for name, offered in traced.items()},
+        traced=traced,
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
@@ -138,10 +152,7 @@ def graph_text(facts: GraphFacts) -> str:
         ("  known", format_bytes(facts.least_budget_found_bytes)),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} in that order"),
         ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {format_bytes(host_bytes)} on the host"),
-        *(
-            (f"with {name}", f"{facts.traced_ops[name]:,} optional ops, no less than {format_bytes(size)} in an order of theirs")
-            for name, size in facts.least_budget_traced_bytes.items()
-        ),
+        *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [
@@ -162,6 +173,18 @@ def graph_text(facts: GraphFacts) -> str:
     )
 
 
+def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
+    """What an option offers, and the least budget with it."""
+    if not facts.ops:
+        return [(f"with {name}", "nothing to choose: no op of this step is one that it knows another way for")]
+    exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
+    return [
+        (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} in the order that a solve with it takes"),
+        ("  known", format_bytes(facts.least_budget_found_bytes)),
+        ("  offered", f"{facts.ops:,} optional ops, {exactness}"),
+    ]
+
+
 def _least(facts: GraphFacts) -> str:
     """The bound on the least budget, and of which schedules it is one."""
     least_bytes, anyway_bytes = facts.least_budget_bytes, facts.least_budget_any_order_bytes
@@ -174,6 +197,20 @@ def _reordered(facts: GraphFacts) -> str:
     if facts.reordered_peak_bytes == facts.summary.store_all_peak_bytes:
         return ""
     return f", {format_bytes(facts.reordered_peak_bytes)} with the ops in a better order"
+
+
+def _option_facts(graph: Graph) -> OptionFacts:
+    """Of `graph` with one of its options."""
+    order = reordered(graph).graph
+    proved = least_budget_bound(order).budget_bytes
+    known = least_known(order, WorkClock(_FINDING), proved_bytes=proved)
+    optional = [op for op in graph.ops if op.optional]
+    return OptionFacts(
+        ops=len(optional),
+        inexact_ops=sum(not op.exact for op in optional),
+        least_budget_bytes=proved,
+        least_budget_found_bytes=simulate(order, known).peak_bytes,
+    )
 
 
 def _op_facts(graph: Graph, op: Op) -> OpFacts:

@@ -16,7 +16,7 @@ from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
-from graphs.zoo import Workload
+from graphs.zoo import Workload, build
 from planner import api, solve
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
@@ -178,8 +178,16 @@ def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: py
 
 def test_facts_say_what_is_offered_and_what_it_could_gain(graph: Graph) -> None:
     facts = graph_facts(graph)
-    assert facts.traced_ops == {"chunks": len(graph.ops) - len(graph.program)}
-    assert facts.least_budget_traced_bytes["chunks"] < facts.least_budget_bytes
+    optional = [op for op in graph.ops if op.optional]
+    chunks = facts.traced["chunks"]
+    assert (chunks.ops, chunks.inexact_ops) == (len(optional), sum(not op.exact for op in optional))
+    assert chunks.least_budget_bytes <= chunks.least_budget_found_bytes < facts.least_budget_bytes
     said = graph_text(facts)
-    assert f"{facts.traced_ops['chunks']} optional ops, no less than" in said
-    assert graph_facts(with_options(graph, ())).least_budget_traced_bytes == {}
+    assert f"{chunks.ops} optional ops, {chunks.inexact_ops} of them not exact" in said
+    assert graph_facts(with_options(graph, ())).traced == {}
+
+
+def test_facts_say_where_nothing_is_found() -> None:
+    mlp = build("mlp", batch=4, width=64, layers=2, classes=8)
+    said = graph_text(graph_facts(api.trace(*mlp, roofline="cpu", options=["chunks"])))
+    assert any(line.startswith("with chunks") and "nothing to choose" in line for line in said.splitlines())

@@ -183,11 +183,16 @@ class _Commitments:
 def _simple(problem: Problem) -> list[frozenset[int]]:
     """Stand-ins wherever one takes less memory than what it stands for, and wherever one takes less time: the least each."""
     places = problem.places
-    stand_ins = [b for b, group in enumerate(places.stands_for) if group]
-    lean = sorted((b for b in stand_ins if problem.own_bytes[b] < _most(problem, b)), key=lambda b: (problem.own_bytes[b], b))
-    gains_s = {b: sum(problem.time_s[i] for i in places.stands_for[b]) - problem.time_s[b] for b in stand_ins}
-    fast = sorted((b for b in stand_ins if gains_s[b] > 0), key=lambda b: (-gains_s[b], b))
-    return [_apart(places.stands_for, ranked) for ranked in (lean, fast)]
+    gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.stands_for) if group}
+    fast = sorted((b for b, gain_s in gains_s.items() if gain_s > 0), key=lambda b: (-gains_s[b], b))
+    return [lean_stand_ins(problem), _apart(places.stands_for, fast)]
+
+
+def lean_stand_ins(problem: Problem) -> frozenset[int]:
+    """A stand-in wherever one takes less memory than what it stands for: the one that takes least."""
+    groups = problem.places.stands_for
+    lean = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
+    return _apart(groups, sorted(lean, key=lambda b: (problem.own_bytes[b], b)))
 
 
 def _most(problem: Problem, b: int) -> int:

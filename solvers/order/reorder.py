@@ -56,13 +56,14 @@ def reordered(graph: Graph, clock: Clock | None = None) -> Reordering:
     Ops stay in their phase. Ops that draw random numbers, or may do what the graph does not show, keep their
     order among each other, and the readers of what is written in place their side of the write. In the new
     order keeping everything has no higher peak, and the least budget no higher lower bound. Optional ops come
-    after the program's as before; what can stand for ops in the one order can in the other.
+    after the program's as before; what can stand for ops in the one order can in the other, and comes before what they make is
+    read by others if it did.
     """
     if not graph.plain:
         program = without_options(graph)
         found = permuted(graph, (*reordered(program, clock).original, *range(len(program.ops), len(graph.ops))))
         optional = range(len(program.ops), len(graph.ops))
-        lost = any(may_stand(graph, graph.ops[op]) and not may_stand(found.graph, found.graph.ops[op]) for op in optional)
+        lost = any(_comes_in_time(graph, op) and not _comes_in_time(found.graph, op) for op in optional)
         return in_program_order(graph) if lost else found
     before, after = constraints(graph)
     should_stop = (lambda: False) if clock is None else partial(_stopped, clock, _WORK_PER_MOVE * len(graph.ops))
@@ -71,6 +72,16 @@ def reordered(graph: Graph, clock: Clock | None = None) -> Reordering:
         return in_program_order(graph)
     found = permuted(graph, order)
     return found if found.changed and _is_no_worse(found.graph, graph) else in_program_order(graph)
+
+
+def _comes_in_time(graph: Graph, op: int) -> bool:
+    """Whether an op can stand for others in the place of the last of them, and none but these reads before it what they make."""
+    stand_in = graph.ops[op]
+    if not may_stand(graph, stand_in):
+        return False
+    made = {t for p in stand_in.stands_for for t in graph.ops[p].outputs}
+    between = graph.ops[stand_in.stands_for[0] : stand_in.stands_for[-1]]
+    return all(p.id in stand_in.stands_for or made.isdisjoint(p.inputs) for p in between)
 
 
 def _stopped(clock: Clock, work: float) -> bool:

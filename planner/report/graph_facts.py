@@ -22,6 +22,7 @@ from solvers.order.reorder import reordered
 from solvers.policies.store_all import store_all
 
 LISTED = 10
+_ORDER = "in the order of the ops that a solve takes"
 _FINDING = 1.0  # units of work, for schedules that need little memory
 
 
@@ -137,7 +138,8 @@ def graph_data(facts: GraphFacts) -> dict[str, object]:
 
 def graph_text(facts: GraphFacts) -> str:
     """The facts of a graph for people."""
-    summary, host_bytes = facts.summary, facts.least_budget_offload_host_bytes
+    summary = facts.summary
+    host = f"{format_bytes(facts.least_budget_offload_host_bytes)} on the host" if facts.least_budget_offload_host_bytes else ""
     times = ", ".join(f"{phase} {format_seconds(time_s)}" for phase, time_s in facts.time_s_by_phase.items() if time_s)
     lines = [
         *provenance_lines(summary.provenance),
@@ -150,8 +152,8 @@ def graph_text(facts: GraphFacts) -> str:
         ("peak", f"{format_bytes(summary.store_all_peak_bytes)} without recomputation{_reordered(facts)}"),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
-        ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} in that order"),
-        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {format_bytes(host_bytes)} on the host"),
+        ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
+        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {host or 'nothing on the host'}"),
         *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
         ("fingerprint", summary.fingerprint),
     ]
@@ -179,7 +181,7 @@ def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
         return [(f"with {name}", "nothing to choose: no op of this step is one that it knows another way for")]
     exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
     return [
-        (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} in the order that a solve with it takes"),
+        (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
         ("  offered", f"{facts.ops:,} optional ops, {exactness}"),
     ]
@@ -190,7 +192,7 @@ def _least(facts: GraphFacts) -> str:
     least_bytes, anyway_bytes = facts.least_budget_bytes, facts.least_budget_any_order_bytes
     if least_bytes == anyway_bytes:
         return format_bytes(least_bytes)
-    return f"{format_bytes(least_bytes)} in the order of the ops that a solve takes ({format_bytes(anyway_bytes)} in any order)"
+    return f"{format_bytes(least_bytes)} {_ORDER} ({format_bytes(anyway_bytes)} in any order)"
 
 
 def _reordered(facts: GraphFacts) -> str:

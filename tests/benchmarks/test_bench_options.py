@@ -1,0 +1,157 @@
+"""``make bench-options``: rows of sets of options, errors of inexact ones, and their tables."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import options, options_errors
+from benchmarks.options import MODELS, NAMES
+from benchmarks.options_case import BUDGETS, Case, sets_of
+from benchmarks.options_errors import MEASURED, error_rows
+from benchmarks.options_rows import LEAST, NONE, Bits, ErrorRow, Offer, Row, bits_of
+from benchmarks.options_table import below_bound, error_table, table, worse
+from graphs.ir import Op
+from graphs.options import OPTIONS
+from graphs.units import format_ratio
+from graphs.zoo import build
+from planner import api
+from planner.models.workload import parse_spec
+from planner.studies.rows import read_rows
+from solvers.clock import WorkClock
+
+RESULTS = Path(__file__).parents[2] / "results" / "options"
+SPECS = {"step": "zoo:mlp"}
+
+
+def offer(option: str, ops: int, bits: Bits) -> Offer:
+    return Offer("step", option, ops, bits, "", "", "")
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    workload = build("mlp", batch=64, width=32, layers=2, classes=2000)
+    traced = api.trace(*workload, roofline="h200", options=["chunks"])
+    return Case("step", traced, ("offload", "chunks"), partial(WorkClock, 3.0), 1e-3)
+
+
+@pytest.fixture(scope="module")
+def rows(case: Case) -> list[Row]:
+    return list(case.rows(()))
+
+
+def test_sets_are_none_each_and_all_by_what_they_may_differ() -> None:
+    exact, idle = offer("a", 2, Bits.EXACT), offer("b", 0, Bits.EXACT)
+    rounding, lossy = offer("c", 1, Bits.ROUNDING), offer("d", 1, Bits.LOSSY)
+    assert sets_of([exact, idle, rounding, lossy]) == ((), ("a",), ("c",), ("d",), ("a", "c"), ("a", "c", "d"))
+    assert sets_of([exact, offer("e", 1, Bits.EXACT), lossy])[-2:] == (("a", "e"), ("a", "e", "d"))
+    assert sets_of([idle]) == ((),)
+
+
+def test_what_differs_by_more_than_rounding_is_lossy() -> None:
+    program = Op(0, "op", "f", (), (), 1.0)
+    rounding, lossy = replace(program, differs="rounding: t (the loss)"), replace(program, differs="4 bits: t")
+    assert bits_of([program]) is Bits.EXACT
+    assert bits_of([program, rounding]) is Bits.ROUNDING
+    assert bits_of([rounding, lossy]) is Bits.LOSSY
+
+
+def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(case: Case, rows: list[Row]) -> None:
+    assert [(o.option, o.bits) for o in case.offers] == [("offload", Bits.EXACT), ("chunks", Bits.ROUNDING)]
+    sets = (NONE, "offload", "chunks", "offload+chunks")
+    assert [row.key for row in rows] == [("step", name, budget) for name in sets for budget in BUDGETS]
+    assert not worse(rows) and not below_bound(rows)
+    least = {row.options: row for row in rows if row.budget == LEAST}
+    assert all(row.proved_bytes is not None and row.proved_bytes <= (row.budget_bytes or 0) for row in least.values())
+    # The logits are most of the peak: without chunks they cannot be less.
+    half = {row.options: row for row in rows if row.budget == "50%"}
+    assert half[NONE].status == "infeasible" and half["chunks"].overhead is not None
+    assert (least["chunks"].budget_bytes or 0) < 0.5 * least["chunks"].base_peak_bytes < (least[NONE].budget_bytes or 0)
+    text = table(rows, case.offers, SPECS | {"another": "zoo:vit"})
+    assert format_ratio(half["chunks"].overhead) in text and "infeasible" in text and "not run" not in text
+    assert "Worse with an option more: 0." in text and "Not run: another." in text
+
+
+def test_what_is_known_is_not_solved_again_and_what_was_not_run_is_said(case: Case, rows: list[Row]) -> None:
+    missing = rows[5]
+    assert [row.key for row in case.rows({row.key for row in rows} - {missing.key})] == [missing.key]
+    assert "| not run |" in table([row for row in rows if row != missing], case.offers, SPECS)
+
+
+def test_what_is_worse_and_what_is_wrong_is_named(rows: list[Row]) -> None:
+    found = {row.key[1:]: row for row in rows}
+    chunks, both = found["chunks", "50%"], found["offload+chunks", "50%"]
+    assert chunks.time_s is not None and both.time_s is not None
+    slower = replace(both, time_s=2 * chunks.time_s)
+    assert worse([chunks, slower]) == [(chunks, slower)] and worse([chunks, replace(both, time_s=None)])
+    assert "Worse with an option more: 1 (offload+chunks at 50%" in table(
+        [chunks, slower], [offer("chunks", 1, Bits.EXACT)], SPECS
+    )
+    refuted = replace(both, bound_s=2 * chunks.time_s, time_s=None)
+    assert below_bound([chunks, refuted]) == [(chunks, refuted)]
+    assert below_bound([chunks, replace(refuted, bound_s=None, status="infeasible")])
+    least, more = found["chunks", LEAST], found["offload+chunks", LEAST]
+    assert worse([least, replace(more, budget_bytes=(least.budget_bytes or 0) + 1)])
+    assert below_bound([least, replace(more, proved_bytes=(least.budget_bytes or 0) + 1)])
+
+
+def test_lossy_options_have_a_table_of_their_own(rows: list[Row]) -> None:
+    text = table(rows, [offer("offload", 1, Bits.EXACT), offer("chunks", 1, Bits.LOSSY)], SPECS)
+    faithful, lossy = text.split("With a lossy option:")
+    assert "| offload |" in faithful and "| chunks |" not in faithful
+    assert "| chunks |" in lossy and "| offload + chunks |" in lossy and "| offload |" not in lossy
+
+
+def test_errors_are_measured_beside_the_same_step_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {
+        "head": partial(build, "mlp", batch=64, width=16, layers=1, classes=500),
+        "narrow": partial(build, "mlp", batch=64, width=64, layers=1, classes=4),
+    }
+    monkeypatch.setattr(options_errors, "MEASURED", small)
+    found = list(error_rows("head", "chunks", partial(WorkClock, 1.0)))
+    assert [row.budget for row in found] == list(options_errors.BUDGETS)
+    tight = found[-1]
+    assert tight.differing and tight.gradient_error is not None and tight.largest_error is not None
+    assert tight.loss_error is not None and tight.loss_error < 1e-5 and tight.gradient_error < 1e-5 and tight.largest_error < 1e-4
+    assert tight.measured_peak_bytes is not None and tight.budget_bytes is not None and tight.base_peak_bytes is not None
+    assert tight.measured_peak_bytes <= tight.budget_bytes < tight.base_peak_bytes
+    (exact,) = error_rows("narrow", "chunks", partial(WorkClock, 1.0))
+    assert (exact.bits, exact.budget) == (Bits.EXACT, "")
+    text = error_table([*found, exact, replace(tight, bits=Bits.LOSSY)], [*small, "another"])
+    rounding, lossy = text.split("## Lossy")
+    assert rounding.count("| head |") == len(found) and lossy.count("| head |") == 1
+    assert "Nothing inexact is offered by: chunks on narrow." in text and "Not run: another." in text
+
+
+def test_the_command_takes_up_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MODELS", {"small": "zoo:mlp,batch=32,width=16,layers=1,classes=300"})
+    words = ["--models", "small", "--options", "offload,chunks", "--work", "0.5", "--out", str(tmp_path)]
+    options.main(words)
+    first = (tmp_path / "rows.csv").read_text()
+    assert first.count("\n") == 1 + 4 * len(BUDGETS)
+    assert "offload + chunks" in (tmp_path / "table.md").read_text()
+    assert "Not run: " in (tmp_path / "errors.md").read_text()
+    monkeypatch.setattr(options, "Tracing", None)  # nothing is traced again
+    options.main(words)
+    assert (tmp_path / "rows.csv").read_text() == first
+    with pytest.raises(SystemExit):
+        options.main([*words, "--models", "large"])
+
+
+def test_its_models_can_be_read_and_all_options_are_asked_for() -> None:
+    assert all(parse_spec(spec) for spec in MODELS.values())
+    assert not set(MODELS) & set(MEASURED)
+    assert set(NAMES) == set(OPTIONS) - {"placement"}
+
+
+def test_the_committed_rows_hold_what_is_promised() -> None:
+    rows, offers = read_rows(RESULTS / "rows.csv", Row), read_rows(RESULTS / "offers.csv", Offer)
+    assert (RESULTS / "table.md").read_text() == table(rows, offers, MODELS)
+    assert (RESULTS / "errors.md").read_text() == error_table(read_rows(RESULTS / "errors.csv", ErrorRow), MEASURED)
+    assert not below_bound(rows)
+    for row in rows:
+        if row.time_s is not None:
+            assert row.peak_bytes is not None and row.budget_bytes is not None and row.peak_bytes <= row.budget_bytes, row.key
+    medium = {(row.options, row.budget): row for row in rows if row.model == "gpt2-medium"}
+    assert medium[NONE, "30%"].status == "infeasible" and medium["chunks", "30%"].overhead is not None

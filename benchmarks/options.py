@@ -79,7 +79,7 @@ def _listed(option: str) -> int:
 def measure_model(model: str, names: Sequence[str], clock: Callable[[], Clock], folder: Path) -> None:
     """Measure what is missing of a small model, and write the CSV after each option."""
     file = folder / "errors.csv"
-    for name in traced_options(names):
+    for name in filter(lambda name: traced_options((name,)), names):
         rows = read_rows(file, ErrorRow)
         if (model, name) not in {row.key for row in rows}:
             rows += error_rows(model, name, clock)

@@ -11,6 +11,7 @@ from benchmarks.options_rows import LEAST, Bits, Offer, Row, bits_of, set_name
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.options import OPTIONS, traced_options, with_options
+from graphs.options.selection import holding
 from graphs.simulate import simulate
 from planner.choices import Choices, choices_of
 from planner.solving import budget_in_bytes, summarize
@@ -56,7 +57,7 @@ class Case:
     @cached_property
     def ordered(self) -> Graph:
         """The step in the order in which all sets are solved: what bounds one of them bounds those that it contains."""
-        return reordered(with_options(self.traced, traced_options(self.names))).graph
+        return reordered(holding(self.traced, traced_options(self.names))).graph
 
     @cached_property
     def offers(self) -> tuple[Offer, ...]:

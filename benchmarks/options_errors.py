@@ -12,7 +12,7 @@ from benchmarks.offload_case import budget_bytes_of
 from benchmarks.options_rows import Bits, ErrorRow, bits_of
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
-from graphs.options import without_options
+from graphs.options import with_options, without_options
 from graphs.zoo import Workload, build
 from planner import api
 from planner.runtime import measure
@@ -65,10 +65,10 @@ class _Step:
     least_bytes: int
 
     @classmethod
-    def of(cls, captured: Capture, workload: Workload, clock: Callable[[], Clock]) -> "_Step":
+    def of(cls, captured: Capture, workload: Workload, option: str, clock: Callable[[], Clock]) -> "_Step":
         program = without_options(captured.graph)
         keeping = Executor(replace(captured, graph=program), store_all(program), workload.model, workload.loss_fn)
-        order = reordered(captured.graph)
+        order = reordered(with_options(captured.graph, (option,)))
         least_bytes = least_budget(order.graph, clock=clock()).found_bytes
         return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
 
@@ -134,7 +134,7 @@ def error_rows(model: str, option: str, clock: Callable[[], Clock]) -> Iterator[
     if blank.bits is Bits.EXACT:
         yield blank
         return
-    step = _Step.of(captured, workload, clock)
+    step = _Step.of(captured, workload, option, clock)
     for budget in BUDGETS:
         yield step.row(replace(blank, budget=budget), clock)
 

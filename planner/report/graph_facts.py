@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.options.offload import offloaded, without_copies
-from graphs.options.selection import traced_with
+from graphs.options.selection import holding, traced_with
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
@@ -101,7 +101,7 @@ class GraphFacts:
 def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain."""
     summary = summarize(graph)
-    traced = {name: _option_facts(with_options(without_copies(graph)[0], (name,))) for name in traced_with(graph)}
+    traced = {name: _option_facts(holding(without_copies(graph)[0], (name,))) for name in traced_with(graph)}
     graph = without_options(graph)
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)

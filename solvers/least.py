@@ -12,12 +12,14 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, left
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.policies.store_all import store_all
+from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.driver import run
-from solvers.windows.heuristics.least_instead import least_instead
 from solvers.windows.heuristics.sending import least_sending
+from solvers.windows.heuristics.stand_ins import least_instead
 from solvers.windows.incumbent import Search
+from solvers.windows.solution.decode import try_out
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6
@@ -98,9 +100,12 @@ def least_known(
         found.append(least_sending(graph, clock.part(_SENDING * clock.limit), should_stop=should_stop).schedule)
     if proved_bytes is None:
         proved_bytes = least_budget_bound(rest, copies).budget_bytes
-    instead = None if rest.plain else least_instead(rest, clock.part(_INSTEAD * clock.limit), should_stop=should_stop)
+    if not rest.plain:
+        problem = problem_of(rest, rest.static_bytes)
+        if (order := least_instead(problem, clock.part(_INSTEAD * clock.limit), should_stop)) is not None:
+            found.append(try_out(problem, order).schedule)
     evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
-    judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [instead, evicting]))]
+    judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
     return min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0]
 
 

@@ -4,19 +4,18 @@ In an order of executions, however it was found, there is a plain graph (``solut
 schedules of plain graphs does so (``driver.py``).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphs.ir import Graph
 from solvers.clock import left
-from solvers.problem import Problem
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.stand_ins import in_place, least_instead, simple
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
 from solvers.windows.solution.decode import Order, Trial, decoded, late_writers, order_of, trial_of_whole
-from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.plain import PlainGraph, plain_graph
 from solvers.windows.solution.refine import halved
 
@@ -57,9 +56,11 @@ def run_with_options(search: Search, run: Run) -> None:
     assert kept is not None  # the program alone runs
     peak = max(range(len(kept.memory_bytes)), key=kept.memory_bytes.__getitem__)
     detail = found.whole.split({kept.order.computed[peak]})
-    for instead in _simple(search.problem):
+    for instead in simple(search.problem):
         found.try_instead(instead)
     limit, bounded = params.first_slice, False
+    if search.best is None and search.problem.copies is None:
+        found.try_least(limit)
     while not (search.solved() or search.stopped()):
         if not bounded:
             detail, exhausted = refine(search, detail, limit, is_relaxation=True)
@@ -85,12 +86,18 @@ class _Commitments:
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
-        choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
-        order = decoded(self.search.problem, self.whole, choice)
-        if late_writers(self.search.problem, order):
+        order = in_place(self.search.problem, instead)
+        if order is None:
             return None
         self.add(order)
         return self.search.offer(order, self.whole)
+
+    def try_least(self, limit: float) -> None:
+        """Commit to what needs least memory with ops in place of others, whatever it takes longer."""
+        order = least_instead(self.search.problem, self.search.clock.part(limit), self.search.stopped)
+        if order is not None:
+            self.add(order)
+            self.search.offer(order, self.whole)
 
     def learn(self) -> None:
         """Commit to what the solutions do that have come in, and the best schedule."""
@@ -178,33 +185,3 @@ class _Commitments:
             self.search.offer(order, self.whole)
         else:
             self.search.keep(trial_of_whole(problem, plain, order, trial))
-
-
-def _simple(problem: Problem) -> list[frozenset[int]]:
-    """Stand-ins wherever one takes less memory than what it stands for, and wherever one takes less time: the least each."""
-    places = problem.places
-    gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.stands_for) if group}
-    fast = sorted((b for b, gain_s in gains_s.items() if gain_s > 0), key=lambda b: (-gains_s[b], b))
-    return [lean_stand_ins(problem), _apart(places.stands_for, fast)]
-
-
-def lean_stand_ins(problem: Problem) -> frozenset[int]:
-    """A stand-in wherever one takes less memory than what it stands for: the one that takes least."""
-    groups = problem.places.stands_for
-    lean = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
-    return _apart(groups, sorted(lean, key=lambda b: (problem.own_bytes[b], b)))
-
-
-def _most(problem: Problem, b: int) -> int:
-    return max(problem.own_bytes[i] for i in problem.places.stands_for[b])
-
-
-def _apart(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:
-    """Of `ranked` those whose groups have nothing in common, the first ones first."""
-    chosen: set[int] = set()
-    stood_for: set[int] = set()
-    for b in ranked:
-        if stood_for.isdisjoint(groups[b]):
-            chosen.add(b)
-            stood_for.update(groups[b])
-    return frozenset(chosen)

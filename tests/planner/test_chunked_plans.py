@@ -187,6 +187,13 @@ def test_facts_say_what_is_offered_and_what_it_could_gain(graph: Graph) -> None:
     assert graph_facts(with_options(graph, ())).traced == {}
 
 
+def test_a_budget_that_is_known_to_do_is_met() -> None:
+    workload = build("gpt2", layers=2, width=32, heads=2, vocab=1000, batch=4, seq=64, attention="written")
+    graph = api.trace(*workload, roofline="cpu", options=["chunks"])
+    least = graph_facts(graph).traced["chunks"].least_budget_found_bytes
+    assert solve(graph, least, options=["chunks"], work_limit=2.0).peak_bytes <= least
+
+
 def test_facts_say_where_nothing_is_found() -> None:
     mlp = build("mlp", batch=4, width=64, layers=2, classes=8)
     said = graph_text(graph_facts(api.trace(*mlp, roofline="cpu", options=["chunks"])))

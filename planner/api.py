@@ -19,7 +19,7 @@ from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph
 from graphs.options import check_traced, without_options
-from graphs.options.traced import with_traced
+from graphs.options.traced import with_graph, with_traced
 from graphs.plan import Plan
 from graphs.pools import HOST
 from planner.choices import recorded_options, with_recorded
@@ -216,7 +216,7 @@ def run(
         options=recorded_options(plan.settings),
     )
     check_sizes(captured.graph, plan)
-    offered = replace(captured, graph=with_recorded(captured.graph, plan.settings))
+    offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=without_options(captured.graph))
     planned = Executor(offered, plan.schedule, model, loss_fn)
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)

@@ -11,6 +11,7 @@ from graphs.cost.link import format_rate, measured_link, published_link
 from graphs.errors import GraphError, MismatchError, PlannerError
 from graphs.ir import Graph
 from graphs.options import OPTIONS, with_options
+from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
 
@@ -54,11 +55,13 @@ class Choices:
         options: names in ``graphs.options.OPTIONS``.
         link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
         host_bytes: of the host's memory that a step may take; None where no option copies.
+        exact: offer only ops that differ from the program in not a bit.
     """
 
     options: tuple[str, ...]
     link_bytes_per_s: float | None = None
     host_bytes: int | None = None
+    exact: bool = False
 
     @property
     def measures_link(self) -> bool:
@@ -74,7 +77,8 @@ class Choices:
     def asked(self) -> dict[str, object]:
         """As JSON has what was asked for."""
         copying = {"link_bytes_per_s": self.link_bytes_per_s, "host_budget_bytes": self.host_bytes}
-        return {"options": list(self.options), **(copying if self.host_bytes is not None else {})}
+        said = {"options": list(self.options), **({"exact": True} if self.exact else {})}
+        return {**said, **(copying if self.host_bytes is not None else {})}
 
     def offered(self, graph: Graph) -> Graph:
         """`graph` with these options.
@@ -84,14 +88,16 @@ class Choices:
             GraphError: it was traced without one of them, or one cannot be added to it.
         """
         around = None if self.host_bytes is None else Surroundings(self.link(graph.provenance).link, self.host_bytes)
-        return with_options(graph, self.options, around)
+        return with_options(graph, self.options, around, exact_ops(graph) if self.exact else None)
 
-    def recorded(self, provenance: Mapping[str, object]) -> dict[str, object]:
-        """As the settings of plans have it, for a graph of this provenance."""
+    def recorded(self, graph: Graph) -> dict[str, object]:
+        """As the settings of plans have it, for a graph with these options: which ops are exact is known where they ran."""
+        said: dict[str, object] = {"options": list(self.options)}
+        if self.exact:
+            said["exact"] = exact_ops(graph)
         if self.host_bytes is None:
-            return {"options": list(self.options)}
-        link = self.link(provenance).recorded
-        return {"options": list(self.options), "link": link, "host_budget_bytes": self.host_bytes}
+            return said
+        return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
 
     def link(self, provenance: Mapping[str, object]) -> KnownLink:
         """The link to plan with, for a graph of this provenance.
@@ -108,7 +114,13 @@ class Choices:
         return KnownLink(Link.even(parse_rate(LINK)), LinkSource.DEFAULT)
 
 
-def choices_of(options: Sequence[str], link: str | float | None = None, host_budget: str | int | None = None) -> Choices | None:
+def choices_of(
+    options: Sequence[str],
+    link: str | float | None = None,
+    host_budget: str | int | None = None,
+    *,
+    exact: bool = False,
+) -> Choices | None:
     """What was asked for; None for a graph as it is.
 
     Args:
@@ -116,6 +128,7 @@ def choices_of(options: Sequence[str], link: str | float | None = None, host_bud
         link: bytes a second in each direction, or ``25GB/s``; None: what was measured or is published of a graph's device,
             else ``LINK``.
         host_budget: bytes, ``64GB``, or ``50%`` of the host's memory that is free; None: half of that.
+        exact: offer only ops of these options that differ from the program in not a bit.
 
     Raises:
         PlannerError: there is no such option; the link or the memory cannot be read; or they are given without an option.
@@ -125,20 +138,22 @@ def choices_of(options: Sequence[str], link: str | float | None = None, host_bud
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise PlannerError(f"there is no option {unknown[0]!r}: choose of {', '.join(OPTIONS)}")
+    if exact and not options:
+        raise PlannerError("exact given, but no option that it is about: add options=['chunks'] (--options chunks)")
     if not any(OPTIONS[name].copies for name in options):
         given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
         if given:
             raise PlannerError(
                 f"{' and '.join(given)} given, but no option that copies: add options=['offload'] (--options offload)"
             )
-        return Choices(tuple(options)) if options else None
+        return Choices(tuple(options), exact=exact) if options else None
     free_bytes = psutil.virtual_memory().available
     if host_budget is None:
         host_budget = int(_HOST_SHARE * free_bytes)
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
     rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
     Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # refused before anything is traced or measured
-    return Choices(tuple(options), rate, host_bytes)
+    return Choices(tuple(options), rate, host_bytes, exact)
 
 
 def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
@@ -182,14 +197,14 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
         MismatchError: they cannot be what a solve has recorded.
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
-    names = recorded_options(settings)
+    names, only = recorded_options(settings), _recorded_exact(settings)
     known = recorded_link(settings)
     if known is None:
-        return with_options(graph, names)
+        return with_options(graph, names, only=only)
     host_bytes = settings.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
         raise _edited(f"the options {names!r} with {host_bytes!r} bytes on the host")
-    return with_options(graph, names, Surroundings(known.link, host_bytes))
+    return with_options(graph, names, Surroundings(known.link, host_bytes), only)
 
 
 def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
@@ -201,6 +216,16 @@ def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
     names = settings.get("options") or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise _edited(f"the options {names!r}")
+    return tuple(names)
+
+
+def _recorded_exact(settings: Mapping[str, object]) -> tuple[str, ...] | None:
+    """Names of the ops that were offered, where only exact ones were."""
+    names = settings.get("exact")
+    if names is None:
+        return None
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise _edited(f"the exact ops {names!r}")
     return tuple(names)
 
 

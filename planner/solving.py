@@ -44,6 +44,7 @@ def solve(
     options: Sequence[str] = (),
     link: str | float | None = None,
     host_budget: str | int | None = None,
+    exact: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Plan:
@@ -67,6 +68,7 @@ def solve(
             that offload; and ``chunks``, where it was traced with them. What else it was traced with is left out.
         link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``. Without `link` what is
             known of the graph's device counts: measured, or else published.
+        exact: of these, offer only ops that differ from the program in not a bit, as far as that was verified.
         on_progress: called as the solve advances.
         should_stop: polled; once True, the best schedule so far is the answer.
 
@@ -80,7 +82,7 @@ def solve(
     clock = clock_of(time_limit_s, work_limit)
     run = get_solver(solver)
     tolerance = Tolerance.of(tolerance)
-    choices = choices_of(options, link, host_budget)
+    choices = choices_of(options, link, host_budget, exact=exact)
     graph = with_options(graph, ()) if choices is None else offered_to(solver, graph, choices)
 
     def solve_in(order: Reordering) -> Result:
@@ -96,7 +98,7 @@ def solve(
         result = result if other.status is Status.INFEASIBLE else other
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, clock, should_stop))
-    recorded = {} if choices is None else choices.recorded(graph.provenance)
+    recorded = {} if choices is None else choices.recorded(graph)
     return _plan_from(replace(result, graph=graph, settings={**result.settings, **recorded}), summary, graph)
 
 

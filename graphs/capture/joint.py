@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
 from graphs.capture.attention import attention_as_on_cuda
 from graphs.capture.branches import Branches, asks_for_values
+from graphs.capture.conditions import DataGuards
 from graphs.capture.drawn import no_python_draws
 from graphs.capture.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
 from graphs.capture.effects import Effect, UnsettledError, check_effects, recording_effects, settle
@@ -37,11 +39,13 @@ from graphs.torch_private.capture import (
     get_traced_fn,
     tracing,
 )
-from graphs.torch_private.core import FakeTensor, kept_in_graphs
+from graphs.torch_private.core import FakeTensor, disable_current_modes, kept_in_graphs
 
 T = TypeVar("T")
 # What makes something of a module that Dynamo captured, called in its tracing context.
 Make = Callable[[ExitStack, fx.GraphModule, tuple[object, ...], dict[str, object]], T]
+# What makes a joint graph, called as ``aot_export_joint_with_descriptors``.
+Export = Callable[..., JointWithDescriptors]
 Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
 
 
@@ -64,31 +68,54 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced
     return _settled(step, batch, trace)
 
 
-_BRANCHES = (
-    "the step takes branches on data, or has shapes that depend on data, for which no kernels are compiled: plan with "
-    "kernels='eager'"
-)
+def compiled_graph(
+    step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
+) -> tuple[T, Guards | None, DataGuards | None]:
+    """What is made of `step` as ``torch.compile`` captures it, its guards, and those of the branches on data that it takes.
 
-
-def compiled_graph(step: TrainingStep, batch: Batch, make: Make[T]) -> tuple[T, Guards | None]:
-    """What `make` makes of `step` as ``torch.compile`` captures it, and its guards.
+    Args:
+        make: given what makes a joint graph of a module, what makes something of the module.
 
     Raises:
-        TraceError: the step cannot be captured as one graph, or takes branches on data.
+        TraceError: the step cannot be captured as one graph.
     """
 
-    def trace() -> tuple[T, Guards | None]:
+    def trace() -> tuple[T, Guards | None, DataGuards | None]:
         try:
-            traced = _traced(step, batch, None, make)
+            traced = _traced(step, batch, None, make(aot_export_joint_with_descriptors))
         except UnsettledError:
             raise
         except Exception as error:  # whatever stops it, the user gets one line
-            raise TraceError(_BRANCHES if "data-dependent" in str(error).lower() else why(error, step, batch, None)) from error
-        if traced is None:
-            raise TraceError(_BRANCHES)
-        return traced
+            if "data-dependent" not in str(error).lower():
+                raise TraceError(why(error, step, batch, None)) from error
+            traced = None
+        return _compiled_with_branches(step, batch, make) if traced is None else (*traced, None)
 
     return _settled(step, batch, trace)
+
+
+def _compiled_with_branches(
+    step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
+) -> tuple[T, Guards | None, DataGuards | None]:
+    """As ``compiled_graph``, with the branches that `batch` takes."""
+    branches = Branches(batch)
+    conditions: list[DataGuards | None] = []
+
+    def export(*args: Any, **options: Any) -> JointWithDescriptors:
+        with branches.followed():
+            joint = aot_export_joint_with_descriptors(*args, **options)
+        with disable_current_modes():  # what decides them is computed on the batch, and not on fake tensors
+            conditions.append(branches.guards(joint.graph_module.graph, step, batch))
+        return joint
+
+    try:
+        traced = _traced(step, batch, branches, make(export))
+    except UnsettledError:
+        raise
+    except Exception as error:  # whatever stops it, the user gets one line
+        raise TraceError(why(error, step, batch, branches)) from error
+    assert traced is not None
+    return *traced, conditions[-1]
 
 
 def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
@@ -137,7 +164,7 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
         raise TraceError(known) from found
     branches = Branches(batch)
     try:
-        traced = _traced(step, batch, branches, _joint)
+        traced = _traced(step, batch, branches, partial(_joint, branches=branches))
     except UnsettledError:
         raise
     except Exception as error:  # whatever stops the capture, the user gets one line
@@ -168,10 +195,17 @@ def _attempt(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
     return None if traced is None else (*traced, None)
 
 
-def _joint(stack: ExitStack, module: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> JointWithDescriptors:
+def _joint(
+    stack: ExitStack,
+    module: fx.GraphModule,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    branches: Branches | None = None,
+) -> JointWithDescriptors:
     # A training loop calls backward() outside autocast. Without the shape environment every size is a plain number.
     stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-    return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
+    with branches.followed() if branches else nullcontext():
+        return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
 def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: Make[T]) -> tuple[T, Guards | None] | None:
@@ -194,7 +228,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
         elif asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        with kept_in_graphs(CHECKS), branches.followed() if branches else nullcontext():
+        with kept_in_graphs(CHECKS):
             made = make(stack, module, args, kwargs)
         return made, _guards(output, effects, step, batch)
 

@@ -99,14 +99,16 @@ def capture_kernels(
 
     step = _step(model, loss_fn, optimizer)
     begin = time.perf_counter()
-    halves, guards = compiled_graph(step, batch, partial(compile_halves, variant=variant))
+    halves, guards, conditions = compiled_graph(
+        step, batch, lambda export: partial(compile_halves, variant=variant, export=export)
+    )
     device = device_of(model, batch)
     statics = _statics(step, batch, device, optimizer, accumulate=accumulate)
     provenance = _provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
     provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
     signature = Signature.of(batch, halves.joint.out_spec)
     lowered = lower_step(halves, statics, signature, generator=generator_of(device), provenance=provenance)
-    return replace(lowered, guards=guards, whole=halves.called_as(step))
+    return replace(lowered, guards=guards, conditions=conditions, whole=halves.called_as(step))
 
 
 def _step(model: nn.Module, loss_fn: LossFn | None, optimizer: str) -> TrainingStep:

@@ -5,7 +5,6 @@ no more is in memory than one op needs. What was measured once in a process is k
 that repeat, and graphs that are compiled again, cost nothing.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,36 +21,9 @@ from graphs.capture.outputs import items
 from graphs.capture.statics import allocated_bytes
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.devices import Device, op_time_s, workspace_bytes
+from graphs.cost.made_up import Like, least_time_s
 from graphs.ir import Graph
 from graphs.torch_private.core import disable_current_modes, no_python_dispatcher, profiler_enabled, pytree
-
-_PASSES = 3
-_LONG_S = 0.1  # an op that takes so long is timed once
-
-
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """A tensor to be made: shape, strides, type and device."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, value: torch.Tensor) -> "_Like":
-        return cls(tuple(value.shape), value.stride(), value.dtype, value.device)
-
-    def make(self, generator: torch.Generator) -> torch.Tensor:
-        """One with numbers between 1/4 and 3/4: probabilities, variances and arguments of logarithms are among them.
-
-        Whole numbers are 0, which is an index everywhere.
-        """
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        flat = torch.zeros(0 if 0 in self.shape else extent, dtype=self.dtype, device=self.device)
-        if self.dtype.is_floating_point and self.device == generator.device:
-            flat = flat.float().uniform_(0.25, 0.75, generator=generator).to(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +40,7 @@ class _Cost:
     time_s: float
     workspace_bytes: int
     output_bytes: tuple[int, ...]
-    outputs: tuple[_Like | None, ...]
+    outputs: tuple[Like | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +56,11 @@ class _Work:
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    tensors: tuple[_Like, ...]
+    tensors: tuple[Like, ...]
     paths: tuple[str, ...]
 
     @classmethod
-    def of(cls, node: fx.Node, paths: tuple[str, ...], known: Mapping[fx.Node, _Like]) -> "_Work":
+    def of(cls, node: fx.Node, paths: tuple[str, ...], known: Mapping[fx.Node, Like]) -> "_Work":
         """The op of `node`.
 
         Args:
@@ -100,10 +72,10 @@ class _Work:
             value = arg.meta["val"] if "val" in arg.meta else getattr(arg.graph.owning_module, str(arg.target))
             if not isinstance(value, torch.Tensor):
                 return value
-            tensors.setdefault(arg, known.get(arg) or _Like.of(value))
+            tensors.setdefault(arg, known.get(arg) or Like.of(value))
             return numbers.setdefault(arg, _Number(len(numbers)))
 
-        tensors: dict[fx.Node, _Like] = {}
+        tensors: dict[fx.Node, Like] = {}
         args, kwargs = fx.map_arg((node.args, node.kwargs), number)
         target, strides = called(node.target), read_strides(node)
         if strides:
@@ -183,7 +155,7 @@ def profile_ops(capture: Capture, device: torch.device, model: Device) -> Graph:
 def _costs(capture: Capture, device: torch.device, model: Device) -> list[_Cost | None]:
     """The cost of each op, measured where it is not known."""
     generator = torch.Generator(device).manual_seed(0)
-    known: dict[fx.Node, _Like] = {}
+    known: dict[fx.Node, Like] = {}
     new: dict[str, tuple[_Work, _Cost]] = {}
     modelled: dict[str, _Cost] = {}
     keys: list[str | None] = []
@@ -233,26 +205,9 @@ def _run(work: _Work, generator: torch.Generator, device: torch.device) -> _Cost
     value = work.target(*args, **kwargs)
     outputs = [_pick(value, path) for path in work.paths]
     sizes = tuple(_bytes_of(output, device) for output in outputs)
-    likes = tuple(_Like.of(output) if isinstance(output, torch.Tensor) else None for output in outputs)
+    likes = tuple(Like.of(output) if isinstance(output, torch.Tensor) else None for output in outputs)
     del value, outputs
-    times: list[float] = []
-    while len(times) < _PASSES and sum(times) < _LONG_S:
-        times.append(_time(lambda: work.target(*args, **kwargs), device))
-    return _Cost(min(times), 0, sizes, likes)
-
-
-def _time(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `call`."""
-    if device.type == "cuda":
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        call()
-        last.record()
-        torch.cuda.synchronize(device)
-        return float(first.elapsed_time(last)) / 1e3
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return _Cost(least_time_s(lambda: work.target(*args, **kwargs), device), 0, sizes, likes)
 
 
 def _rises(works: Sequence[_Work], generator: torch.Generator, device: torch.device) -> list[int]:

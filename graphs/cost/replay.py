@@ -66,6 +66,15 @@ class RealStep:
         run = load(program, source, f"profile of {graph.fingerprint}")["run"]
         return lambda hook: run(self._static, hook)
 
+    def alone(self, op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+        """What executes `op` by itself: called with what it reads that is not static, in order, it returns what it makes."""
+        program = self.capture.program
+        read = "".join(f"{variable(t)}, " for t in op.inputs if not self.capture.graph.tensors[t].static)
+        made = "".join(f"{variable(t)}, " for t in op.outputs)
+        lines = [*([f"{read}= given"] if read else []), *program.calls[op.id].bind(op.outputs), f"return ({made})"]
+        run = load(program, program.define("run", "static, given", lines), f"op {op.name} alone")["run"]
+        return lambda *given: run(self._static, given)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run inside: nothing is recorded or cast, and parameters, buffers and random state are afterwards as before."""

@@ -4,7 +4,7 @@ Some are added to a graph at any time. Others are found among the calls of a ste
 then on, and those that are not wanted are left out of it again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -12,7 +12,7 @@ from graphs.errors import GraphError
 from graphs.ir import Graph, Tensor, check_plain
 from graphs.options.offload import offloaded
 from graphs.options.placement import placed
-from graphs.options.selection import holding, traced_with
+from graphs.options.selection import holding, holding_ops, traced_with
 from graphs.options.surroundings import Surroundings
 from graphs.pools import DEVICE
 
@@ -72,11 +72,14 @@ def check_traced(names: Sequence[str]) -> None:
         raise GraphError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")
 
 
-def with_options(graph: Graph, names: Sequence[str], surroundings: Surroundings | None = None) -> Graph:
+def with_options(
+    graph: Graph, names: Sequence[str], surroundings: Surroundings | None = None, only: Collection[str] | None = None
+) -> Graph:
     """`graph` with the choices called `names`, and none of the others that were traced with it.
 
     Args:
         surroundings: for those that copy.
+        only: names of ops: of those that were found when it was traced there are no others; None for all.
 
     Raises:
         GraphError: there is no such choice, or it cannot be added to this graph, or the graph was traced without it.
@@ -88,6 +91,8 @@ def with_options(graph: Graph, names: Sequence[str], surroundings: Surroundings 
             f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
         )
     graph = holding(graph, traced_options(names))
+    if only is not None:
+        graph = holding_ops(graph, only)
     for name in names:
         if (rewrite := OPTIONS[name].rewrite) is not None:
             if surroundings is None:

@@ -28,8 +28,25 @@ def holding(graph: Graph, names: Collection[str]) -> Graph:
     provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
     if left := [name for name in traced_with(graph) if name in names]:
         provenance[TRACED] = left
-    kept = _without(graph, lambda op: op.target.partition(".")[0] in dropped)
+    kept = _without(graph, lambda op: _kind(op) in dropped)
     return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
+
+
+def exact_ops(graph: Graph) -> list[str]:
+    """Names of the optional ops that were found when `graph` was traced, and differ from the program in not a bit."""
+    return [op.name for op in graph.ops if op.optional and op.exact and _kind(op) in traced_with(graph)]
+
+
+def holding_ops(graph: Graph, names: Collection[str]) -> Graph:
+    """`graph` without the optional ops that were found when it was traced and are not called one of `names`."""
+    found = [op.name for op in graph.ops if op.optional and _kind(op) in traced_with(graph)]
+    dropped = set(found).difference(names)
+    return _without(graph, lambda op: op.name in dropped) if dropped else graph
+
+
+def _kind(op: Op) -> str:
+    """The choice that an optional op is of."""
+    return op.target.partition(".")[0]
 
 
 def without_computed(graph: Graph) -> Graph:

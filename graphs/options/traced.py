@@ -1,10 +1,12 @@
 """Choices that are found in a step when it is traced, by name: rewrites of what was captured."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.capture.lower import Capture
+from graphs.capture.program import Call, Launches, variable
 from graphs.errors import TraceError
 from graphs.ir import Graph, Op
 from graphs.options import check_options, traced_options
@@ -31,6 +33,25 @@ REWRITES: Mapping[str, Traced] = MappingProxyType({"chunks": Traced(chunked, set
 def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
     """`op`, an optional one, with what differs of its outputs; `equal` says which came out as the program's, to the last bit."""
     return REWRITES[op.target.partition(".")[0]].settle(capture, op, equal)
+
+
+def with_graph(capture: Capture, graph: Graph) -> Capture:
+    """`capture` with `graph`: of its optional ops there may be some only, and others behind them that nothing is called for."""
+    number = {t.name: t.id for t in graph.tensors}
+    moved = {t.id: number[t.name] for t in capture.graph.tensors if t.name in number}
+    place = {op.name: op.id for op in capture.graph.ops}
+    held = [place[op.name] for op in graph.ops if op.name in place]
+    program = capture.program
+    calls = tuple(_moved(program.calls[op], moved) for op in held)
+    return replace(capture, graph=graph, program=replace(program, calls=calls), nodes=tuple(capture.nodes[op] for op in held))
+
+
+def _moved(call: Call | Launches, moved: Mapping[int, int]) -> Call | Launches:
+    """`call` with other numbers of tensors; those of the program stay, and what is launched is of the program."""
+    if not isinstance(call, Call) or call.composed is None:
+        return call
+    expression = re.sub(r"\bt(\d+)\b", lambda found: variable(moved[int(found[1])]), call.expression)
+    return replace(call, expression=expression, outputs=tuple((moved[t], path) for t, path in call.outputs))
 
 
 def with_traced(capture: Capture, names: Sequence[str]) -> Capture:

@@ -124,6 +124,11 @@ def add_choices(parser: Parser) -> None:
         help=f"choices besides recomputing ({offered}); of graphs that were traced with them: {traced}",
     )
     parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="of these choices, only those that differ from the program in not a bit, as far as that was verified",
+    )
+    parser.add_argument(
         "--link",
         type=options.rate,
         metavar="RATE",

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
     if arguments.measure and arguments.cluster is not None:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
+    choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     methods = methods_named(arguments.methods, offload=choices is not None and choices.host_bytes is not None)
     new_figure()  # without matplotlib there is no use in computing
     folder = Path(arguments.output)

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
-    choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
+    choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     if arguments.output is not None:
         check_writable(arguments.output)
     if arguments.plot is not None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
+from planner.cli.arguments import DONE, USAGE, Commands, add_command, complain, print_json, print_text
 
 
 def add(commands: Commands) -> None:
@@ -14,18 +14,27 @@ def add(commands: Commands) -> None:
         "Of a graph: memory by kind, the peak, the least budget and the op that sets it, the largest ops and tensors.\n\n"
         "examples:\n  planner info model.json\n  planner info plan.json --json",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="of the optional ops of a graph, count only those that differ from the program in not a bit",
+    )
     parser.add_argument("file", metavar="FILE", help="what planner trace or planner solve wrote")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the file holds. Returns the exit code."""
     from graphs.io.formats import read_graph_or_plan
+    from graphs.options.selection import exact_ops, holding_ops
     from graphs.plan import Plan
     from planner.report.describe import plan_data, plan_info_text
     from planner.report.graph_facts import graph_data, graph_facts, graph_text
 
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):
+        if arguments.exact:
+            complain("--exact is about the optional ops of a graph, and a plan is solved with them or without: leave it out")
+            return USAGE
         from planner.plan_check import check_with_its_graph
 
         check_with_its_graph(content, arguments.file)
@@ -34,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print_text(plan_info_text(content))
     else:
-        facts = graph_facts(content)
+        facts = graph_facts(holding_ops(content, exact_ops(content)) if arguments.exact else content)
         if arguments.json:
             print_json(graph_data(facts))
         else:

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.studies.max_batch import max_batch
     from planner.studies.sizes import BATCH, Wanted, samples_for
 
-    choices = choices_of(arguments.options, arguments.link, arguments.host_budget)
+    choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     unit = arguments.multiple_of
     if arguments.limit is not None and arguments.limit < unit:
         complain(f"--limit {arguments.limit} is below --multiple-of {unit}, the least that is tried: raise it")

@@ -107,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             options=arguments.options,
             link=arguments.link,
             host_budget=arguments.host_budget,
+            exact=arguments.exact,
             on_progress=progress,
             should_stop=interrupt,
         )

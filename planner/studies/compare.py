@@ -212,8 +212,8 @@ def compare(
         OutputError: the CSV is of another graph or other choices, or of another make.
         PlannerError: no such method, or options out of range.
     """
-    recorded = {} if choices is None else choices.recorded(graph.provenance)
     graph = with_options(graph, ()) if choices is None else choices.offered(graph)
+    recorded = {} if choices is None else choices.recorded(graph)
     stop = should_stop or (lambda: False)
     judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)

@@ -14,6 +14,7 @@ from statistics import median
 from graphs.capture.lower import Capture
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
+from graphs.options.traced import with_graph
 from graphs.zoo import Workload
 from planner import api
 from planner.choices import Choices
@@ -113,8 +114,8 @@ def compare_measured(
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
-    recorded = {} if choices is None else choices.recorded(captured.graph.provenance)
-    offered = captured if choices is None else replace(captured, graph=choices.offered(captured.graph))
+    offered = captured if choices is None else with_graph(captured, choices.offered(captured.graph))
+    recorded = {} if choices is None else choices.recorded(offered.graph)
     judge = judge_of(
         offered.graph,
         settings.model,

@@ -21,7 +21,8 @@ from planner.runtime.measure import device_name
 from planner.solving import budget_in_bytes, solve
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
-from planner.training.dynamic import DynamicStep
+from planner.training.dynamic import DynamicStep, MakeOtherSizes
+from planner.training.predicted_sizes import PredictedSizes
 from planner.training.replan import ReplannedStep
 from planner.training.step import PlannedStep
 from solvers.result import Progress
@@ -44,6 +45,7 @@ def compile(  # noqa: A001
     options: Sequence[str] = (),
     link: str | float | None = None,
     host_budget: str | int | None = None,
+    exact: bool = False,
     cache: str | os.PathLike[str] | None = None,
     dynamic: bool = False,
     max_plans: int = 32,
@@ -73,6 +75,7 @@ def compile(  # noqa: A001
             Without `link` copies are measured beside the step. On several processes each takes as much of the host's memory:
             `host_budget` is in bytes, or ``8GB``, there. With ``options=["chunks"]`` loss heads, and other large stretches by
             rows, may be computed in chunks: what is added up over rows is then rounded otherwise, and ``plan.differs`` says what.
+        exact: of the options, offer only ops that differ in not a bit: with ``dynamic`` these are of the first size.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
         dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
@@ -103,10 +106,10 @@ def compile(  # noqa: A001
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     channels, asked = None, {}
-    choices = choices_of(options, link, host_budget)
+    choices = choices_of(options, link, host_budget, exact=exact)
     if choices is not None:
-        solved = partial(solved, options=choices.options)
-        _check_traced(choices.options, kernels, dynamic=dynamic)
+        solved = partial(solved, options=choices.options, exact=exact)
+        _check_traced(choices.options, kernels)
     if choices is not None and choices.host_bytes is not None:
         if type(wrapper) is not Unwrapped:
             check_amount(host_budget)
@@ -116,7 +119,8 @@ def compile(  # noqa: A001
         asked = {"host_budget": choices.host_bytes if is_amount(host_budget) else host_budget}
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
-    compiler = _compiler_of(kernels, dynamic=dynamic)(
+    make_compiler, other_sizes = _makers_of(kernels)
+    compiler = make_compiler(
         wrapper,
         loss_fn,
         optimizer,
@@ -144,7 +148,7 @@ def compile(  # noqa: A001
 
     def make(batch: Batch, budget: str | int) -> PlannedStep:
         if dynamic:
-            return DynamicStep(compiler, batch, budget, max_plans=max_plans)
+            return DynamicStep(compiler, batch, budget, other_sizes, max_plans=max_plans)
         made_with = {**solved.keywords, **asked, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
         return _planned(compiler, batch, budget, cache, made_with)
 
@@ -206,29 +210,21 @@ def _recorder(wrapper: Unwrapped, *, dynamic: bool) -> Callable[[], Recorder]:
     return partial(CudaGraphs, device)
 
 
-def _compiler_of(kernels: str, *, dynamic: bool) -> type[Compiler]:
-    """What makes steps of these kernels."""
+def _makers_of(kernels: str) -> tuple[type[Compiler], MakeOtherSizes]:
+    """What makes steps of these kernels, and those of other sizes."""
     if kernels == "eager":
-        return Compiler
+        return Compiler, PredictedSizes
     if kernels != "inductor":
         raise PlannerError(f"kernels is {kernels!r}: choose eager or inductor")
-    if dynamic:
-        raise PlannerError(
-            "Inductor compiles other kernels for each size, and their times are not predicted: leave out dynamic=True, or "
-            "kernels='inductor'; replan=True makes a plan for each size that comes"
-        )
-    from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
+    from planner.training.compiled_sizes import CompiledSizes  # importing Inductor takes a second
+    from planner.training.inductor_compiler import InductorCompiler
 
-    return InductorCompiler
+    return InductorCompiler, CompiledSizes
 
 
-def _check_traced(options: Sequence[str], kernels: str, *, dynamic: bool) -> None:
+def _check_traced(options: Sequence[str], kernels: str) -> None:
     """Refuse what is found in the calls of a step where they are not at hand."""
-    if not (traced := traced_options(options)):
-        return
-    if dynamic:
-        raise PlannerError(f"plans for varying sizes have no {traced[0]} yet: leave out options=, or dynamic=True")
-    if kernels != "eager":
+    if kernels != "eager" and (traced := traced_options(options)):
         raise PlannerError(
             f"{traced[0]} are found among the kernels of eager PyTorch, not of {kernels}: leave out options=, or kernels="
         )

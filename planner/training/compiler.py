@@ -10,7 +10,7 @@ from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.options.traced import with_traced
+from graphs.options.traced import with_graph, with_traced
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
@@ -73,7 +73,11 @@ class Compiler:
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``solve``.
         """
-        return self.solve(self.profile(captured, batch), batch, budget)
+        return self.plan(self.profile(captured, batch), batch, budget)
+
+    def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """As ``make``, where `captured` is profiled."""
+        return self.solve(captured, batch, budget)
 
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
         optimizer, accumulate = self.optimizer, self.accumulate
@@ -83,7 +87,9 @@ class Compiler:
 
     def capture_shapes(self, batch: Batch) -> Capture:
         """The step on `batch`, of which nothing is run: sizes are what shapes say."""
-        return capture(self.wrapper.module, self.loss_fn, batch, optimizer=self.optimizer, accumulate=self.accumulate)
+        optimizer, accumulate = self.optimizer, self.accumulate
+        captured = capture(self.wrapper.module, self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
+        return with_traced(captured, self.options)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """`captured` with measured times and workspaces."""
@@ -152,7 +158,7 @@ class Compiler:
         return plan
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
-        offered = replace(captured, graph=with_recorded(captured.graph, plan.settings))
+        offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
         step = TrainingStep(self.wrapper.module, self.loss_fn)
         if self.recorder is None:

@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 from graphs.capture.kernels.variants import Variant
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture_kernels
+from graphs.cost.launch_by_launch import profile_launches
+from graphs.cost.replay import RealStep
 from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from graphs.ir import Graph
 from graphs.plan import Plan
@@ -25,13 +29,21 @@ class InductorCompiler(Compiler):
         """The step on `batch` as ``torch.compile`` compiles it, run once with everything kept."""
         return self._captured(batch, Variant.DEFAULT)
 
+    def capture_alone(self, batch: Batch) -> Capture:
+        """The step on `batch`, likewise, with times, measured by kernels one by one: never is all in memory that it makes."""
+        model, variant = self.wrapper.module, Variant.DEFAULT
+        captured = capture_kernels(
+            model, self.loss_fn, batch, variant=variant, optimizer=self.optimizer, accumulate=self.accumulate
+        )
+        return profile_launches(RealStep.of(captured, TrainingStep(model, self.loss_fn), batch))
+
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """The step on `batch` with the kernels of `plan`; `captured` is what ``capture`` returned."""
         variant = Variant(str(plan.graph.provenance["variant"]))
         return captured if variant is Variant.DEFAULT else self._other(variant, captured, batch)
 
-    def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
+    def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned, profiled.
 
         Where what ``torch.compile`` compiles fits without recomputation that costs, that is it. Otherwise other variants are
         compiled and planned too, and each that makes the same bits stands in turn with ``torch.compile``.
@@ -39,19 +51,18 @@ class InductorCompiler(Compiler):
         Raises:
             InfeasibleError, LimitError, BudgetError: the first variant does not fit, and no other does.
         """
-        profiled = self.profile(captured, batch)
-        whole_bytes = summarize(profiled.graph).store_all_peak_bytes
+        whole_bytes = summarize(captured.graph).store_all_peak_bytes
         budget_bytes = budget_in_bytes(budget, whole_bytes)
         steps: list[PlannedStep] = []
         failure: BudgetError | LimitError | None = None
         try:
-            steps.append(self.solve(profiled, batch, budget_bytes))
+            steps.append(self.solve(captured, batch, budget_bytes))
             if steps[0].plan.overhead <= _WORTH_IT:
                 return steps[0]
         except (BudgetError, LimitError) as error:
             failure = error
         comparing = replace(self, compare_eager=True)
-        for variant in _others(profiled.graph):
+        for variant in _others(captured.graph):
             try:
                 other = _shares_of(whole_bytes, self.profile(self._other(variant, captured, batch), batch))
                 with warnings.catch_warnings():

@@ -107,7 +107,12 @@ class Halves:
 
 
 def compile_halves(
-    stack: ExitStack, module: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object], variant: Variant
+    stack: ExitStack,
+    module: fx.GraphModule,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    variant: Variant,
+    export: Callable[..., JointWithDescriptors] = aot_export_joint_with_descriptors,
 ) -> Halves:
     """`module`, which Dynamo captured, compiled by Inductor; called in its tracing context.
 
@@ -115,6 +120,7 @@ def compile_halves(
         stack: open for as long as what is compiled is needed to be compiled again.
         args, kwargs: what the module is called with.
         variant: how.
+        export: what makes the joint graph.
     """
     found: dict[bool, Half] = {}
     extra = create_compiler_config_extra(module)
@@ -138,7 +144,7 @@ def compile_halves(
     assert context is not None
     with _settings(), variant.chosen(), V.set_fake_mode(context.fake_mode), disable_compiled_autograd(), kernels_apart():
         module = run_pre_grad_passes(module, args)  # type: ignore[arg-type]  # nests too
-        joint = aot_export_joint_with_descriptors(
+        joint = export(
             stack,
             module,
             args,

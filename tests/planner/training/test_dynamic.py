@@ -14,7 +14,8 @@ from graphs.errors import GraphError, InfeasibleError, MismatchError, PlannerErr
 from graphs.synthetic.small import training_chain
 from graphs.zoo import Workload, build
 from planner.runtime.measure import measure_memory, outcome
-from planner.training.dynamic import DynamicStep, rounded_up
+from planner.training.dynamic import DynamicStep
+from planner.training.predicted_sizes import rounded_up
 from planner.training.shapes import Varying, shapes_of
 from tests.support.budgets import HALF_WAY
 

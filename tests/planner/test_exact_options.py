@@ -1,0 +1,82 @@
+"""Of the options that are named, only ops that differ in not a bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphs.errors import MismatchError, PlannerError
+from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.ir import Graph
+from graphs.options.traced import with_graph
+from graphs.zoo import Workload
+from planner import api, solve
+from planner.choices import choices_of, with_recorded
+from planner.plan_check import check_plan
+from tests.support.command import call, refused
+from tests.support.stand_ins import make
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return make("smoothed")
+
+
+@pytest.fixture(scope="module")
+def graph(workload: Workload) -> Graph:
+    """Traced, as on a machine where the backward passes in 4 and 8 chunks came out exact."""
+    found = api.trace(*workload, passes=1, options=["chunks"])
+    exact = [op.name for op in found.ops if op.optional and "backward" in op.target and op.target.endswith((".4", ".8"))]
+    ops = (replace(op, differs="" if op.name in exact else op.differs or "rounding") if op.optional else op for op in found.ops)
+    return replace(found, ops=tuple(ops))
+
+
+def test_only_exact_ops_are_offered_and_the_plan_says_which(graph: Graph, tmp_path: Path) -> None:
+    plan = solve(graph, "100%", options=["chunks"], exact=True, tolerance=0.5)
+    held = with_recorded(graph, plan.settings)
+    optional = [op for op in held.ops if op.optional]
+    assert [op.target for op in optional] == [
+        f"chunks.{kind}.{count}" for kind in ("backward", "backward_kept") for count in (4, 8)
+    ]
+    assert plan.settings["exact"] == [op.name for op in optional]
+    assert plan.graph.optional_ops == 4 and plan.differs == ()
+    check_plan(held, plan)
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    with pytest.raises(MismatchError, match="the exact ops 'all', which no solve records"):
+        with_recorded(graph, {**plan.settings, "exact": "all"})
+    assert "exact" not in solve(graph, "100%", options=["chunks"], tolerance=0.5).settings
+
+
+def test_it_is_run_on_what_is_captured_again(graph: Graph, workload: Workload) -> None:
+    """Nothing is compared then: which ops were exact is what the plan says."""
+    plan = solve(graph, "100%", options=["chunks"], exact=True, tolerance=0.5)
+    report = api.run(plan, *workload, repeats=1)
+    assert report.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
+    captured = api.capture_real(*workload, optimizer="none", accumulate=False, options=["chunks"])
+    names = [op.name for op in graph.ops if op.optional and op.exact]
+    held = with_graph(captured, with_recorded(captured.graph, {"options": ["chunks"], "exact": names}))
+    before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))
+    assert [before[op.name].outputs for op in held.graph.ops] == [c.outputs for c in held.program.calls]
+    assert all(before[op.name].composed is call.composed for op, call in zip(held.graph.ops, held.program.calls, strict=True))
+
+
+def test_it_needs_an_option() -> None:
+    with pytest.raises(PlannerError, match=r"exact given, but no option .*--options chunks"):
+        choices_of([], exact=True)
+    assert choices_of(["chunks"], exact=True).asked == {"options": ["chunks"], "exact": True}
+
+
+def test_the_commands_take_it(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, plan = tmp_path / "model.json", tmp_path / "plan.json"
+    write_graph(graph, model)
+    assert any(line.split() == ["optional", "ops", "4"] for line in call(capsys, "info", model, "--exact").out.splitlines())
+    done = call(
+        capsys, "solve", model, "--budget", "100%", "--options", "chunks", "--exact", "--tolerance", "50%", "--quiet", "-o", plan
+    )
+    assert done.code == 0 and len(read_plan(plan).settings["exact"]) == 4
+    refused(call(capsys, "solve", model, "--budget", "100%", "--exact"), 1, "exact given", "--options chunks")
+    refused(call(capsys, "info", plan, "--exact"), 2, "--exact is about the optional ops of a graph")

@@ -1,0 +1,114 @@
+"""Batches of varying sizes over Inductor's kernels: the bits of ``torch.compile`` at each, and the budget from the first on."""
+
+import copy
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.capture.step import TrainingStep
+from graphs.cost.allocator import cpu_allocations
+from graphs.cost.launch_by_launch import profile_launches
+from graphs.cost.link import MEASURED_LINK
+from graphs.cost.replay import RealStep
+from graphs.errors import InfeasibleError
+from planner.runtime.measure import outcome
+from planner.training.dynamic import DynamicStep
+from planner.training.shapes import shapes_of
+from tests.support.kernel_steps import CASES, Case, compiled, mlp, prepare
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
+]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_compilers() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class BySize(nn.Module):
+    """Other ops for few rows, and much that is there at a time for many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x).sin(), 0.1) if len(x) > 20 else layer(x).cos()
+        return x
+
+
+def batch(rows: int) -> Batch:
+    return torch.randn(rows, 16), torch.randn(rows, 16)
+
+
+def test_each_size_is_compiled_and_planned_for_itself() -> None:
+    torch.manual_seed(0)
+    model = BySize()
+    step = planner.compile(
+        model,
+        F.mse_loss,
+        batch(256),
+        budget="100%",
+        kernels="inductor",
+        dynamic=True,
+        passes=1,
+        time_limit_s=10.0,
+        max_plans=2,
+        options=["offload"],
+        host_budget="1GB",
+    )
+    assert isinstance(step, DynamicStep)
+    link = step.plan.graph.provenance[MEASURED_LINK]
+    budget_bytes = step.plan.budget_bytes
+    for rows in (12, 288):
+        given = batch(rows)
+        events = cpu_allocations(lambda _, given=given: step(*given))
+        level, most = 0, 0
+        for event in events:
+            level += event.size_bytes or 0
+            most = max(most, level)
+        sized = step.plans[-1]
+        assert (sized.shapes, sized.solved_for, sized.plan) == (shapes_of(given), (), step.plan)
+        assert sized.plan.measured_peak_bytes <= sized.plan.peak_bytes <= budget_bytes == sized.plan.budget_bytes
+        whole_bytes = sized.plan.graph.store_all_peak_bytes
+        if rows == 288:  # what was measured before the plan was made fits too
+            assert whole_bytes > budget_bytes > most + sized.plan.graph.static_bytes - 3 * given[0].nbytes
+        assert sized.plan.graph.provenance[MEASURED_LINK] == link
+        plain = compiled(lambda x, y: F.mse_loss(model(x), y))
+        assert outcome(plain, model, given, seed=1).differences(outcome(step, model, given, seed=1)) == ()
+    assert [sized.shapes[0] for sized in step.plans] == [(12, 16), (288, 16)]
+    with pytest.raises(InfeasibleError, match=r"^for a batch of float32\[4096, 16\], float32\[4096, 16\]: budget .* is below"):
+        step(*batch(4096))
+
+
+@pytest.mark.parametrize("case", [Case(mlp), pytest.param(CASES["everything"], marks=pytest.mark.slow)])
+def test_kernels_one_by_one_take_what_they_take_in_the_step(case: Case) -> None:
+    """To the byte; the times differ by what was in the caches."""
+    known = prepare(case)
+    graph, step = known.graph, TrainingStep(known.workload.model, known.workload.loss_fn)
+    unknown = replace(
+        graph,
+        ops=tuple(replace(op, time_s=0.0, workspace_bytes=0) for op in graph.ops),
+        tensors=tuple(t if t.static else replace(t, size_bytes=0, shape=(), dtype="") for t in graph.tensors),
+    )
+    state, drawn = copy.deepcopy(step.state_dict()), torch.get_rng_state()
+    real = RealStep.of(replace(known.captured, graph=unknown), step, known.workload.batch)
+    found = profile_launches(real).graph
+    assert found.tensors == graph.tensors
+    assert [op.workspace_bytes for op in found.ops] == [op.workspace_bytes for op in graph.ops]
+    assert all(op.time_s > 0 for op in found.ops)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(value, state[name]) for name, value in step.state_dict().items())

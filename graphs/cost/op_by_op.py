@@ -18,10 +18,12 @@ from graphs.capture.eager_ops import called
 from graphs.capture.layouts import laid_out, read_strides
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import items
+from graphs.capture.program import Composed
 from graphs.capture.statics import allocated_bytes
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.devices import Device, op_time_s, workspace_bytes
 from graphs.cost.made_up import Like, least_time_s
+from graphs.cost.roofline import modelled_composed
 from graphs.ir import Graph
 from graphs.torch_private.core import disable_current_modes, no_python_dispatcher, profiler_enabled, pytree
 
@@ -83,6 +85,12 @@ class _Work:
             target = _Reading(target, tuple(strides.get(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves))
         return cls(target, args, kwargs, tuple(tensors.values()), paths)
 
+    @classmethod
+    def composed(cls, composed: Composed, paths: tuple[str, ...]) -> "_Work":
+        """Several operators that are called as one."""
+        likes = tuple(map(Like.of, composed.fakes))
+        return cls(composed, tuple(map(_Number, range(len(likes)))), {}, likes, paths)
+
     @property
     def key(self) -> str:
         """What its cost depends on."""
@@ -118,6 +126,7 @@ class _Number:
 
 
 _COSTS: dict[str, _Cost] = {}
+_COMPOSED = "composed "  # keys of what is of one graph alone begin with it
 
 
 def profile_ops(capture: Capture, device: torch.device, model: Device) -> Graph:
@@ -140,7 +149,8 @@ def profile_ops(capture: Capture, device: torch.device, model: Device) -> Graph:
             ops.append(op)
             continue
         ops.append(replace(op, time_s=cost.time_s, workspace_bytes=cost.workspace_bytes))
-        sizes |= {t: size for (t, _), size in zip(capture.program.calls[op.id].outputs, cost.output_bytes, strict=True)}
+        made = zip(capture.program.calls[op.id].outputs, cost.output_bytes, strict=True)
+        sizes |= {t: size for (t, _), size in made if graph.tensors[t].producers[0] == op.id}
     tensors = tuple(replace(t, size_bytes=sizes[t.id]) for t in graph.tensors)
     provenance = {
         **graph.provenance,
@@ -160,11 +170,16 @@ def _costs(capture: Capture, device: torch.device, model: Device) -> list[_Cost 
     modelled: dict[str, _Cost] = {}
     keys: list[str | None] = []
     for node, call in zip(capture.nodes, capture.program.calls, strict=True):
-        if node is None:
+        paths = tuple(path for _, path in call.outputs)
+        if call.composed is not None:
+            work = _Work.composed(call.composed, paths)
+            key = f"{_COMPOSED}{len(keys)}"
+        elif node is not None:
+            work = _Work.of(node, paths, known)
+            key = work.key
+        else:
             keys.append(None)
             continue
-        work = _Work.of(node, tuple(path for _, path in call.outputs), known)
-        key = work.key
         keys.append(key)
         if key not in _COSTS and key not in new and key not in modelled:
             try:
@@ -175,14 +190,24 @@ def _costs(capture: Capture, device: torch.device, model: Device) -> list[_Cost 
                     "modelled, and a workspace it may need is not in the plan; leave a margin",
                     stacklevel=2,
                 )
-                modelled[key] = _modelled(node, work.paths, device, model)
+                modelled[key] = (
+                    _modelled_composed(call.composed, device, model)
+                    if call.composed is not None
+                    else _modelled(node, work.paths, device, model)  # type: ignore[arg-type]
+                )
+        if node is None:
+            continue
         cost = _COSTS.get(key) or modelled.get(key) or new[key][1]
         for path, output in zip(work.paths, cost.outputs, strict=True):
             if output is not None:
                 known |= dict.fromkeys(items(node, path), output)
     for (key, (_, cost)), rise in zip(new.items(), _rises([w for w, _ in new.values()], generator, device), strict=True):
         _COSTS[key] = replace(cost, workspace_bytes=max(0, rise - sum(cost.output_bytes)))
-    return [None if key is None else modelled.get(key) or _COSTS[key] for key in keys]
+    costs = [None if key is None else modelled.get(key) or _COSTS[key] for key in keys]
+    for key in new:
+        if key.startswith(_COMPOSED):
+            del _COSTS[key]
+    return costs
 
 
 @contextmanager
@@ -235,6 +260,12 @@ def _modelled(node: fx.Node, paths: Sequence[str], device: torch.device, model: 
     call = (node.target, args, kwargs, value, model)
     sizes = tuple(_bytes_of(_pick(value, path), device) for path in paths)
     return _Cost(op_time_s(*call), workspace_bytes(*call), sizes, (None,) * len(paths))
+
+
+def _modelled_composed(composed: Composed, device: torch.device, model: Device) -> _Cost:
+    time_s, workspace = modelled_composed(composed, model)
+    sizes = tuple(_bytes_of(value, device) for value in composed(*composed.fakes))
+    return _Cost(time_s, workspace, sizes, (None,) * len(sizes))
 
 
 def _pick(value: Any, path: str) -> Any:

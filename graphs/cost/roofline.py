@@ -21,7 +21,7 @@ def model_times(capture: Capture, device: Device) -> Graph:
     ops = []
     for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True):
         if (composed := call.composed) is not None:
-            time_s, bytes_ = _modelled(composed, device)
+            time_s, bytes_ = modelled_composed(composed, device)
             ops.append(replace(op, time_s=time_s, workspace_bytes=bytes_))
             continue
         if node is None:
@@ -34,7 +34,7 @@ def model_times(capture: Capture, device: Device) -> Graph:
     return Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
 
 
-def _modelled(composed: Composed, device: Device) -> tuple[float, int]:
+def modelled_composed(composed: Composed, device: Device) -> tuple[float, int]:
     """Seconds of all that `composed` calls, and the most bytes that are there meanwhile besides its inputs and outputs."""
     with torch.no_grad(), _Modelled(device) as seen:
         made = composed(*composed.fakes)

@@ -48,7 +48,8 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
             measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (as in ``planner.compile``);
             and ``options``, ``link`` and ``host_budget``, likewise: with ``["offload"]`` tensors also go to the host and
-            come back. All graphs share the host's memory.
+            come back, and all graphs share the host's memory; with ``["chunks"]`` loss heads that are in a graph may be
+            computed in chunks.
 
     Raises:
         PlannerError: unknown options, or no budget.
@@ -71,7 +72,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = _device(joint, budget.options)
-        captured = capture_joint(joint, device, measure="roofline" not in budget.options)
+        captured = capture_joint(joint, device, measure="roofline" not in budget.options, options=budget.traced)
         graph = PlannedOps(joint, *budget.offered(captured, _where(joint)), outputs=num_fwd_outputs)
         add(graph)
         planned.append(graph)

@@ -1,19 +1,23 @@
 """Parts of a schedule as FX graphs, which AOTAutograd calls as forward and backward."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
+from torch.fx.proxy import GraphAppendingTracer
 
 from graphs.capture.eager_ops import called
 from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import ignored_inputs
-from graphs.pools import DEVICE_TO_HOST, HOST
+from graphs.capture.program import Call, Composed, variable
+from graphs.ir import Op
+from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST
 from graphs.schedule import Compute, Step
 from graphs.torch_private.capture import SavedForBackwardsAOTOutput
 from planner.runtime.channels import Channels
@@ -98,11 +102,39 @@ class Emitter:
                 if self.captured.graph.tensors[step.tensor].pool == HOST:
                     self._hold(freed)
                 self._wait(self.under_way.before_freeing(step.tensor), held=freed)
-            elif self.captured.graph.ops[step.op].optional:
-                self._transfer(step.op)
+            elif (op := self.captured.graph.ops[step.op]).optional:
+                if op.stream == COMPUTE:
+                    self._wait(self.under_way.before_reading(op.inputs))
+                    self._compose(op)
+                else:
+                    self._transfer(step.op)
             elif (node := self.captured.nodes[step.op]) is not None:
                 self._wait(self.under_way.before_reading(self.captured.graph.ops[step.op].inputs))
                 self._compute(step.op, node)
+
+    def _compose(self, op: Op) -> None:
+        """Call an optional op, which runs several operators: its arguments are source over variables, as in programs."""
+        call = self.captured.program.calls[op.id]
+        assert isinstance(call, Call)
+        assert call.composed is not None
+        recording = GraphAppendingTracer(self.graph)
+        read = {variable(t): fx.Proxy(self._held(t), recording) for t in op.inputs}
+        arguments = call.expression.partition("(")[2].removesuffix(")")
+        given = eval(f"({arguments},)", dict(self.captured.program.namespace), read)
+        made = self.graph.call_function(
+            _function(call.composed),
+            map_aggregate(given, lambda v: v.node if isinstance(v, fx.Proxy) else v),
+        )
+        for tensor, path in call.outputs:
+            if tensor not in self.env:
+                self.env[tensor] = self.graph.call_function(operator.getitem, (made, int(path[1:-1])))
+
+    def _held(self, tensor: int) -> fx.Node:
+        """What holds a tensor; constants are taken when they are first read."""
+        if tensor not in self.env:
+            constant = next(node for node, t in self.origins.items() if t == tensor and node.op == "get_attr")
+            self.env[tensor] = self.graph.node_copy(constant)
+        return self.env[tensor]
 
     def _transfer(self, op: int) -> None:
         """Issue a copy to the host or back."""
@@ -162,10 +194,7 @@ class Emitter:
         if not isinstance(given, fx.Node):
             return given
         if given in self.origins:
-            tensor = self.origins[given]
-            if tensor not in self.env and given.op == "get_attr":
-                self.env[tensor] = self.graph.node_copy(given)
-            return self.env[tensor]
+            return self._held(self.origins[given])
         copied = self.graph.node_copy(given, self.value)
         copied.target = called(copied.target)
         return copied
@@ -203,6 +232,15 @@ class _Copying:
             channels.wait(copy)
 
         self.out, self.back, self.wait = out, back, wait
+
+
+def _function(composed: Composed) -> Callable[..., Any]:
+    """A function, as in ``_Copying``."""
+
+    def composed_op(*given: Any) -> Any:
+        return composed(*given)
+
+    return composed_op
 
 
 def _held(_: object) -> None:

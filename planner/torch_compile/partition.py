@@ -23,6 +23,8 @@ from graphs.cost.op_by_op import profile_ops
 from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Phase
+from graphs.options.traced import with_traced
+from graphs.pools import COMPUTE
 from graphs.schedule import Compute, Schedule, Step
 from graphs.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
 from graphs.torch_private.core import pytree
@@ -33,13 +35,15 @@ from planner.torch_compile.emitter import Emitter
 aten = torch.ops.aten
 
 
-def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool) -> Capture:
+def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool, options: Sequence[str] = ()) -> Capture:
     """The joint graph as ops and storages, with the time and memory of each op.
 
     Args:
         module: the joint graph.
         device: whose times are modelled.
         measure: run each op on the device it is on, instead.
+        options: choices besides recomputing that are found in the graph. What they round counts as rounded, for nothing is
+            compared.
 
     Raises:
         TraceError: shapes that are not known yet, or an op that no static graph can hold.
@@ -59,7 +63,7 @@ def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool) -> C
     statics = Placeholders(placeholders, where)
     generator = torch.default_generator
     lowered = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
-    captured = drawn_once(lowered)
+    captured = with_traced(drawn_once(lowered), options)
     graph = profile_ops(captured, where, device) if measure else model_times(captured, device)
     return replace(captured, graph=once(graph, mutated_inputs(module, statics)))
 
@@ -153,7 +157,8 @@ def interface(
     for node in _inputs(module, tangents=False):
         forward.input(node)
     forward.run(steps[:cut])
-    saved = [forward.env[t] for t in slots]
+    some = next(iter(forward.env.values()))  # for what only optional ops make
+    saved = [forward.env.get(t, some) for t in slots]
     first = forward.finish_forward(returned[:forward_outputs], [*saved, saved[0]])
 
     backward = Emitter(module, captured, origins, after_forward=True)
@@ -177,9 +182,12 @@ def slots(module: fx.GraphModule, captured: Capture) -> tuple[int, ...]:
     graph, excluded = captured.graph, set(tangents(module, captured))
     primals = {node.name for node in _inputs(module, tangents=False)}
     found = [s.tensor for s in captured.program.sources if s.name in primals and s.tensor not in excluded]
-    for op, node in zip(graph.program, captured.nodes, strict=True):
+    for op, node in zip(graph.program, captured.nodes, strict=False):
         if op.phase is Phase.FORWARD and node is not None:
             found += op.outputs
+    for op in graph.ops[len(graph.program) :]:
+        if op.phase is Phase.FORWARD and op.stream == COMPUTE:
+            found += [t for t in op.outputs if t not in found]
     return tuple(found)
 
 

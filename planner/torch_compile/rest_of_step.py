@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from graphs.ir import Graph, Op, Phase
-from graphs.options.offload import without_copies
+from graphs.options import without_options
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule, Step, schedule_of
 from graphs.simulate import simulate
@@ -31,7 +31,8 @@ def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
 
     outputs = sorted(t for t in graph.kept if any(p < cut for p in graph.tensors[t].producers))
     rest = Op(cut, "rest_of_the_step", "rest", tuple(outputs), made, 0.0, rest_bytes, Phase.BACKWARD, recomputable=False)
-    ops = (*graph.ops[:cut], rest, *(replace(op, id=op.id + 1) for op in graph.ops[cut:]))
+    behind = (replace(op, id=op.id + 1, stands_for=shifted(op.stands_for)) for op in graph.ops[cut:])
+    ops = (*graph.ops[:cut], rest, *behind)
     tensors = tuple(replace(t, producers=(cut,) if t.id in made else shifted(t.producers)) for t in graph.tensors)
     return replace(graph, ops=ops, tensors=tensors, kept=graph.kept.union(made))
 
@@ -50,7 +51,7 @@ def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
 
 def keeping_all(graph: Graph) -> Schedule:
     """Every op of the program once; what else `graph` offers is left alone."""
-    return store_all(without_copies(graph)[0])
+    return store_all(without_options(graph))
 
 
 def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
@@ -65,9 +66,9 @@ def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
 
 
 def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
-    """A schedule within the budget that keeps little between the passes, and copies nothing; None where none is found."""
+    """A schedule of the program alone within the budget that keeps little between the passes; None where none is found."""
     made = tuple(tangents)
-    graph, _ = without_copies(graph)
+    graph = without_options(graph)
     end = min(_TRY_S, time_limit_s / _TRIES)
 
     def leaving(rest_bytes: int) -> Schedule | None:

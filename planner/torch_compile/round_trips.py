@@ -6,7 +6,6 @@ from typing import TypeVar
 
 import torch
 
-from graphs.capture.lower import Capture
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.pools import HOST
@@ -28,12 +27,7 @@ class RoundTrips:
         """For graphs with these choices."""
         assert choices.host_bytes is not None
         self.host_bytes = choices.host_bytes
-        self._choices = choices
         self._opened: tuple[torch.device, Channels] | None = None
-
-    def offered(self, captured: Capture) -> Capture:
-        """`captured` with the choices."""
-        return replace(captured, graph=self._choices.offered(captured.graph))
 
     def channels(self, device: torch.device) -> Channels:
         """Between `device`, where a graph runs, and the host; the same for all graphs, from step to step.

@@ -7,7 +7,7 @@ all are known, with what each leaves in memory for the others, and are planned a
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,11 +59,14 @@ class SharedBudget:
     def __init__(self, options: Mapping[str, Any], solve: Solve) -> None:
         self.options = options
         choices = choices_of(options.get("options", ()), options.get("link"), options.get("host_budget"))
-        if choices is not None and (traced := traced_options(choices.options)):
-            raise PlannerError(f"{traced[0]} are not found under torch.compile yet: leave them out, or use planner.compile")
+        if options.get("compile") == "inductor" and choices is not None and (traced := traced_options(choices.options)):
+            raise PlannerError(
+                f"{traced[0]} are found among the kernels of eager PyTorch, not of inductor: leave them out, or 'compile'"
+            )
         if choices is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             check_amount(options.get("host_budget"))
-        self._trips = None if choices is None else RoundTrips(choices)
+        self._choices = choices
+        self._trips = None if choices is None or choices.host_bytes is None else RoundTrips(choices)
         self._solve = solve
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
@@ -72,7 +75,14 @@ class SharedBudget:
 
     def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
         """`captured`, a graph on `device`, with the choices that were asked for, and by what it copies, if it may."""
-        return (captured, None) if self._trips is None else (self._trips.offered(captured), self._trips.channels(device))
+        if self._choices is not None:
+            captured = replace(captured, graph=self._choices.offered(captured.graph))
+        return captured, None if self._trips is None else self._trips.channels(device)
+
+    @property
+    def traced(self) -> tuple[str, ...]:
+        """The choices that were asked for and are found in the captured graphs."""
+        return () if self._choices is None else traced_options(self._choices.options)
 
     def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
         """Plan a graph that was just reached.
@@ -148,7 +158,8 @@ class SharedBudget:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {"time_limit_s": self.limit_s, "tolerance": self.options.get("tolerance", WIDENING)}
+        tolerance = self.options.get("tolerance", WIDENING)
+        return {"time_limit_s": self.limit_s, "tolerance": tolerance, "options": self.traced}  # others are in the graphs already
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
         """The budget in bytes, for a step of these graphs."""

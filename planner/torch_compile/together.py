@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from graphs.errors import InfeasibleError
-from graphs.options.offload import without_copies
+from graphs.options import without_options
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -117,7 +117,7 @@ class Together:
         """Schedules that keep no more than `kept`; None where none are found."""
         found = {}
         for graph in self._graphs:
-            captured, room = without_copies(graph.captured.graph)[0], self._room(graph, kept)
+            captured, room = without_options(graph.captured.graph), self._room(graph, kept)
             roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
             schedule: Schedule | None = store_all(roomy)
             if schedule is not None and simulate(roomy, schedule).peak_bytes > room:

@@ -169,8 +169,11 @@ class Picks(nn.Linear):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Branches, r"if hidden\.sum\(\)\.item\(\) > 0.* depends on parameters or activations"),
-        (Picks, r"^Inductor's code has the statement .* shapes and control flow must not depend on data"),
+        (Branches, r"if hidden\.sum\(\)\.item\(\) > 0 .* depends on the data, on parameters or activations"),
+        pytest.param(
+            *(Picks, r"^Inductor's code has the statement .* shapes and control flow must not depend on data"),
+            marks=pytest.mark.slow,  # only what is compiled says so
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_one_clear_error(kind: type[nn.Linear], said: str) -> None:

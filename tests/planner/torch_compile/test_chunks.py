@@ -1,0 +1,90 @@
+"""Loss heads in chunks inside the graphs of a compiled model."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.cost.allocator import cpu_allocations
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.plan import Plan
+from graphs.simulate import simulate
+from planner.solving import solve
+from planner.torch_compile import backend
+from solvers.bounds import least_budget_bound
+from solvers.policies.store_all import store_all
+from tests.support.stand_ins import CLASSES, in_chunks, make, schedule_with
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compilers() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def steps() -> tuple[nn.Module, Callable[..., torch.Tensor], Batch]:
+    torch.manual_seed(0)
+    model, loss_fn, _ = make("smoothed")
+    assert loss_fn is not None
+    return model, lambda x, y: loss_fn(model(x), y), (torch.randn(64, 12), torch.randint(CLASSES, (64,)))
+
+
+def trained(model: nn.Module, step: Callable[..., torch.Tensor], batch: Batch) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = step(*batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def most_bytes(run: Callable[[], Any]) -> int:
+    level = most = 0
+    for event in cpu_allocations(lambda _: run()):
+        level += event.size_bytes or 0
+        most = max(most, level)
+    return most
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, step, batch = steps()
+    solved: list[tuple[Graph, Plan]] = []
+
+    def solving(graph: Graph, budget: int, **settings: Any) -> Plan:
+        budget = simulate(graph, schedule_with(graph, in_chunks(graph, 4))).peak_bytes
+        plan = solve(graph, budget, **settings)
+        solved.append((graph, plan))
+        return plan
+
+    monkeypatch.setattr(backend, "solve", solving)
+    options = {"budget": "100%", "options": ["chunks"], "tolerance": 0.5, **({} if measured else {"roofline": "cpu"})}
+    planned = torch.compile(step, backend="planner", dynamic=False, options=options)
+    wanted, found = trained(model, step, batch), trained(model, planned, batch)
+    ((graph, plan),) = solved
+    assert plan.budget_bytes < least_budget_bound(without_options(graph)).budget_bytes
+    assert any(graph.ops[op].optional for op in plan.schedule.computed) and plan.differs
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(wanted, found, strict=True))
+    again, kept = most_bytes(lambda: trained(model, planned, batch)), simulate(graph, store_all(without_options(graph)))
+    assert again < most_bytes(lambda: trained(model, step, batch)) < kept.peak_bytes
+
+
+def test_a_graph_without_a_loss_has_none() -> None:
+    model, _, (x, _) = steps()
+    planned = torch.compile(model, backend="planner", dynamic=False, options={"budget": "100%", "options": ["chunks"]})
+    assert torch.equal(planned(x), model(x))
+
+
+def test_compiled_kernels_have_none() -> None:
+    model, _, (x, _) = steps()
+    options = {"budget": "100%", "options": ["chunks"], "compile": "inductor"}
+    with pytest.raises(Exception, match="chunks are found among the kernels of eager PyTorch, not of inductor") as raised:
+        torch.compile(model, backend="planner", dynamic=False, options=options)(x)
+    assert isinstance(raised.value.__cause__ or raised.value.inner_exception, PlannerError)  # type: ignore[attr-defined]

@@ -54,6 +54,7 @@ def batch(rows: int) -> Batch:
     return torch.randn(rows, 16), torch.randn(rows, 16)
 
 
+@pytest.mark.slow
 def test_each_size_is_compiled_and_planned_for_itself() -> None:
     torch.manual_seed(0)
     model = BySize()

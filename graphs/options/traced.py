@@ -11,6 +11,7 @@ from graphs.errors import TraceError
 from graphs.ir import Graph, Op
 from graphs.options import check_options, traced_options
 from graphs.options.chunks import chunked, settle
+from graphs.options.packing import packed
 from graphs.options.selection import TRACED
 
 
@@ -20,19 +21,22 @@ class Traced:
 
     Attributes:
         rewrite: adds its ops, which call what they are named by: ``NAME.more``.
-        settle: an op of it, measured, with what differs of its outputs, by whether each was equal to the program's.
+        settle: an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None where
+            all of its ops are exact.
     """
 
     rewrite: Callable[[Capture], Capture]
-    settle: Callable[[Capture, Op, Sequence[bool]], Op]
+    settle: Callable[[Capture, Op, Sequence[bool]], Op] | None = None
 
 
-REWRITES: Mapping[str, Traced] = MappingProxyType({"chunks": Traced(chunked, settle)})
+REWRITES: Mapping[str, Traced] = MappingProxyType({"chunks": Traced(chunked, settle), "pack": Traced(packed)})
 
 
 def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
     """`op`, an optional one, with what differs of its outputs; `equal` says which came out as the program's, to the last bit."""
-    return REWRITES[op.target.partition(".")[0]].settle(capture, op, equal)
+    settle_op = REWRITES[op.target.partition(".")[0]].settle
+    assert settle_op is not None
+    return settle_op(capture, op, equal)
 
 
 def with_graph(capture: Capture, graph: Graph) -> Capture:

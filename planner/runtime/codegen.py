@@ -46,8 +46,7 @@ class Code:
 def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channels: Channels | None = None) -> Code:
     """Compile `schedule`, which must be valid on `graph` (``simulate``), and copies by `channels`, if at all."""
     cut = boundary(graph, schedule)
-    times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
-    writer = CopyingWriter(graph, program, repeated={op for op, count in times.items() if count > 1})
+    writer = CopyingWriter(graph, program, repeated=_repeated(graph, program, schedule))
     forward = writer.write(schedule.steps[:cut])
 
     later = {t for step in schedule.steps[cut:] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
@@ -75,6 +74,14 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channel
     read = {name for line in backward for name in re.findall(r"\bt\d+\b", line)}
     reads = tuple(variable(source.tensor) in read for source in program.sources)
     return Code(functions["forward"], functions["backward"], reads, tuple(alive), returned, source)
+
+
+def _repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
+    """Ops that are executed more than once, or whose random numbers another op draws again."""
+    times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
+    states = {program.calls[op].random_state: op for op in times}
+    redrawn = {states[t] for op in times for t in graph.ops[op].inputs if t in states and states[t] != op}
+    return redrawn | {op for op, count in times.items() if count > 1}
 
 
 def boundary(graph: Graph, schedule: Schedule) -> int:

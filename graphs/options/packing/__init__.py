@@ -10,6 +10,7 @@ from collections.abc import Callable
 from graphs.capture.lower import Capture
 from graphs.options.packing import comparisons, masks, pooling, ranges, redrawn, results, shapes
 from graphs.options.packing.finder import Finder
+from graphs.torch_private.core import disable_current_modes
 
 KINDS: tuple[Callable[[Finder], None], ...] = (
     masks.offer,
@@ -25,6 +26,7 @@ KINDS: tuple[Callable[[Finder], None], ...] = (
 def packed(capture: Capture) -> Capture:
     """`capture` with ops that pack what is large and read in the backward pass; their times are not measured."""
     finder = Finder(capture, spared={*comparisons.COMPARISONS, *results.ACTIVATIONS, *shapes.WRITING})
-    for offer in KINDS:
-        offer(finder)
+    with disable_current_modes():  # what is added is fake in the way of what was captured
+        for offer in KINDS:
+            offer(finder)
     return finder.captured()

@@ -151,7 +151,7 @@ def offer(finder: Finder) -> None:
     for op, node in finder.calls(COMPARISONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
-        if finder.is_needed(x) or needed_result(finder, node) is not None or not _is_alike(node):
+        if finder.is_needed(x) or needed_result(finder, node) is not None or not _is_alike(finder, node):
             continue
         comparison, size = COMPARISONS[node.target], bits.part_size(fake(x).numel(), finder.device)
         packed = fake(x).new_empty(bits.bytes_of(fake(x).numel()), dtype=torch.uint8)
@@ -162,13 +162,15 @@ def offer(finder: Finder) -> None:
         finder.add(answer, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
 
 
-def _is_alike(node: fx.Node) -> bool:
+def _is_alike(finder: Finder, node: fx.Node) -> bool:
     """Whether what `node` reads and makes lies in one order without gaps, and its arguments are of the type of its elements."""
     gradient, x, *arguments = node.args
     assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
     dtypes = {fake(value).dtype for value in (gradient, x, node)}
     dense = is_dense(fake(node)) and same_layout(fake(x), fake(node)) and same_layout(fake(gradient), fake(node))
-    slope = node.target is aten.leaky_relu_backward.default  # which is multiplied by, as the kernel does
-    if fake(x).dtype is torch.float64:  # in which the kernel of hardsigmoid multiplies by a sixth in single precision
-        return False
-    return dense and len(dtypes) == 1 and (slope or all(is_of_type(number, fake(x).dtype) for number in arguments))
+    # Kernels of the CPU give what is no number bits that depend on whether it is computed in a vector or by itself: this one
+    # in bfloat16, products in any half; and in float64 a sixth is not that of the kernel.
+    if node.target is not aten.threshold_backward.default:
+        return dense and dtypes == {torch.float32}
+    rounded = finder.device == "cpu" and torch.bfloat16 in dtypes
+    return dense and len(dtypes) == 1 and not rounded and all(is_of_type(number, fake(x).dtype) for number in arguments)

@@ -1,0 +1,65 @@
+"""Steps with something to pack, and schedules that pack it, written down without a solver."""
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.ir import Graph, Op, Phase
+from graphs.schedule import Schedule, schedule_of
+from graphs.zoo import Workload
+
+
+class Mixed(nn.Module):
+    """Something for each kind of packing, in sizes that are no multiples of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7)
+        self.second, self.third, self.fourth = nn.Conv2d(7, 9, 3), nn.Conv2d(9, 9, 1), nn.Conv2d(9, 9, 3, padding=1)
+        self.gates, self.head = nn.Conv2d(9, 9, 1), nn.Linear(9, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(torch.relu(self.norm(self.first(x))), 3, 2, 1)
+        x = F.avg_pool2d(F.leaky_relu(self.second(x), 0.1), 2, 1)
+        x = self.fourth(F.relu6(self.third(x)))
+        x = F.dropout(x, 0.3, self.training)
+        x = torch.where(x > 0.1, x * x, x)
+        x = F.hardsigmoid(self.gates(x)) * x.amax((2, 3), keepdim=True)
+        return self.head(x.max(dim=3).values.mean(2))
+
+
+def mixed(*, channels_last: bool = False) -> Workload:
+    """The same every time."""
+    torch.manual_seed(7)
+    model, x, target = Mixed(), torch.randn(5, 3, 17, 15), torch.randint(5, (5,))
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    return Workload(model, nn.CrossEntropyLoss(), (x, target))
+
+
+def does(graph: Graph, what: str) -> list[Op]:
+    """The ops of ``pack`` that do that, and those that make what they read."""
+    found = [op for op in graph.ops if op.target == f"pack.{what}"]
+    own = _program_tensors(graph)
+    return [*found, *(graph.ops[p] for op in found for t in op.inputs if t not in own for p in graph.tensors[t].producers)]
+
+
+def packing(graph: Graph, chosen: Collection[Op]) -> Schedule:
+    """Each op of the program in its order, with those `chosen`: packing at once, unpacking as late as can be."""
+    instead = {p: op.id for op in chosen for p in op.stands_for}
+    own = _program_tensors(graph)
+    unpacks = [op for op in chosen if not op.stands_for and set(op.outputs) <= own]
+    packs = [op for op in chosen if not set(op.outputs) <= own]
+    computed: list[int] = []
+    for op in graph.program:
+        if op.phase is Phase.BACKWARD:
+            computed += [other.id for other in unpacks if other.id not in computed and set(other.outputs) & set(op.inputs)]
+        computed.append(instead.get(op.id, op.id))
+        computed += [other.id for other in packs if set(other.inputs) & set(op.outputs)]
+    return schedule_of(graph, computed)
+
+
+def _program_tensors(graph: Graph) -> set[int]:
+    return {t for op in graph.program for t in op.outputs}

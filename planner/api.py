@@ -69,8 +69,8 @@ def trace(
         measure_link: also measure copies to the host and back beside the step, for the option ``offload``: they become part
             of the provenance.
         name: of the model, for messages.
-        options: choices besides recomputing that are found in the step itself, names in ``graphs.options``: ``chunks``. Their
-            ops are part of the graph; ``solve`` takes them where it is given the same names.
+        options: choices besides recomputing that are found in the step itself, names in ``graphs.options``: ``chunks`` and
+            ``pack``. Their ops are part of the graph; ``solve`` takes them where it is given the same names.
 
     Raises:
         TraceError: the step cannot be captured as one static graph; or a link is to be measured with a roofline.

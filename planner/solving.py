@@ -65,7 +65,7 @@ def solve(
         reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
         options: choices that the graph is given, names in ``graphs.options``: ``offload``, for the solver ``windows`` and those
-            that offload; and ``chunks``, where it was traced with them. What else it was traced with is left out.
+            that offload; and ``chunks`` and ``pack``, where it was traced with them. What else it was traced with is left out.
         link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``. Without `link` what is
             known of the graph's device counts: measured, or else published.
         exact: of these, offer only ops that differ from the program in not a bit, as far as that was verified.

@@ -48,9 +48,10 @@ class Copies:
 
 
 def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
-    """`graph` with a round trip for each tensor that the step makes and reads on the device and does not keep.
+    """`graph` with a round trip for each tensor that the program makes and reads on the device and does not keep.
 
-    States of generators stay. Tensors of less than ``LEAST_BYTES`` stay, unless the graph has only such.
+    States of generators stay, and what only optional ops make. Tensors of less than ``LEAST_BYTES`` stay, unless the graph has
+    only such.
 
     Raises:
         GraphError: the graph has other pools or streams already.
@@ -60,6 +61,7 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
     # What draws from a state writes it there first, and would have to wait for its copy.
     made = [t for t in made if graph.consumers[t.id] and t.kind is not Kind.RANDOM_STATE]
+    made = [t for t in made if t.producers[0] < len(graph.program)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
     ops, tensors = list(graph.ops), list(graph.tensors)
     for t in large or made:

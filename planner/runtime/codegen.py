@@ -79,8 +79,8 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channel
 def _repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
     """Ops that are executed more than once, or whose random numbers another op draws again."""
     times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
-    states = {program.calls[op].random_state: op for op in times}
-    redrawn = {states[t] for op in times for t in graph.ops[op].inputs if t in states and states[t] != op}
+    drawn = {call.random_state: op for op, call in enumerate(program.calls)}
+    redrawn = {drawn[t] for op in times for t in graph.ops[op].inputs if t in drawn and drawn[t] != op}
     return redrawn | {op for op, count in times.items() if count > 1}
 
 

@@ -248,3 +248,27 @@ def test_a_roofline_gives_times_and_workspaces_and_no_mask_of_cuda_is_drawn_agai
     for op in graph.ops[len(graph.program) :]:
         assert op.time_s > 0
         assert op.workspace_bytes <= 2**24 // 8 + 512, op  # of a mask, a byte each
+
+
+def test_batch_norm_has_no_exact_gradient_from_its_output() -> None:
+    """So none is offered: shares of the gradient's elements with other bits, by the kernel and by the formula."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(8, 16, 14, 14), torch.rand(16) + 0.5, torch.randn(16)
+    gradient, mean, variance = torch.randn_like(x), torch.zeros(16), torch.ones(16)
+    y, mean_here, scale = aten.native_batch_norm(x, weight, bias, mean, variance, True, 0.1, 1e-5)
+
+    def differing(found: torch.Tensor) -> float:
+        return float((found != of(x)).float().mean())
+
+    def of(given: torch.Tensor) -> torch.Tensor:
+        rest = (weight, mean, variance, mean_here, scale, True, 1e-5, [True, False, False])
+        made: torch.Tensor = aten.native_batch_norm_backward(gradient, given, *rest)[0]
+        return made
+
+    def over_channels(value: torch.Tensor) -> torch.Tensor:
+        return value.view(1, -1, 1, 1)
+
+    normal = (y - over_channels(bias)) / over_channels(weight)
+    means = [over_channels(value.mean((0, 2, 3))) for value in (gradient, gradient * normal)]
+    assert 0.05 < differing(of(normal / over_channels(scale) + over_channels(mean_here))) < 0.2
+    assert 0.3 < differing(over_channels(weight * scale) * (gradient - means[0] - normal * means[1])) < 0.6

@@ -11,6 +11,7 @@ from torch import fx
 from graphs.capture.outputs import fake
 from graphs.ir import Phase
 from graphs.options.packing.finder import Finder, same_layout
+from graphs.torch_private.core import OpOverload
 
 aten = torch.ops.aten
 
@@ -93,7 +94,7 @@ def needed_result(finder: Finder, node: fx.Node) -> fx.Node | None:
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
     """Of the activation `node`, behind what it reads."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     schema = node.target._schema.arguments[1:]
     given = node.args[1:]
     rest = (node.kwargs.get(argument.name, argument.default_value) for argument in schema[len(given) :])

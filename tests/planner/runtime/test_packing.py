@@ -3,9 +3,12 @@
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
+from graphs.errors import InfeasibleError
 from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
@@ -14,6 +17,7 @@ from graphs.zoo import Workload, build
 from planner.api import capture_profiled, measured_peak
 from planner.runtime.executor import Executor
 from planner.solving import solve
+from solvers.bounds import least_budget_bound
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.packing import does, mixed, packing
@@ -85,6 +89,18 @@ def test_solved_plans_are_exact() -> None:
         executed.update(graph.ops[op].target for op in plan.schedule.computed if graph.ops[op].optional)
         assert_exact(capture, workload, plan.schedule)
     assert executed
+
+
+def test_a_net_that_pools_fits_where_recomputing_does_not() -> None:
+    """The gradients of its pooling and of its ReLU read bits and bytes, instead of what is as large as what they make."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * 64, 5))
+    workload = Workload(model, nn.CrossEntropyLoss(), (torch.randn(8, 3, 34, 34), torch.randint(5, (8,))))
+    capture = capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["pack"])
+    below = least_budget_bound(with_options(capture.graph, ())).budget_bytes - 1
+    with pytest.raises(InfeasibleError):
+        solve(capture.graph, below, work_limit=20.0)
+    assert_exact(capture, workload, solve(capture.graph, below, options=["pack"], work_limit=20.0).schedule)
 
 
 def test_beside_copies_to_the_host() -> None:

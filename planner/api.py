@@ -19,7 +19,7 @@ from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph
 from graphs.options import check_traced, without_options
-from graphs.options.traced import with_graph, with_traced
+from graphs.options.traced import offered_as, with_graph, with_traced, without_needless
 from graphs.plan import Plan
 from graphs.pools import HOST
 from planner.choices import recorded_options, with_recorded
@@ -69,8 +69,8 @@ def trace(
         measure_link: also measure copies to the host and back beside the step, for the option ``offload``: they become part
             of the provenance.
         name: of the model, for messages.
-        options: choices besides recomputing that are found in the step itself, names in ``graphs.options``: ``chunks`` and
-            ``pack``. Their ops are part of the graph; ``solve`` takes them where it is given the same names.
+        options: choices besides recomputing that are found in the step itself, names in ``graphs.options``: ``chunks``,
+            ``pack``, ``kernels``. Their ops are part of the graph; ``solve`` takes them where it is given the same names.
 
     Raises:
         TraceError: the step cannot be captured as one static graph; or a link is to be measured with a roofline.
@@ -87,7 +87,8 @@ def trace(
         device = get_device(roofline)
         as_on_cuda = device.name != "cpu"
         modelled = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=as_on_cuda, name=name)
-        return model_times(with_traced(modelled, options), device)
+        modelled = with_traced(modelled, options)
+        return without_needless(replace(modelled, graph=model_times(modelled, device))).graph
     about: _About = {"optimizer": optimizer, "accumulate": accumulate, "name": name}
     return capture_profiled(model, loss_fn, batch, **about, passes=passes, measure_link=measure_link, options=options).graph
 
@@ -118,7 +119,7 @@ def with_times(
     if measure_link:
         link = link_beside(real, graph.time_s)
         graph = replace(graph, provenance={**graph.provenance, MEASURED_LINK: link.recorded})
-    return replace(captured, graph=graph)
+    return without_needless(replace(captured, graph=graph))
 
 
 def capture_real(
@@ -215,6 +216,7 @@ def run(
         name=str(provenance.get("model", "")),
         options=recorded_options(plan.settings),
     )
+    captured = offered_as(captured, provenance)
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=without_options(captured.graph))

@@ -65,7 +65,8 @@ def solve(
         reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
             None: for the solver ``windows`` only.
         options: choices that the graph is given, names in ``graphs.options``: ``offload``, for the solver ``windows`` and those
-            that offload; and ``chunks`` and ``pack``, where it was traced with them. What else it was traced with is left out.
+            that offload; ``chunks``, ``pack`` and ``kernels``, where it was traced with them. What else it was traced with is
+            left out.
         link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``. Without `link` what is
             known of the graph's device counts: measured, or else published.
         exact: of these, offer only ops that differ from the program in not a bit, as far as that was verified.
@@ -108,8 +109,10 @@ def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
     Raises:
         PlannerError: `solver` takes no graph that has some.
     """
-    if not SOLVERS[solver].copies:
-        raise PlannerError(f"the solver {solver!r} recomputes only: leave the options out, or take the solver 'windows'")
+    entry = SOLVERS[solver]
+    if not entry.copies and not (entry.choices and choices.host_bytes is None):
+        does = "copies nothing" if entry.choices else "recomputes only"
+        raise PlannerError(f"the solver {solver!r} {does}: leave the options out, or take the solver 'windows'")
     return choices.offered(graph)
 
 

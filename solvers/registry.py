@@ -84,6 +84,11 @@ SOLVERS: dict[str, Entry] = {
     "delta": _offload("delta", "DELTA online: evict the largest and stalest, swapped or recomputed"),
     "auto-perf-maxing": _offload("auto_perf", "fractions of layers by an LP, tensors by an ILP each, in rounds (torchtitan)"),
     "poet": _offload("poet", "POET's program: recompute or page, paging at no time; for small graphs (MILP, HiGHS)"),
+    "monet": Entry(
+        "solvers.policies.monet",
+        "MONeT's program: recompute the forward pass, choose kernels; small (HiGHS)",
+        choices=True,
+    ),
     "xengine": Entry(
         XENGINE, "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)", places=True
     ),

@@ -91,13 +91,14 @@ class RealStep:
 def _replay(graph: Graph) -> tuple[list[int], Schedule]:
     """Each op once, and the program's tensors held as if there were no others.
 
-    An optional op comes behind the last op that it stands for, or that makes what it reads. What it makes again is dropped.
+    An optional op comes behind the last op that it stands for, or that makes what it reads or makes as well. What it makes
+    again is dropped.
     """
     made_at = {t: op.id for op in graph.program for t in op.outputs}
     behind: dict[int, list[int]] = {}
     place = {op.id: op.id for op in graph.program}
     for op in graph.ops[len(graph.program) :]:
-        place[op.id] = max(op.stands_for or [made_at.get(t, 0) for t in op.inputs], default=0)
+        place[op.id] = max(op.stands_for or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
         behind.setdefault(place[op.id], []).append(op.id)
         for t in op.outputs:
             made_at.setdefault(t, place[op.id])

@@ -8,6 +8,7 @@ from graphs.ir import Graph, Op
 from graphs.pools import COMPUTE
 
 TRACED = "options"  # of the provenance: the choices that a graph was traced with
+LEFT_OUT = "left_out"  # likewise: names of ops of theirs that were found to be of no use
 
 
 def traced_with(graph: Graph) -> tuple[str, ...]:
@@ -28,7 +29,7 @@ def holding(graph: Graph, names: Collection[str]) -> Graph:
     provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
     if left := [name for name in traced_with(graph) if name in names]:
         provenance[TRACED] = left
-    kept = _without(graph, lambda op: _kind(op) in dropped)
+    kept = without(graph, lambda op: _kind(op) in dropped)
     return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
 
 
@@ -41,7 +42,7 @@ def holding_ops(graph: Graph, names: Collection[str]) -> Graph:
     """`graph` without the optional ops that were found when it was traced and are not called one of `names`."""
     found = [op.name for op in graph.ops if op.optional and _kind(op) in traced_with(graph)]
     dropped = set(found).difference(names)
-    return _without(graph, lambda op: op.name in dropped) if dropped else graph
+    return without(graph, lambda op: op.name in dropped) if dropped else graph
 
 
 def _kind(op: Op) -> str:
@@ -51,10 +52,10 @@ def _kind(op: Op) -> str:
 
 def without_computed(graph: Graph) -> Graph:
     """`graph` without the optional ops on the compute stream: the program, and what is done beside the computation."""
-    return graph if graph.plain else _without(graph, lambda op: op.stream == COMPUTE)
+    return graph if graph.plain else without(graph, lambda op: op.stream == COMPUTE)
 
 
-def _without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
+def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
     """`graph` without some of its optional ops, and tensors that only they make. Of what is left, ids close ranks."""
     ops = [op for op in graph.ops if not (op.optional and is_dropped(op))]
     new_op = {op.id: i for i, op in enumerate(ops)}

@@ -1,7 +1,7 @@
 """Choices that are found in a step when it is traced, by name: rewrites of what was captured."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -9,10 +9,9 @@ from graphs.capture.lower import Capture
 from graphs.capture.program import Call, Launches, variable
 from graphs.errors import TraceError
 from graphs.ir import Graph, Op
-from graphs.options import check_options, traced_options
-from graphs.options.chunks import chunked, settle
-from graphs.options.packing import packed
-from graphs.options.selection import TRACED
+from graphs.options import check_options, chunks, kernels, packing, traced_options
+from graphs.options.kernels.worth import needless
+from graphs.options.selection import LEFT_OUT, TRACED, traced_with, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,21 @@ class Traced:
         rewrite: adds its ops, which call what they are named by: ``NAME.more``.
         settle: an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None where
             all of its ops are exact.
+        needless: of what was captured, with times, the ids of its ops that are of no use.
     """
 
     rewrite: Callable[[Capture], Capture]
     settle: Callable[[Capture, Op, Sequence[bool]], Op] | None = None
+    needless: Callable[[Capture], Collection[int]] = lambda _: ()
 
 
-REWRITES: Mapping[str, Traced] = MappingProxyType({"chunks": Traced(chunked, settle), "pack": Traced(packed)})
+REWRITES: Mapping[str, Traced] = MappingProxyType(
+    {
+        "chunks": Traced(chunks.chunked, chunks.settle),
+        "pack": Traced(packing.packed),
+        "kernels": Traced(kernels.with_kernels, kernels.settle, needless),
+    }
+)
 
 
 def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
@@ -77,3 +84,21 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
     graph = capture.graph
     provenance = {**graph.provenance, TRACED: list(wanted)}
     return replace(capture, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance, graph.pools))
+
+
+def without_needless(capture: Capture) -> Capture:
+    """`capture`, of which times are known, without the ops that are of no use; their names become part of the provenance."""
+    dropped = {op for name in traced_with(capture.graph) for op in REWRITES[name].needless(capture)}
+    if not dropped:
+        return capture
+    names = sorted(capture.graph.ops[op].name for op in dropped)
+    left = without(capture.graph, lambda op: op.id in dropped)
+    provenance = {**left.provenance, LEFT_OUT: names}
+    return with_graph(capture, Graph(left.ops, left.tensors, left.kept, provenance, left.pools))
+
+
+def offered_as(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+    """`capture` without the ops that were left out of the graph of `provenance`: the same step, of which times are known."""
+    names = provenance.get(LEFT_OUT, ())
+    assert isinstance(names, list | tuple)
+    return with_graph(capture, without(capture.graph, lambda op: op.name in names))

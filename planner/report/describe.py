@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from graphs.cost.link import MEASURED_LINK, measured_link
+from graphs.options.selection import LEFT_OUT
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes, format_ratio, format_seconds
@@ -204,6 +205,8 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
     def text(name: str, value: object) -> str:
         if name == MEASURED_LINK:
             return str(measured_link(provenance))
+        if name == LEFT_OUT and isinstance(value, list | tuple):
+            return f"{len(value)} optional ops that are neither faster nor smaller"
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
     return [(visible(name), visible(text(name, value))) for name, value in provenance.items()]

@@ -75,6 +75,7 @@ def compile(  # noqa: A001
             Without `link` copies are measured beside the step. On several processes each takes as much of the host's memory:
             `host_budget` is in bytes, or ``8GB``, there. With ``options=["chunks"]`` loss heads, and other large stretches by
             rows, may be computed in chunks: what is added up over rows is then rounded otherwise, and ``plan.differs`` says what.
+            With ``options=["kernels"]`` convolutions, attention and rows of ops may be computed by other kernels, likewise.
             With ``options=["pack"]`` masks, indices and signs may be kept in bits and bytes, exactly.
         exact: of the options, offer only ops that differ in not a bit: with ``dynamic`` these are of the first size.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions

@@ -10,7 +10,7 @@ from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.options.traced import with_graph, with_traced
+from graphs.options.traced import offered_as, with_graph, with_traced
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
@@ -63,9 +63,9 @@ class Compiler:
         return self._captured(batch, None)
 
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
-        """The step on `batch` with the kernels of `plan`; `captured` is what ``capture`` returned."""
-        del plan, batch
-        return captured
+        """The step on `batch` with the kernels that `plan` was offered; `captured` is what ``capture`` returned."""
+        del batch
+        return offered_as(captured, plan.graph.provenance)
 
     def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.

@@ -17,9 +17,9 @@ from graphs.ir import Graph, Op
 from graphs.options.added import Additions
 from graphs.options.chunks.asked import Total
 from graphs.options.chunks.body import Body, InChunks, Result, sliced
-from graphs.options.chunks.differences import differing
 from graphs.options.chunks.rows import Rows
 from graphs.options.chunks.stretches import Finder, Stretch
+from graphs.options.differing import differing
 
 CHUNKS = (2, 4, 8, 16)
 TARGET = "chunks"  # the first word of what the ops call

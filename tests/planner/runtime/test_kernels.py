@@ -1,0 +1,202 @@
+"""Steps of which ops are computed by other kernels: results, layouts, memory, training, and plans that choose of them."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import planner.training.compile as training
+from graphs.capture.lower import Capture
+from graphs.capture.program import Call, variable
+from graphs.capture.step import TrainingStep
+from graphs.cost.replay import RealStep, written_by
+from graphs.ir import Op, Phase
+from graphs.options import without_options
+from graphs.options.kernels.worth import needless
+from graphs.options.traced import without_needless
+from graphs.schedule import Compute, Schedule
+from graphs.simulate import simulate
+from graphs.zoo import Workload
+from planner import api
+from planner.runtime.executor import Executor
+from planner.runtime.measure import StepOutcome, outcome
+from planner.solving import solve
+from solvers.policies.store_all import store_all
+from tests.support.adamw import assert_same, train
+from tests.support.budgets import between
+from tests.support.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways
+
+_WAYS = [
+    ("convolutions", "channels_last"),
+    ("convolutions", "native"),
+    ("convolutions", "onednn"),
+    ("convolutions", "weight"),
+    ("convolutions", "in_place"),
+    ("channels last", "contiguous"),
+    ("channels last", "native"),
+    ("channels last", "weight"),
+    ("lines", "weight"),
+    ("causal", "math"),
+    ("causal", "in_place"),
+    ("masked", "math"),
+    ("halves", "math"),
+    ("halves", "in_place"),
+    ("written", "in_place"),
+]
+
+_OPTIONS = [["kernels"], *(pytest.param(["kernels", other], marks=pytest.mark.slow) for other in ("chunks", "offload"))]
+
+
+def run(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[StepOutcome, int]:
+    """What the step leaves behind, and its measured peak."""
+    model, loss_fn, batch = workload
+    step = TrainingStep(model, loss_fn)
+    executor = Executor(capture, schedule, model, loss_fn)
+    found = outcome(executor, model, batch, seed=0, written=written_by(capture, step, batch))
+    return found, api.measured_peak(capture, executor, step, batch).peak_bytes
+
+
+def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
+    """Of the peak; the gradient of the loss, which counts as there throughout, is not there yet in the forward pass."""
+    found = simulate(capture.graph, schedule)
+    peak = schedule.steps[found.peak_step]
+    assert isinstance(peak, Compute)
+    forward = capture.graph.ops[peak.op].phase is Phase.FORWARD
+    tangent = next(capture.graph.tensors[source.tensor] for source in capture.program.sources if source.is_tangent)
+    return found.peak_bytes - (tangent.size_bytes if forward else 0)
+
+
+def may_differ(capture: Capture, op: Op) -> set[str]:
+    """Names of the results of the step that may differ by `op`, as ``StepOutcome`` has them."""
+    said = op.differs.partition("(")[2].removesuffix(")")
+    gradients = [f"gradient of {capture.graph.tensors[t].name.removeprefix('model.')}" for t, _ in capture.program.gradients]
+    return {name.removeprefix("the ") for name in said.split(", ")}.union(gradients if said.endswith("gradients") else ())
+
+
+@pytest.mark.parametrize(("name", "way"), _WAYS)
+def test_a_step_by_other_kernels_is_the_step_but_for_rounding_in_the_memory_that_was_predicted(name: str, way: str) -> None:
+    capture, workload = with_all_ways(name)
+    ops = ops_by(capture.graph, way)
+    assert ops
+    program = replace(capture, graph=without_options(capture.graph))
+    wanted, _ = run(program, store_all(program.graph), workload)
+    schedule = schedule_by(capture.graph, ops)
+    found, peak_bytes = run(capture, schedule, workload)
+    assert peak_bytes == predicted_bytes(capture, schedule)
+    different = wanted.differences(found)
+    assert set(different) <= set().union(*(may_differ(capture, op) for op in ops))
+    for result in different:
+        difference = wanted.difference(result, found)
+        assert difference.relative is not None and difference.relative < (2e-2 if name == "halves" else 1e-5), difference
+
+
+def test_all_ways_are_tried_here() -> None:
+    assert {way for _, way in _WAYS} == {way for name in STEPS for way in ways_of(with_all_ways(name)[0].graph)}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_made_lies_as_the_program_has_it(name: str) -> None:
+    capture, (model, loss_fn, batch) = with_all_ways(name)
+    seen: dict[int, list[bool]] = {}
+
+    def look(op: Op) -> str | None:
+        call = capture.program.calls[op.id]
+        if not op.optional or not isinstance(call, Call):
+            return None
+        return f"{op.id}, {call.expression}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
+
+    def compare(op: int, made: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+        seen[op] = [
+            (m.shape, m.stride(), m.dtype) == (w.shape, w.stride(), w.dtype)
+            and m.untyped_storage().nbytes() == w.untyped_storage().nbytes() == capture.graph.tensors[t].size_bytes
+            for m, w, t in zip(made, wanted, capture.graph.ops[op].outputs, strict=True)
+        ]
+
+    real = RealStep.of(capture, TrainingStep(model, loss_fn), batch)
+    with real.running():
+        real.compile(look=look, at_end=False)(compare)
+    assert seen.keys() == {op.id for op in capture.graph.ops if op.optional}
+    assert [capture.graph.ops[op].name for op, alike in seen.items() if not all(alike)] == []
+
+
+@pytest.mark.parametrize("name", ["convolutions", "causal", "written"])
+def test_three_steps_of_adamw_are_the_same_where_ways_are_exact(name: str) -> None:
+    capture, workload = with_all_ways(name)
+    for way in ("weight", "in_place"):
+        ops = ops_by(capture.graph, way)
+        assert all(op.exact for op in ops)
+        assert_same(train(workload, None), train(workload, (capture, schedule_by(capture.graph, ops))))
+
+
+def test_less_is_in_memory_at_once_where_ops_write_over_what_they_read() -> None:
+    """Logits and their log-softmax are one tensor; the gradient of the one and of the other, too."""
+    capture, _ = with_all_ways("causal")
+    graph = capture.graph
+    logits = 4 * 32 * 501 * 4
+    for first, last in (("mm", "_log_softmax"), ("nll_loss_backward", "_log_softmax_backward_data")):
+        (op,) = (op for op in ops_by(graph, "in_place") if graph.ops[op.stands_for[0]].name == first)
+        pair = [graph.ops[p] for p in op.stands_for]
+        assert [p.name for p in pair] == [first, last] and op.workspace_bytes < logits / 100
+        assert not set(pair[0].outputs) & {*op.inputs, *op.outputs}
+
+
+def test_gradients_of_a_convolution_one_at_a_time_need_not_have_its_input_beside_its_gradient() -> None:
+    capture, _ = with_all_ways("convolutions")
+    graph = capture.graph
+    parts = {op.name: op for op in ops_by(graph, "weight")}
+    whole = next(op for op in graph.program if op.name == "convolution_backward_2")
+    weight, other = (parts[f"convolution_backward_2_{part}"] for part in ("weight", "input"))
+    assert weight.stands_for == (whole.id,) and other.stands_for == ()
+    assert set(other.inputs) < set(whole.inputs) and set(weight.outputs) | set(other.outputs) == set(whole.outputs)
+    assert not set(weight.outputs) & set(other.outputs)
+
+
+@pytest.mark.parametrize("options", _OPTIONS)
+def test_plans_choose_of_them_and_run_as_they_say(options: list[str]) -> None:
+    _, workload = with_all_ways("causal")
+    traced = [name for name in options if name != "offload"]
+    graph = api.trace(*workload, passes=1, options=traced)
+    plain = api.trace(*workload, passes=1)
+    budget = between(plain)
+    plan = solve(graph, budget, options=options, tolerance=0.05)
+    assert plan.peak_bytes <= budget
+    report = api.run(plan, *workload, repeats=1)
+    assert report.measured_peak_bytes == plan.peak_bytes
+    assert report.identical or plan.differs
+
+
+@pytest.mark.slow
+def test_training_takes_them_and_finds_its_plan_again(tmp_path: Path) -> None:
+    _, (model, loss_fn, batch) = with_all_ways("causal")
+    model = copy.deepcopy(model)
+    plain = api.trace(model, loss_fn, batch, passes=1)
+    how = {"budget": between(plain), "options": ["kernels"], "passes": 1, "cache": tmp_path, "tolerance": 0.05}
+    step = training.compile(model, loss_fn, batch, **how)
+    again = training.compile(model, loss_fn, batch, **how)
+    assert again.plan.schedule == step.plan.schedule and again.plan.measured_peak_bytes == step.plan.measured_peak_bytes
+    assert step.plan.measured_peak_bytes <= between(plain)
+
+
+def test_what_is_neither_faster_nor_smaller_is_left_out() -> None:
+    capture, _ = with_all_ways("convolutions")
+    graph = capture.graph
+    slow = {op.id for op in ops_by(graph, "native") + ops_by(graph, "channels_last")}
+    ops = tuple(
+        replace(op, time_s=1.0 if op.id in slow else 0.1, workspace_bytes=10**6 if op.optional else 0) for op in graph.ops
+    )
+    measured = replace(capture, graph=replace(graph, ops=ops))
+    assert needless(measured) >= slow
+    left = without_needless(measured)
+    assert [op.name for op in left.graph.ops if op.optional and op.name in {graph.ops[i].name for i in slow}] == []
+    assert len(left.graph.ops) == len(left.program.calls) == len(left.nodes)
+    assert set(left.graph.provenance["left_out"]) >= {graph.ops[i].name for i in slow}
+
+
+def test_what_is_much_faster_is_kept() -> None:
+    capture, _ = with_all_ways("convolutions")
+    graph = capture.graph
+    fast = {op.id for op in ops_by(graph, "native")}
+    ops = tuple(replace(op, time_s=0.1 if op.id in fast else 1.0) for op in graph.ops)
+    assert needless(replace(capture, graph=replace(graph, ops=ops))).isdisjoint(fast)

@@ -26,6 +26,7 @@ def check_graph(graph: "Graph") -> None:
         _check_choice(graph, op, written)
     _check_stand_ins(graph)
     _check_kept(graph)
+    _check_overwrites(graph)
     _check_capacities(graph)
 
 
@@ -199,3 +200,25 @@ def _check_stand_ins(graph: "Graph") -> None:
             continue
         if graph.ops[tensor.producers[0]].inputs or len(graph.consumers[tensor.id]) != 1:
             raise GraphError(f"{where} stands for one that is held: its op must read nothing, and one op must read it")
+
+
+def _check_overwrites(graph: "Graph") -> None:
+    """An output may take the memory of an input that is as large, goes with the op, and is nobody's memory but its own."""
+    stands_for = {other for t in graph.tensors for other in (t.view_of, t.held_for)}
+    for op in graph.ops:
+        pairs = op.overwrites
+        if pairs and not graph.plain:
+            raise GraphError(f"op {op.name!r} writes over an input: in graphs with pools, streams or optional ops none may")
+        if len({o for o, _ in pairs}) < len(pairs) or len({t for _, t in pairs}) < len(pairs):
+            raise GraphError(f"op {op.name!r} lists a tensor twice among what it writes over")
+        for o, t in pairs:
+            if o not in op.outputs or t not in op.inputs:
+                raise GraphError(f"op {op.name!r} writes tensor {o} over {t}: must be an output of it and an input")
+            made, read = graph.tensors[o], graph.tensors[t]
+            where = f"op {op.name!r} writes {made.name!r} over {read.name!r}"
+            if read.static or t in graph.kept:
+                raise GraphError(f"{where}, which must stay in memory")
+            if made.size_bytes != read.size_bytes:
+                raise GraphError(f"{where}: they have {made.size_bytes} and {read.size_bytes} bytes, and must have as many")
+            if stands_for & {o, t} or any(x is not None for x in (made.view_of, made.held_for, read.view_of, read.held_for)):
+                raise GraphError(f"{where}, but one of them shares its memory with, or stands for, another tensor")

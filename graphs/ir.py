@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -107,6 +107,8 @@ class Op:
         optional: not an op of the program: may be executed any number of times from none, anywhere.
         stands_for: ids of the program's ops that an optional op may be executed in place of, all at once.
         differs: what may differ from the program when it is executed (rounding, a lossy value), "" for not a bit.
+        overwrites: pairs of an output and an input: where a schedule frees the input right behind the op, the output takes
+            its memory.
     """
 
     id: int
@@ -125,6 +127,7 @@ class Op:
     optional: bool = False
     stands_for: tuple[int, ...] = ()
     differs: str = ""
+    overwrites: tuple[tuple[int, int], ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -164,6 +167,13 @@ class Graph:
         """This graph with so much more on the device throughout, which no op reads."""
         tensors = (*self.tensors, Tensor(len(self.tensors), name, size_bytes, (), kind))
         return Graph(self.ops, tensors, self.kept, self.provenance, self.pools)
+
+    def out_of_place(self) -> "Graph":
+        """This graph where no output takes the memory of an input: the program as eager PyTorch runs it."""
+        if not any(op.overwrites for op in self.ops):
+            return self
+        ops = tuple(replace(op, overwrites=()) for op in self.ops)
+        return Graph(ops, self.tensors, self.kept, self.provenance, self.pools)
 
     @cached_property
     def plain(self) -> bool:
@@ -242,6 +252,8 @@ class Graph:
             structure["pools"] = [[pool.name, pool.owner] for pool in self.pools]
             structure["places"] = [self.tensors[t].pool for t in used]
             structure["choices"] = [[op.stream, op.optional, op.stands_for] for op in self.ops]
+        if any(op.overwrites for op in self.ops):
+            structure["overwrites"] = [[[number[t] for t in pair] for pair in op.overwrites] for op in self.ops]
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]
 
 

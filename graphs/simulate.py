@@ -5,7 +5,7 @@ a peak is a fact of the schedule, whatever the streams' timing; time is for ``gr
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from graphs.clocks import run_clocks
@@ -51,7 +51,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """Run `schedule` on `graph` with sizes instead of tensors.
 
     During a Compute step, memory of a pool = static + live tensors + the op's outputs + its workspace; an
-    output that is live already is there twice during the step, and once afterwards.
+    output that is live already is there twice during the step, and once afterwards. An output that may be
+    written over an input takes no memory of its own where that is among what is freed right behind the step.
 
     Raises:
         ScheduleError: an op or tensor that does not exist; an op that reads what is not in memory,
@@ -63,7 +64,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     judge = _Judge(graph)
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            judge.compute(index, step.op)
+            judge.compute(index, step.op, _freed_behind(graph, schedule, index))
         elif isinstance(step, Free):
             judge.free(index, step.tensor)
         else:
@@ -83,8 +84,21 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     )
 
 
+def _freed_behind(graph: Graph, schedule: Schedule, index: int) -> set[int]:
+    """What is freed before the next execution after step `index`; nothing where its op writes over nothing."""
+    steps = schedule.steps
+    step, freed = steps[index], set[int]()
+    if isinstance(step, Compute) and 0 <= step.op < len(graph.ops) and graph.ops[step.op].overwrites:
+        while (index := index + 1) < len(steps) and isinstance(later := steps[index], Free):
+            freed.add(later.tensor)
+    return freed
+
+
 class _Memory:
-    """What is in a pool: `live_bytes` after a step, `now_bytes` during it, `at_step_bytes` during each."""
+    """What is in a pool: `live_bytes` after a step, `now_bytes` during it, `at_step_bytes` during each.
+
+    The memory of those `given` is that of what the last op has written over them.
+    """
 
     def __init__(self, graph: Graph, pool: Pool) -> None:
         self.pool = pool
@@ -93,11 +107,18 @@ class _Memory:
         self.works_for = [p.owner for p in graph.pools].index(pool.owner) == graph.pools.index(pool)
         self.live_bytes = self.now_bytes = graph.static_bytes_by_pool[pool.name]
         self.at_step_bytes: list[int] = []
+        self.given: set[int] = set()
 
-    def compute(self, op: Op, new: Sequence[int]) -> None:
-        """Take the bytes of its outputs, for good where they are `new`, and of its workspace."""
+    def compute(self, op: Op, new: Sequence[int], goes: Collection[int]) -> None:
+        """Take the bytes of its outputs, for good where they are `new`, and of its workspace.
+
+        Args:
+            goes: what is freed right behind it, and may be written over.
+        """
         sizes = self.sizes
         made_bytes = sum([sizes[t] for t in op.outputs])
+        self.given = {t for _, t in op.overwrites if t in goes}
+        self.live_bytes -= sum([sizes[t] for t in self.given])
         self.now_bytes = self.live_bytes + made_bytes
         if self.works_for and op.stream == self.pool.owner:
             self.now_bytes += op.workspace_bytes
@@ -105,7 +126,8 @@ class _Memory:
         self.live_bytes += made_bytes if len(new) == len(op.outputs) else sum([sizes[t] for t in new])
 
     def free(self, t: int) -> None:
-        self.live_bytes -= self.sizes[t]
+        if t not in self.given:
+            self.live_bytes -= self.sizes[t]
         self.now_bytes = self.live_bytes
         self.at_step_bytes.append(self.now_bytes)
 
@@ -125,7 +147,7 @@ class _Judge:
             for t in op.mutates:
                 self.writers.setdefault(t, []).append(op.id)
 
-    def compute(self, index: int, op_id: int) -> None:
+    def compute(self, index: int, op_id: int, goes: Collection[int]) -> None:
         if not 0 <= op_id < len(self.graph.ops):
             raise ScheduleError(f"step {index} computes op {op_id}, but the graph has {len(self.graph.ops)} ops")
         op = self.graph.ops[op_id]
@@ -144,7 +166,7 @@ class _Judge:
         for t in new:
             there[t] = True
         for memory in self.memories:
-            memory.compute(op, new)
+            memory.compute(op, new, goes)
             if memory.now_bytes > memory.limit_bytes:
                 raise ScheduleError(
                     f"step {index} computes {op.name!r}, which takes pool {memory.pool.name!r} to {memory.now_bytes} bytes: "

@@ -219,7 +219,7 @@ def run(
     captured = offered_as(captured, provenance)
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
-    captured = replace(captured, graph=without_options(captured.graph))
+    captured = replace(captured, graph=without_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)

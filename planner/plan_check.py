@@ -79,7 +79,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
     offered = with_recorded(graph, plan.settings)
     check_same_graph(plan.graph, summarize(offered))
     more_bytes = plan.graph.static_bytes - graph.static_bytes
-    found, program = simulate(offered, plan.schedule), without_options(graph)
+    found, program = simulate(offered, plan.schedule), without_options(graph).out_of_place()
     peaks = (
         ("a peak", plan.peak_bytes, found.peak_bytes),
         ("a peak without recomputation", plan.graph.store_all_peak_bytes, simulate(program, store_all(program)).peak_bytes),

@@ -135,13 +135,13 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
 
 
 def summarize(graph: Graph) -> GraphSummary:
-    """What a plan says about the graph it is for: of its program, whatever else it offers.
+    """What a plan says about the graph it is for: of its program as eager PyTorch runs it, whatever else it offers.
 
     Raises:
         GraphError: its sizes or times sum to more than can be counted.
     """
     check_sums(graph)
-    program = without_options(graph)
+    program = without_options(graph).out_of_place()
     return GraphSummary(
         fingerprint=graph.fingerprint,
         ops=len(program.ops),
@@ -204,7 +204,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: C
         least_bytes = simulate(graph, known).peak_bytes
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
-        whole = offloaded(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
+        whole = offloaded(graph.out_of_place(), Surroundings(Link.even(1.0)))  # whatever the link, and the host
         sending = least_sending(whole, limited, should_stop=should_stop)
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes

@@ -17,7 +17,8 @@ class Need:
         op: id of the op.
         total_bytes: all of the following.
         static_bytes: what lives throughout.
-        inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, static inputs not counted.
+        inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, static inputs not counted, nor outputs that may be
+            written over an input.
         held_bytes: other tensors made before that must be there: kept ones, and what is read later,
             cannot be made again, and has no place on the host. What is made before is a matter of the
             order of first executions.
@@ -89,13 +90,13 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
     for place in graph.program:
         if place.id in left_out:
             continue
-        needs = [_need_of(graph, sizes, place, held[place.id])]
+        needs = [_need_of(graph, sizes, place, held[place.id], stays)]
         for op in instead.get(place.id, ()):
             own = {*op.inputs, *op.outputs}.difference(place.inputs, place.outputs)
             twice = sum(sizes[t] for t in own for whose in (stays, away) if t in whose and whose[t][0] <= place.id < whose[t][1])
             apart = set(place.inputs).difference(op.inputs, op.outputs)
             more = sum(sizes[t] for t in apart if t in stays and stays[t][0] <= place.id < stays[t][1])
-            needs.append(_need_of(graph, sizes, op, held[place.id] - twice + more))
+            needs.append(_need_of(graph, sizes, op, held[place.id] - twice + more, stays))
         need = min(needs, key=lambda need: need.total_bytes)
         if best is None or need.total_bytes > best.total_bytes:
             best = need
@@ -105,13 +106,15 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
     return best
 
 
-def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int) -> Need:
-    inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
+_Stays = dict[int, tuple[int, int]]  # for tensors, from which op to before which they must be somewhere
+
+
+def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays: _Stays) -> Need:
+    """Of `op` with what must be in memory beside it. An output takes the place of an input that need not stay, where it may."""
+    over = {o for o, t in op.overwrites if t not in stays or not stays[t][0] <= op.id < stays[t][1]}
+    inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs if t not in over)
     total = graph.static_bytes + inputs + outputs + op.workspace_bytes + held_bytes
     return Need(op.id, total, graph.static_bytes, inputs, outputs, op.workspace_bytes, held_bytes)
-
-
-_Stays = dict[int, tuple[int, int]]  # for tensors, from which op to before which they must be somewhere
 
 
 def _held_bytes(
@@ -134,7 +137,7 @@ def _held_bytes(
         kept_bytes += sum(sizes[t] for t in op.outputs if t in graph.kept)
         # Executed again, it meets at least the kept tensors made up to it; its own are made a second time.
         again = graph.static_bytes + kept_bytes + sum(sizes[t] for t in op.inputs if t not in graph.kept)
-        again += outputs + op.workspace_bytes
+        again += outputs - sum(sizes[o] for o, _ in op.overwrites) + op.workspace_bytes
         fixed = not op.recomputable or (budget_bytes is not None and again > budget_bytes)
         for t in op.outputs:
             readers = [r for r in graph.consumers[t] if r < n]
@@ -179,11 +182,10 @@ def any_order_need(graph: Graph) -> Need:
                 bits |= depends[producer] | 1 << producer
         depends.append(bits)
         own = {*op.inputs, *op.outputs}
-        inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs)
         held = sum(t.size_bytes for t in kept if t.id not in own and any(bits >> p & 1 for p in t.producers))
-        total = graph.static_bytes + inputs + outputs + op.workspace_bytes + held
-        if best is None or total > best.total_bytes:
-            best = Need(op.id, total, graph.static_bytes, inputs, outputs, op.workspace_bytes, held)
+        need = _need_of(graph, sizes, op, held, {})
+        if best is None or need.total_bytes > best.total_bytes:
+            best = need
     assert best is not None  # a graph has an op
     return best
 

@@ -31,7 +31,8 @@ class Problem:
         consumers: for each tensor the ops that read it, in order.
         kept: whether t must be in memory at the end.
         settled: for each tensor the op by whose place it has certainly been made, if it is kept.
-        own_bytes: bytes(io(i)) + w_i for each op.
+        held: for each op io(i) less the inputs that an output may be written over: what is there beside each other throughout.
+        own_bytes: bytes(held(i)) + w_i for each op.
         again_bytes: the same for a recomputation of i: its kept outputs are there already, and made again.
         recomputable: whether an execution of i besides the one in its place is allowed and may serve something.
         circles: sets of ops each of which depends on all the others, by way of what is made a second time.
@@ -55,6 +56,7 @@ class Problem:
     consumers: tuple[tuple[int, ...], ...]
     kept: tuple[bool, ...]
     settled: tuple[int, ...]
+    held: tuple[frozenset[int], ...]
     own_bytes: tuple[int, ...]
     again_bytes: tuple[int, ...]
     recomputable: tuple[bool, ...]
@@ -87,6 +89,10 @@ class Problem:
                 gain = sum(self.time_s[i] for i in group) - self.time_s[b]
                 gains[group[-1]] = max(gains.get(group[-1], 0.0), gain)
         return self.base_s - sum(gains.values())
+
+    def may_overwrite(self, op: int, t: int) -> bool:
+        """Whether an output of `op` may be written over t, which it reads."""
+        return t in self.inputs[op] and t not in self.held[op]
 
     def units(self, seconds: float) -> float:
         """Seconds in the units of the objectives; 0 if no op takes time."""
@@ -123,7 +129,8 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     kept = tuple(t.id in graph.kept for t in graph.tensors)
     inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in ops)
     outputs = tuple(op.outputs for op in ops)
-    own = tuple(sum(sizes[t] for t in (*inputs[i], *outputs[i])) + op.workspace_bytes for i, op in enumerate(ops))
+    held = tuple(frozenset((*inputs[i], *outputs[i])).difference(t for _, t in op.overwrites) for i, op in enumerate(ops))
+    own = tuple(sum(sizes[t] for t in held[i]) + op.workspace_bytes for i, op in enumerate(ops))
     again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     makers = _positions(outputs, len(sizes))
     program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in makers]
@@ -145,6 +152,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         consumers=_positions(inputs, len(sizes)),
         kept=kept,
         settled=settled,
+        held=held,
         own_bytes=own,
         again_bytes=again,
         recomputable=tuple(allowed[i] and last_worth[i] > i and needed[i] <= capacity_bytes for i in range(len(ops))),

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice, takewhile
 from typing import Any, ClassVar, Protocol
 
 from graphs.errors import ScheduleError
@@ -73,6 +73,7 @@ class Call:
             execution; None for an op that draws nothing.
         redraw: the expression that draws from the generator ``Program.own_generator``; None where no kernel does.
         composed: what the expression calls, where that runs several operators; None where it is one.
+        in_place: the expression that writes the output over the input that ``Op.overwrites`` says; None where it says none.
     """
 
     expression: str
@@ -80,6 +81,7 @@ class Call:
     random_state: int | None = None
     redraw: str | None = None
     composed: "Composed | None" = None
+    in_place: str | None = None
 
     def bind(self, wanted: Container[int]) -> list[str]:
         """The lines that execute it and bind the outputs in `wanted` to their variables."""
@@ -208,11 +210,13 @@ class Writer:
     def write(self, steps: Iterable[Step]) -> list[str]:
         """The lines that do `steps`, after those written before."""
         lines: list[str] = []
-        for step in steps:
+        steps = tuple(steps)
+        for place, step in enumerate(steps):
+            lines += self._before(step)
             match step:
                 case Compute(op):
                     wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
-                    lines += self._compute(op, frozenset(wanted))
+                    lines += self._compute(op, frozenset(wanted), _freed_after(steps, place))
                     self._done.add(op)
                     self.live.update(dict.fromkeys(wanted))
                 case Free(tensor):
@@ -222,8 +226,17 @@ class Writer:
                     raise ScheduleError(f"step {step!r} cannot be executed")
         return lines
 
-    def _compute(self, op: int, wanted: frozenset[int]) -> list[str]:
+    def _before(self, step: Step) -> list[str]:
+        """The lines that come before those of `step`."""
+        return []
+
+    def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
+        """The lines that execute `op`, behind which `freed` is freed."""
         call = self.program.calls[op]
+        if any(t in freed for _, t in self.graph.ops[op].overwrites):
+            assert isinstance(call, Call)
+            assert call.in_place is not None
+            return call.bind_to(call.in_place, wanted)
         if call.random_state is None:
             return call.bind(wanted)
         assert isinstance(call, Call)
@@ -251,6 +264,12 @@ class Writer:
             f"    {generator}.set_state(_now.get_state())",
             "    del _now",
         ]
+
+
+def _freed_after(steps: Sequence[Step], place: int) -> set[int]:
+    """What is freed behind the execution at `place`, before the next."""
+    behind = takewhile(lambda step: isinstance(step, Free), islice(steps, place + 1, None))
+    return {step.tensor for step in behind if isinstance(step, Free)}
 
 
 class _Life:

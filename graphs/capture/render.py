@@ -13,6 +13,8 @@ from graphs.capture.redraw import drawing_from
 from graphs.errors import TraceError
 from graphs.torch_private.core import OpOverload
 
+LAID_OUT = "laid_out"  # what lays an argument out anew is called so
+
 
 class Renderer:
     """Writes calls of ops, and keeps what they name.
@@ -67,7 +69,7 @@ class Renderer:
     def _render(self, arg: object, strides: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> str:
         match arg:
             case fx.Node() if arg in strides:
-                return f"{self._name(laid_out, 'laid_out')}({self.expressions[arg]}, {tuple(strides[arg])})"
+                return f"{self._name(laid_out, LAID_OUT)}({self.expressions[arg]}, {tuple(strides[arg])})"
             case fx.Node():
                 return self.expressions[arg]
             case list() | tuple():

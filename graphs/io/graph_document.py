@@ -61,6 +61,7 @@ class _Op(Struct, forbid_unknown_fields=True):
     optional: bool = False
     stands_for: _Ids = ()
     differs: str = ""
+    overwrites: tuple[tuple[Natural, Natural], ...] = ()
 
 
 class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -40,6 +40,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "chunks": Option("loss heads, and other large stretches that are row by row, may be computed in 2 to 16 chunks"),
         "pack": Option("masks, indices and what activations read may be kept in bits and bytes, exactly"),
         "kernels": Option("convolutions, attention and losses may be computed by other kernels, with other workspaces"),
+        "in-place": Option("ops may write element by element over an input that goes with them"),
         "placement": Option("ops may run on other devices, with copies between (in Python: Surroundings.others)", placed),
     }
 )

@@ -24,7 +24,7 @@ class Additions:
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.tensor_of = _tensors(capture)
+        self.tensor_of = tensors_by_storage(capture)
         self._ops: list[Op] = []
         self._calls: list[Call] = []
         self._called: dict[str, Composed] = {}
@@ -112,7 +112,8 @@ def value_of(node: fx.Node, path: str = "") -> Any:
     return value
 
 
-def _tensors(capture: Capture) -> dict[int, int]:
+def tensors_by_storage(capture: Capture) -> dict[int, int]:
+    """By storage of a fake value of `capture`, its tensor."""
     found = {}
     for node, expression in capture.expressions.items():
         if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor):

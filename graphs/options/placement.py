@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Tensor
+from graphs.options.selection import check_out_of_place
 from graphs.options.surroundings import OtherDevice, Surroundings
 from graphs.pools import COMPUTE, Pool
 
@@ -54,6 +55,7 @@ def placed(graph: Graph, surroundings: Surroundings) -> Graph:
     """
     if not graph.plain:
         raise GraphError("placement is added to a graph that has choices already: add it first, and once")
+    check_out_of_place(graph, "placement")
     if not surroundings.others:
         raise GraphError("placement needs another device, and the time of each op there: give Surroundings(others=...)")
     writer = _Writer(graph)

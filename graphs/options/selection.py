@@ -11,6 +11,19 @@ TRACED = "options"  # of the provenance: the choices that a graph was traced wit
 LEFT_OUT = "left_out"  # likewise: names of ops of theirs that were found to be of no use
 
 
+IN_PLACE = "in-place"  # the choice that adds no op, but ``Op.overwrites``
+
+
+def check_out_of_place(graph: Graph, name: str) -> None:
+    """Refuse a graph with the choice ``IN_PLACE`` where the choice `name` is to be added.
+
+    Raises:
+        GraphError: an op of it may write over an input.
+    """
+    if any(op.overwrites for op in graph.ops):
+        raise GraphError(f"the options {IN_PLACE!r} and {name!r} cannot be taken together: leave one of them out")
+
+
 def traced_with(graph: Graph) -> tuple[str, ...]:
     """The choices that were found when `graph` was traced, or looked for."""
     names = graph.provenance.get(TRACED, ())
@@ -29,6 +42,7 @@ def holding(graph: Graph, names: Collection[str]) -> Graph:
     provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
     if left := [name for name in traced_with(graph) if name in names]:
         provenance[TRACED] = left
+    graph = graph.out_of_place() if IN_PLACE in dropped else graph
     kept = without(graph, lambda op: _kind(op) in dropped)
     return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
 

@@ -10,8 +10,9 @@ from graphs.capture.program import Call, Launches, variable
 from graphs.errors import TraceError
 from graphs.ir import Graph, Op
 from graphs.options import check_options, chunks, kernels, packing, traced_options
+from graphs.options.in_place import in_place
 from graphs.options.kernels.worth import needless
-from graphs.options.selection import LEFT_OUT, TRACED, traced_with, without
+from graphs.options.selection import IN_PLACE, LEFT_OUT, TRACED, traced_with, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Traced:
     Attributes:
         rewrite: adds its ops, which call what they are named by: ``NAME.more``.
         settle: an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None where
-            all of its ops are exact.
+            all of its ops are exact, or it has none.
         needless: of what was captured, with times, the ids of its ops that are of no use.
     """
 
@@ -35,6 +36,7 @@ REWRITES: Mapping[str, Traced] = MappingProxyType(
         "chunks": Traced(chunks.chunked, chunks.settle),
         "pack": Traced(packing.packed),
         "kernels": Traced(kernels.with_kernels, kernels.settle, needless),
+        IN_PLACE: Traced(in_place),
     }
 )
 

@@ -29,6 +29,7 @@ class Draft:
         phase: Phase = Phase.FORWARD,
         recomputable: bool = True,
         mutates: tuple[int, ...] = (),
+        overwrites: tuple[tuple[int, int], ...] = (),
     ) -> tuple[int, ...]:
         """Add an op with an output per size; returns their ids."""
         index = len(self.ops)
@@ -47,6 +48,7 @@ class Draft:
                 phase=phase,
                 recomputable=recomputable,
                 mutates=mutates,
+                overwrites=overwrites,
             )
         )
         return outputs

@@ -83,6 +83,23 @@ def random_training_step(seed: int, layers: int) -> Graph:
     return draft.graph(kept, seed=seed)
 
 
+def random_overwriting(seed: int, ops: int) -> Graph:
+    """A ``random_graph`` in which many outputs may be written over an input, and are as large as that."""
+    draw = random.Random(seed)
+    graph = random_graph(draw.randint(0, 10**9), ops)
+    tensors, made = list(graph.tensors), []
+    for op in graph.ops:
+        free = [t for t in op.inputs if not tensors[t].static and t not in graph.kept]
+        pairs = []
+        for o in op.outputs:
+            if free and draw.random() < 0.7:
+                t = free.pop(draw.randrange(len(free)))
+                tensors[o] = replace(tensors[o], size_bytes=tensors[t].size_bytes)
+                pairs.append((o, t))
+        made.append(replace(op, overwrites=tuple(pairs)))
+    return Graph(tuple(made), tuple(tensors), graph.kept, {"made": "synthetic", "seed": seed})
+
+
 def random_options(seed: int, ops: int, most: int = 4) -> Graph:
     """A ``random_graph`` with up to `most` optional ops: variants of one op, stand-ins for several, packed tensors.
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
 from graphs.options.offload import offloaded, without_copies
-from graphs.options.selection import holding, traced_with
+from graphs.options.selection import IN_PLACE, holding, traced_with
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
@@ -57,7 +57,8 @@ class OptionFacts:
     """What an option that a graph was traced with offers on it.
 
     Attributes:
-        ops, inexact_ops: its optional ops, and those of them that may differ from the program.
+        ops, inexact_ops: its optional ops, or those of the program that may write over an input; and those of them that may
+            differ from the program.
         least_budget_bytes: no schedule with it needs less, of those in the order of ops that a solve with it takes.
         least_budget_found_bytes: a schedule with it is known for so much.
     """
@@ -102,7 +103,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain."""
     summary = summarize(graph)
     traced = {name: _option_facts(holding(without_copies(graph)[0], (name,))) for name in traced_with(graph)}
-    graph = without_options(graph)
+    graph = without_options(graph).out_of_place()
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
     least, offloading = least_budget_bound(order), least_budget_bound(order, copies)
@@ -183,7 +184,7 @@ def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
     return [
         (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
-        ("  offered", f"{facts.ops:,} optional ops, {exactness}"),
+        ("  offered", f"{facts.ops:,} {'ops over an input' if name == IN_PLACE else 'optional ops'}, {exactness}"),
     ]
 
 
@@ -206,10 +207,10 @@ def _option_facts(graph: Graph) -> OptionFacts:
     order = reordered(graph).graph
     proved = least_budget_bound(order).budget_bytes
     known = least_known(order, WorkClock(_FINDING), proved_bytes=proved)
-    optional = [op for op in graph.ops if op.optional]
+    offered = [op for op in graph.ops if op.optional or op.overwrites]
     return OptionFacts(
-        ops=len(optional),
-        inexact_ops=sum(not op.exact for op in optional),
+        ops=len(offered),
+        inexact_ops=sum(not op.exact for op in offered),
         least_budget_bytes=proved,
         least_budget_found_bytes=simulate(order, known).peak_bytes,
     )

@@ -88,21 +88,17 @@ class CopyingWriter(Writer):
         """Variables of the copies that may be under way after the steps written so far."""
         return self._under_way.copies
 
-    def write(self, steps: Iterable[Step]) -> list[str]:
-        """As ``Writer.write``."""
-        lines: list[str] = []
-        for step in steps:
-            if not isinstance(step, Compute):
-                lines += self._wait(self._under_way.before_freeing(step.tensor))
-            elif self.graph.ops[step.op].stream == COMPUTE:
-                lines += self._wait(self._under_way.before_reading(self.graph.ops[step.op].inputs))
-            lines += super().write([step])
-        return lines
+    def _before(self, step: Step) -> list[str]:
+        if not isinstance(step, Compute):
+            return self._wait(self._under_way.before_freeing(step.tensor))
+        if self.graph.ops[step.op].stream == COMPUTE:
+            return self._wait(self._under_way.before_reading(self.graph.ops[step.op].inputs))
+        return []
 
-    def _compute(self, op: int, wanted: frozenset[int]) -> list[str]:
+    def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
         copy = self.graph.ops[op]
         if copy.stream == COMPUTE:
-            return super()._compute(op, wanted)
+            return super()._compute(op, wanted, freed)
         (source,), (target,) = copy.inputs, copy.outputs
         name = f"c{next(self._number)}"
         if copy.stream == DEVICE_TO_HOST:

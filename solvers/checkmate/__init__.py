@@ -31,6 +31,7 @@ from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 
 CLASS = "each op at most once per stage, in program order"
+_OUT_OF_PLACE = ", and its outputs beside its inputs"  # the program counts them so, where others might be written over
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,9 @@ def solve(request: Request) -> Result:
     """As ``solvers.registry.Solver``. The parameters are ``CheckmateParams``.
 
     The bound, and what OPTIMAL refers to, cover schedules that execute each op at most once per stage, in
-    program order. An infeasible program is LIMIT, not INFEASIBLE, since other schedules may fit. Only HiGHS
-    reports progress, heeds `should_stop` while it runs, and tells its bound when it ends early.
+    program order, and its outputs beside its inputs, whatever may be written over. An infeasible program is LIMIT,
+    not INFEASIBLE, since other schedules may fit. Only HiGHS reports progress, heeds `should_stop` while it runs, and
+    tells its bound when it ends early.
 
     Raises:
         PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
@@ -84,7 +86,7 @@ def solve(request: Request) -> Result:
             "milp_solver": params.milp_solver,
             "unused_outputs": str(params.variant.unused_outputs),
             "frees": str(params.variant.frees),
-            "schedules": CLASS,
+            "schedules": CLASS + (_OUT_OF_PLACE if any(op.overwrites for op in graph.ops) else ""),
         },
         versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
         message=verdict.message,

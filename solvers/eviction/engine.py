@@ -53,9 +53,8 @@ class Eviction:
         max_time_s: float = math.inf,
         should_stop: Callable[[], bool] | None = None,
     ) -> None:
-        capacity_bytes = problem.capacity_bytes if capacity_bytes is None else capacity_bytes
         graph = self.graph = problem.graph
-        self.capacity_bytes = self.free_bytes = capacity_bytes
+        self.capacity_bytes = self.free_bytes = problem.capacity_bytes if capacity_bytes is None else capacity_bytes
         self.rule = rule
         self.guide = guide
         self.max_executions = int(max_factor * problem.ops) + 1000
@@ -76,9 +75,7 @@ class Eviction:
         self.next_use = [readers[0] if readers else NEVER for readers in graph.consumers]
         self.cost: dict[int, float] = {}  # to make tensors again, where nothing has changed since it was found
         self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
-        self.alone_bytes = [
-            op.workspace_bytes + sum(self.size[t] for t in {*self.inputs[op.id], *op.outputs} - graph.kept) for op in graph.ops
-        ]
+        self.alone_bytes = [op.workspace_bytes + sum(self.size[t] for t in problem.held[op.id] - graph.kept) for op in graph.ops]
         self.staying_bytes = self._staying_bytes()
 
     def run(self) -> list[int] | None:
@@ -135,34 +132,37 @@ class Eviction:
         op = self.graph.ops[i]
         self.rounds[i] += 1
         self.time_left_s -= op.time_s
-        if (
-            len(self.order) >= self.max_executions
-            or self.rounds[i] > self.rule.rounds
-            or self.time_left_s < 0.0
-            or self.should_stop()
-        ):
+        spent = len(self.order) >= self.max_executions or self.rounds[i] > self.rule.rounds or self.time_left_s < 0.0
+        if spent or self.should_stop():
             raise FailedError
         for t in op.outputs:
             if self.there[t] and t not in self.graph.kept:
                 self._drop(t)  # made again anyway
         new = [t for t in op.outputs if not self.there[t]]
-        needed = op.workspace_bytes + sum(self.size[t] for t in new)
+        done = max(self.done, i)
+        may_go = (t for _, t in op.overwrites if t not in wanted and (self.evictable[t] or self._of_no_use(t, done)))
+        uses = {t: self._use_after(t, done, i) for t in may_go}
+        over = [t for t, use in uses.items() if use == NEVER]
+        needed = op.workspace_bytes + sum(self.size[t] for t in new) - sum(self.size[t] for t in over)
         if self.free_bytes < needed:
-            self._make_room(needed, i, wanted)
+            over += self._make_room(needed, i, wanted, [t for t in uses if t not in over])
         self.order.append(i)
         for t in new:
             self.there[t] = True
             self.live.add(t)
             self.free_bytes -= self.size[t]
             self._forget_costs(t)
+        for t in over:
+            self.next_use[t] = uses[t]
+            self._drop(t)
 
     # What to evict.
 
-    def _make_room(self, needed_bytes: int, i: int, wanted: dict[int, int]) -> None:
-        """Evict until there is room beside the inputs of op `i`: first what is not `wanted`, then what is wanted last."""
+    def _make_room(self, needed_bytes: int, i: int, wanted: dict[int, int], over: Sequence[int] = ()) -> list[int]:
+        """Evict until op `i` has room: what is not `wanted`, what is wanted last, and with it those of `over` that it returns."""
         others, soon = [], []
         for t in sorted(self.live.difference(self.inputs[i])):
-            if not (self.evictable[t] or self._of_no_use(t)):
+            if not (self.evictable[t] or self._of_no_use(t, self.done)):
                 continue
             if t in wanted:
                 soon.append(t)
@@ -173,10 +173,17 @@ class Eviction:
         if self.free_bytes < needed_bytes:
             self._evict_cheapest(needed_bytes, others)
         soon.sort(key=wanted.__getitem__)
+        left = [t for t in over if self.evictable[t]]
+        going: list[int] = []
         while self.free_bytes < needed_bytes:
-            if not soon:
+            if soon:
+                self._evict(soon.pop())
+            elif left:
+                going.append(left.pop())
+                needed_bytes -= self.size[going[-1]]
+            else:
                 raise FailedError
-            self._evict(soon.pop())
+        return going
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
         for t in tensors:
@@ -197,12 +204,12 @@ class Eviction:
     def _evict(self, t: int) -> None:
         self._drop(t)
 
-    def _of_no_use(self, t: int) -> bool:
-        """Whether nothing that may run reads a tensor that cannot be made again."""
+    def _of_no_use(self, t: int, done: int) -> bool:
+        """Whether nothing that may run after the new op `done` reads a tensor that cannot be made again."""
         readers = self.graph.consumers[t]
         if t in self.graph.kept:
             return False
-        return not readers or (readers[-1] <= self.done and not any(self.graph.ops[r].recomputable for r in readers))
+        return not readers or (readers[-1] <= done and not any(self.graph.ops[r].recomputable for r in readers))
 
     def _ranks(self, tensors: Sequence[int]) -> list[float]:
         rule = self.rule
@@ -275,13 +282,18 @@ class Eviction:
     def _look_ahead(self, op: int) -> None:
         """Find the next use of what `op` reads, now that it has been executed; all of it is there."""
         for t in self.inputs[op]:
-            readers = self.graph.consumers[t]
-            old = bisect_right(readers, self.done)
-            use = readers[old] if old < len(readers) else NEVER
-            for reader in readers[:old]:
-                for u in self.graph.ops[reader].outputs:
-                    if not self.at_hand[u]:
-                        use = min(use, self.next_use[u])
+            use = self._use_after(t, self.done)
             if use != self.next_use[t]:
                 self.next_use[t] = use
                 self.cost.pop(t, None)
+
+    def _use_after(self, t: int, done: int, made: int = -1) -> int:
+        """When t is used next, once `done` is the last new op and what op `made` makes is there."""
+        readers = self.graph.consumers[t]
+        old = bisect_right(readers, done)
+        use = readers[old] if old < len(readers) else NEVER
+        for reader in readers[:old]:
+            for u in self.graph.ops[reader].outputs:
+                if not self.at_hand[u] and reader != made:
+                    use = min(use, self.next_use[u])
+        return use

@@ -7,7 +7,7 @@ small: the number of states is exponential in the number of tensors alive at onc
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import combinations, count
 
 from solvers.problem import Problem
 
@@ -42,7 +42,8 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
     n = problem.ops
     in_masks = [sum(1 << t for t in inputs) for inputs in problem.inputs]
     out_masks = [sum(1 << t for t in outputs) for outputs in problem.outputs]
-    need = [problem.own_bytes[i] - sum(problem.sizes[t] for t in problem.inputs[i]) for i in range(n)]
+    # Beside what is there an op needs its outputs and workspace, less what it is written over, which is then gone.
+    ways = [_ways(problem, i) for i in range(n)]
     may_serve = _masks_of_use(problem)
     order = count()
     start = (0, 0)
@@ -66,12 +67,13 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
             again = i < done
             if again and (not problem.recomputable[i] or problem.last_worth[i] < done or problem.last_again[i] < done):
                 continue
-            if in_masks[i] & ~live or live_bytes + need[i] > problem.capacity_bytes:
+            if in_masks[i] & ~live:
                 continue
             reached = done if again else done + 1
-            after = (live | out_masks[i]) & may_serve[reached]
-            if (reached, after) != state:
-                moves.append((spent + again * problem.time_s[i], (reached, after), _size(problem, after), i))
+            for needed_bytes, over in ways[i]:
+                after = (live | out_masks[i]) & may_serve[reached] & ~over
+                if live_bytes + needed_bytes <= problem.capacity_bytes and (reached, after) != state:
+                    moves.append((spent + again * problem.time_s[i], (reached, after), _size(problem, after), i))
         freeing = live
         while freeing:
             bit = freeing & -freeing
@@ -85,6 +87,15 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
                 came[reached_state] = (state, i)
                 heapq.heappush(heap, (total, -reached_state[0], next(order), reached_state, size))
     return Found(decided=True, computed=None, bound_s=below_s)
+
+
+def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:
+    """What op i needs beside what is there, for each choice of what it writes over, which is given too."""
+    over = [t for t in problem.inputs[i] if problem.may_overwrite(i, t)]
+    inside = [t for t in problem.inputs[i] if t not in over]
+    needed_bytes = problem.own_bytes[i] - sum(problem.sizes[t] for t in inside)
+    subsets = (some for count in range(len(over) + 1) for some in combinations(over, count))
+    return [(needed_bytes - sum(problem.sizes[t] for t in some), sum(1 << t for t in some)) for some in subsets]
 
 
 def _masks_of_use(problem: Problem) -> list[int]:

@@ -1,5 +1,6 @@
 """Graphs with choices: what they may be made of, and what stays as it was for those without."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Phase, Tensor, check_plain
 from graphs.options import without_options
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
+from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain, diamond
 from planner.report.graph_facts import graph_facts
@@ -196,3 +198,35 @@ def test_choices_are_in_the_fingerprint() -> None:
     ]
     assert len({graph.fingerprint for graph in graphs}) == len(graphs)
     assert with_op(4, differs="").fingerprint == graphs[0].fingerprint  # found out by running it
+
+
+def written_over(
+    *, kept: Sequence[int] = (), sizes: tuple[int, int] = (8, 8), pairs: tuple[tuple[int, int], ...] = ((2, 1),)
+) -> Graph:
+    """static w; a: w -> x; b: x, w -> y, which may be written over x."""
+    draft = Draft()
+    w = draft.static("w", 8)
+    (x,) = draft.op("a", [w], sizes[:1])
+    draft.op("b", [x, w], sizes[1:], overwrites=pairs)
+    return draft.graph(kept)
+
+
+def test_what_may_be_written_over_is_part_of_the_fingerprint() -> None:
+    graph = written_over()
+    assert graph.out_of_place() == written_over(pairs=())
+    assert len({graph.fingerprint, graph.out_of_place().fingerprint}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kept": [1]}, "op 'b' writes 'b' over 'a', which must stay in memory"),
+        ({"pairs": ((2, 0),)}, "op 'b' writes 'b' over 'w', which must stay in memory"),
+        ({"sizes": (8, 9)}, "they have 9 and 8 bytes, and must have as many"),
+        ({"pairs": ((1, 2),)}, "op 'b' writes tensor 1 over 2: must be an output of it and an input"),
+        ({"pairs": ((2, 1), (2, 1))}, "op 'b' lists a tensor twice among what it writes over"),
+    ],
+)
+def test_what_cannot_be_written_over_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        written_over(**changes)

@@ -131,3 +131,25 @@ def test_kept_tensor_missing_at_the_end() -> None:
     # A kept tensor is never freed and its op always executed: what is left is a graph whose kept op is missing.
     with pytest.raises(ScheduleError, match=r"never computes 'b'"):
         run(small(), Compute(0), Compute(0))
+
+
+def in_place() -> Graph:
+    """a: -> x (10); b: x -> y (10), z (3), y may be written over x, workspace 2; c: y, z -> v (10, kept), over y."""
+    draft = Draft()
+    (x,) = draft.op("a", [], [10])
+    y, z = draft.op("b", [x], [10, 3], workspace_bytes=2, overwrites=((1, 0),))
+    (v,) = draft.op("c", [y, z], [10], overwrites=((3, 1),))
+    return draft.graph([v])
+
+
+def test_an_output_takes_the_memory_of_what_is_freed_behind_its_op() -> None:
+    chain = Schedule((Compute(0), Compute(1), Free(0), Compute(2), Free(2), Free(1)))
+    # x is y's memory from its op on, y is v's; freeing what was written over gives nothing back.
+    assert simulate(in_place(), chain).memory_bytes == (10, 10 + 3 + 2, 13, 13, 10, 10)
+    assert simulate(in_place().out_of_place(), chain).memory_bytes == (10, 10 + 10 + 3 + 2, 13, 23, 20, 10)
+
+
+def test_what_is_freed_later_is_not_written_over() -> None:
+    steps = (Compute(0), Compute(1), Free(2), Compute(1), Free(0), Compute(2), Free(1), Free(2))
+    # At first x stays; then y is made a second time, over x, and is there once afterwards.
+    assert simulate(in_place(), Schedule(steps)).memory_bytes == (10, 25, 20, 10 + 10 + 3 + 2, 13, 13, 13, 10)

@@ -8,20 +8,28 @@ from hypothesis import strategies as st
 
 from graphs.clocks import run_clocks
 from graphs.errors import ScheduleError
+from graphs.ir import Graph
 from graphs.lives import lives
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_overwriting
 from tests.support.event_judge import during, judged, live, runs
 from tests.support.random_choices import graph_with_choices, schedule_with_choices
 
 seeds = st.integers(0, 2**32)
 
 
+def _graph(draw: random.Random) -> Graph:
+    if draw.random() < 0.7:
+        return graph_with_choices(draw)
+    return random_overwriting(draw.randrange(2**32), draw.randint(3, 6))
+
+
 @settings(max_examples=300)
 @given(seeds)
 def test_both_say_the_same_of_a_schedule(seed: int) -> None:
     draw = random.Random(seed)
-    graph = graph_with_choices(draw)
+    graph = _graph(draw)
     schedule = schedule_with_choices(draw, graph)
     if not runs(graph, schedule.steps):
         with pytest.raises(ScheduleError):
@@ -55,7 +63,7 @@ def test_both_say_the_same_of_a_schedule(seed: int) -> None:
 @given(seeds)
 def test_both_refuse_the_same(seed: int) -> None:
     draw = random.Random(seed)
-    graph = graph_with_choices(draw)
+    graph = _graph(draw)
     steps: list[Step] = list(schedule_with_choices(draw, graph).steps) or [Compute(0)]
     place = draw.randrange(len(steps))
     match draw.randrange(3):

@@ -3,7 +3,6 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
 from solvers.bounds import least_budget_bound
@@ -13,35 +12,12 @@ from solvers.highs.program import Outcome
 from solvers.least import least_budget
 from solvers.policies.store_all import store_all
 from solvers.problem import OBJECTIVE_SCALE, problem_of
-from solvers.result import Result, Status
-from solvers.windows import solve
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_relaxation
 from tests.support.brute_force import fastest
-from tests.support.requests import ask
+from tests.support.checked_results import SLACK, TOLERANCE, check
 
 EXACT = settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-TOLERANCE = 1e-3
-SLACK = 1e-6  # what HiGHS's arithmetic may be off by
-
-
-def check(graph: Graph, budget_bytes: int, optimum: float | None) -> Result:
-    """Everything a result promises, given the optimum."""
-    result = solve(ask(graph, budget_bytes, tolerance=TOLERANCE, time_limit_s=60))
-    if optimum is None:
-        # A graph of this size is always decided.
-        assert result.status is Status.INFEASIBLE
-        assert result.message
-        return result
-    assert result.status is Status.OPTIMAL
-    assert result.schedule is not None
-    assert result.bound_s is not None
-    assert result.time_s is not None
-    assert result.bound_s <= optimum * (1 + SLACK)
-    simulation = simulate(graph, result.schedule)
-    assert simulation.peak_bytes <= budget_bytes
-    assert optimum * (1 - SLACK) <= simulation.time_s <= optimum * (1 + TOLERANCE) + SLACK
-    return result
 
 
 @EXACT

@@ -1,6 +1,7 @@
 """The optimum of small graphs, by trying everything."""
 
 import heapq
+from itertools import combinations
 
 from graphs.ir import Graph
 
@@ -31,9 +32,15 @@ def fastest(graph: Graph, budget_bytes: int) -> float | None:
                 continue
             if any(produced[t] and t not in live for t in op.inputs):
                 continue
-            if live_bytes + sum(size[t] for t in op.outputs) + op.workspace_bytes > budget_bytes:
-                continue
-            after.append((op.time_s, (max(done, op.id + 1), live | set(op.outputs))))
+            reached = max(done, op.id + 1), live | set(op.outputs)
+            if live_bytes + sum(size[t] for t in op.outputs) + op.workspace_bytes <= budget_bytes:
+                after.append((op.time_s, reached))
+            # Or some of what it may write over goes with it.
+            for count in range(1, len(op.overwrites) + 1):
+                for over in combinations(op.overwrites, count):
+                    own_bytes = sum(size[t] for t in set(op.outputs) - {o for o, _ in over}) + op.workspace_bytes
+                    if live_bytes + own_bytes <= budget_bytes:
+                        after.append((op.time_s, (reached[0], reached[1] - {t for _, t in over})))
         for more_s, reached in after:
             if time_s + more_s < spent.get(reached, float("inf")):
                 spent[reached] = time_s + more_s

@@ -88,7 +88,15 @@ def graphs(draw: st.DrawFn) -> Graph:
                 differs=draw(names),
             )
         )
-    return Graph(tuple(ops), tuple(tensors), kept, draw(st.dictionaries(names, free, max_size=3)), pools)
+    provenance = draw(st.dictionaries(names, free, max_size=3))
+    if len(pools) == 1 and len(ops) == len(program):
+        own = {t.view_of for t in tensors} | {t.id for t in tensors if t.static or t.view_of is not None}
+        for i, op in enumerate(program):
+            pairs = [(o, t) for o, t in zip(op.outputs, op.inputs, strict=False) if not own & {o, t} and t not in kept]
+            for o, t in pairs:
+                tensors[o] = replace(tensors[o], size_bytes=tensors[t].size_bytes)
+            ops[i] = replace(op, overwrites=tuple(pairs))
+    return Graph(tuple(ops), tuple(tensors), kept, provenance, pools)
 
 
 @st.composite

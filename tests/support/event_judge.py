@@ -17,6 +17,7 @@ class Job:
     seconds: float
     waits_for: set[int] = field(default_factory=set)
     second: set[int] = field(default_factory=set)  # outputs that are there already: these copies go when it ends
+    over: set[int] = field(default_factory=set)  # what the last op has written over
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,19 @@ def during(graph: Graph, steps: Sequence[Step], k: int, pool: str) -> int:
     """Bytes in `pool` during step `k`."""
     step = steps[k]
     if isinstance(step, Free):
-        return _bytes(graph, live(graph, steps[: k + 1]), pool)
+        return _bytes(graph, live(graph, steps[: k + 1]) - _over(graph, steps, k), pool)
     op = graph.ops[step.op]
-    return _bytes(graph, live(graph, steps[:k]), pool) + _bytes(graph, op.outputs, pool) + _workspace(graph, op, pool)
+    there = live(graph, steps[:k]) - _over(graph, steps, k)
+    return _bytes(graph, there, pool) + _bytes(graph, op.outputs, pool) + _workspace(graph, op, pool)
+
+
+def _over(graph: Graph, steps: Sequence[Step], k: int) -> set[int]:
+    """What the op of the last execution up to step `k` has written over: it is there before that, and not at the next."""
+    at = max((j for j in range(k + 1) if isinstance(steps[j], Compute)), default=None)
+    if at is None or not isinstance(step := steps[at], Compute):
+        return set()
+    following = next((j for j in range(at + 1, len(steps)) if isinstance(steps[j], Compute)), len(steps))
+    return {t for _, t in graph.ops[step.op].overwrites} & (live(graph, steps[:at]) - live(graph, steps[:following]))
 
 
 def _step_runs(graph: Graph, steps: Sequence[Step], k: int) -> bool:
@@ -108,11 +119,12 @@ def _jobs(graph: Graph, steps: Sequence[Step]) -> list[Job]:
     jobs: list[Job] = []
     for k, step in enumerate(steps):
         if isinstance(step, Free):
-            job = Job(step, _owner(graph, step.tensor), 0.0)
+            job = Job(step, _owner(graph, step.tensor), 0.0, over=_over(graph, steps, k))
             job.waits_for = _touching(graph, steps, k, step.tensor)
         else:
             op = graph.ops[step.op]
-            job = Job(step, op.stream, op.time_s, second=live(graph, steps[:k]) & set(op.outputs))
+            second = live(graph, steps[:k]) & set(op.outputs)
+            job = Job(step, op.stream, op.time_s, second=second, over=_over(graph, steps, k))
             for t in op.inputs:
                 job.waits_for |= {_maker(graph, steps, k, t)} if graph.tensors[t].producers else _writing(graph, steps, k, t)
             for t in op.mutates:
@@ -160,6 +172,7 @@ def _events(graph: Graph, jobs: Sequence[Job]) -> tuple[list[tuple[float, float]
                     op = graph.ops[job.step.op]
                     for pool in held:
                         held[pool] += _bytes(graph, op.outputs, pool) + _workspace(graph, op, pool)
+                        held[pool] -= _bytes(graph, job.over, pool)
                         most[pool] = max(most[pool], held[pool])
         now_s, j = heapq.heappop(queue)
         finished.add(j)
@@ -167,7 +180,7 @@ def _events(graph: Graph, jobs: Sequence[Job]) -> tuple[list[tuple[float, float]
         step = jobs[j].step
         for pool in held:
             if isinstance(step, Free):
-                held[pool] -= _bytes(graph, [step.tensor], pool)
+                held[pool] -= _bytes(graph, {step.tensor} - jobs[j].over, pool)
             else:
                 held[pool] -= _bytes(graph, jobs[j].second, pool) + _workspace(graph, graph.ops[step.op], pool)
     return [(begun_s[j], ended_s[j]) for j in range(len(jobs))], most

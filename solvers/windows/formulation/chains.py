@@ -40,7 +40,7 @@ class _Chains:
         if (k, z) not in draft.again or z >= draft.starts[k]:
             return
         columns, values, taken = memory_of_repeat(draft, k, z)
-        own = {*problem.inputs[z], *problem.outputs[z]}
+        own = problem.held[z]
         for x in sources:
             for t in problem.outputs[x]:
                 if t not in own and problem.sizes[t] and not problem.kept[t] and len(problem.makers[t]) == 1:

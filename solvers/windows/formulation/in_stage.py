@@ -11,7 +11,7 @@ from solvers.windows.formulation.draft import ModelDraft
 
 
 def add_memory_in_order(draft: ModelDraft) -> None:
-    """For `detail.ordered`: again(x) R[k,x] + sum over old t outside io(x) of b_t live(t, x) <= M, window k = {v}.
+    """For `detail.ordered`: again(x) R[k,x] + sum over old t outside held(x) of b_t live(t, x) <= M, window k = {v}.
 
     live(t, x) = S[k,t] if p(t) > x, else whether t is wanted after x: by v, by a further
     execution of a consumer between x and v, or to be handed on (Checkmate, equations 5 to 8).
@@ -31,7 +31,7 @@ class _Stages:
         column = draft.again.get((k, x))
         if column is None:
             return
-        own = {*problem.inputs[x], *problem.outputs[x]}
+        own = problem.held[x]
         read = set(problem.inputs[v])
         columns, values = [column], [float(problem.again_bytes[x])]
         taken = 0

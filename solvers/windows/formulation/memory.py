@@ -14,7 +14,7 @@ Total = tuple[int, list[int], list[float]]  # bytes, columns, and bytes for each
 
 
 def add_memory_at_end(draft: ModelDraft, k: int) -> None:
-    """Row 5: own(e_k) + sum over other t, p(t) < e_k, of b_t S[k+1,t] <= M, own = bytes(io) + w. Exact.
+    """Row 5: own(e_k) + sum over other t, p(t) < e_k, of b_t S[k+1,t] <= M, own = bytes(held) + w. Exact.
 
     One row for each op that may be executed in the place that window k ends with.
     """
@@ -58,7 +58,7 @@ def add_memory_inside(draft: ModelDraft) -> None:
 
 
 def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensors: Iterable[int]) -> None:
-    """The row own(v) + `terms`, which are of `tensors` outside io(v), <= M.
+    """The row own(v) + `terms`, which are of `tensors` outside held(v), <= M.
 
     Where others may be executed in its place, own(c) of whichever is, and what it reads or makes is not counted twice.
     """
@@ -67,8 +67,7 @@ def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensor
     counted = set(tensors)
     for c in problem.places.alternatives(v):
         constant, of_c, ones = draft.executed(c)
-        own = {*problem.inputs[c], *problem.outputs[c]}
-        size = problem.own_bytes[c] - sum(problem.sizes[t] for t in own & counted)
+        size = problem.own_bytes[c] - sum(problem.sizes[t] for t in problem.held[c] & counted)
         taken += int(constant) * size
         columns = [*columns, *of_c]
         values = [*values, *(size * one for one in ones)]
@@ -84,9 +83,9 @@ def add_memory_of_repeats(draft: ModelDraft) -> None:
 
 
 def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
-    """Columns and bytes of row 7, again(x) R[k,x] + sum over old t outside io(x) of b_t h_t <= M, and the constant bytes.
+    """Columns and bytes of row 7, again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, and the constant bytes.
 
-    again(x) = bytes(io(x)) + w_x, and the kept outputs of x once more, which are in memory already and made a second time.
+    again(x) = bytes(held(x)) + w_x, and the kept outputs of x once more, which are in memory already and made a second time.
 
     h_t = 1                t is kept
         = 1 - R[k,p(t)]    the window is {v}, and v reads t (- Y[k,t])
@@ -130,9 +129,9 @@ def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> 
 
 
 def _beside(draft: ModelDraft, op: int, makers: Iterable[int]) -> Iterator[int]:
-    """Tensors of some size that `makers` make first, but for what `op` reads or makes."""
+    """Tensors of some size that `makers` make first, but for held(op). What `op` may write over is there only if it stays."""
     problem = draft.problem
-    own, first = {*problem.inputs[op], *problem.outputs[op]}, problem.producers
+    own, first = problem.held[op], problem.producers
     return (t for i in makers for t in problem.outputs[i] if t not in own and problem.sizes[t] and first[t] == i)
 
 

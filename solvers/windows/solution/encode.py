@@ -116,7 +116,9 @@ def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
     longer_lives: list[tuple[float, int, list[tuple[int, int]]]] = []
     for position, (op, first) in enumerate(zip(trial.order.computed, trial.order.first, strict=True)):
         if not first and all(t in last_use for t in problem.outputs[op]):
-            lives = [(last_use[t] + 1, problem.sizes[t]) for t in problem.outputs[op] if not problem.kept[t]]
+            # Where the last use of t has written over it, it takes memory of its own from there on.
+            over = {t for t in problem.outputs[op] if problem.may_overwrite(trial.order.computed[last_use[t]], t)}
+            lives = [(last_use[t] + (t not in over), problem.sizes[t]) for t in problem.outputs[op] if not problem.kept[t]]
             longer_lives.append((-problem.time_s[op], position, lives))
         for t in (*problem.inputs[op], *problem.outputs[op]):
             last_use[t] = position

@@ -103,6 +103,8 @@ BROKEN_GRAPHS: list[tuple[str, Any, str]] = [
     ("ops.1.stands_for", 0, "ops[1].stands_for is 0: expected `array`, got `int`"),
     ("ops.1.differs", "rounding", "op 'g' differs from the program (rounding), but is not optional"),
     ("ops.1.differs", None, "ops[1].differs is null: expected `str`, got `null`"),
+    ("ops.1.overwrites", [[1]], "ops[1].overwrites[0] is [1]: expected `array` of length 2, got 1"),
+    ("ops.1.overwrites", [[2, 9]], "op 'g' writes tensor 2 over 9: must be an output of it and an input"),
     ("budget_bytes", 1, "object contains unknown field `budget_bytes`"),
     ("a\nb` - at `$[99]", 1, "object contains unknown field `a b"),
     ("x" * 5000, 1, "object contains unknown field `xxx"),

@@ -2,11 +2,13 @@
 
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from graphs.synthetic.random_graphs import random_graph
+from graphs.ir import Graph
+from graphs.synthetic.random_graphs import random_graph, random_overwriting
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
@@ -22,10 +24,13 @@ ROOT = Path(__file__).parents[3]
 
 
 # In the last an op is executed twice in a window, before and after another: row 9 without D refutes it.
-@pytest.mark.parametrize("seed", [*range(100), 1448])
-def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "seed"),
+    [*((random_graph, seed) for seed in (*range(100), 1448)), *((random_overwriting, seed) for seed in range(40))],
+)
+def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: Callable[[int, int], Graph], seed: int) -> None:
     draw = random.Random(seed)
-    graph = random_graph(seed, draw.randint(3, 9))
+    graph = make(seed, draw.randint(3, 9))
     n = len(graph.ops)
     computed = short_form(graph, random_order(draw, problem_of(graph, 10**9)))
     trial = try_out(problem_of(graph, 10**9), order_of(Discretization((n - 1,)), computed))

@@ -1,0 +1,146 @@
+"""In place: kernels that work element by element may write over an input that goes with them.
+
+No op is added, but ``Op.overwrites`` for the ops of the program, and to their calls the expression that does it: PyTorch's own
+variant of the operator with ``out=``, or the one that works in place. Both run the kernel that allocates its output otherwise.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from graphs.capture.lower import Capture
+from graphs.capture.outputs import fake, ignored_inputs, is_random, storage
+from graphs.capture.program import Call
+from graphs.capture.render import LAID_OUT
+from graphs.errors import GraphError
+from graphs.ir import Graph, Kind, Op
+from graphs.options.added import tensors_by_storage
+from graphs.options.selection import IN_PLACE
+from graphs.torch_private.core import DispatchKey, OpOverload
+
+
+def in_place(capture: Capture) -> Capture:
+    """`capture` where ops may write over inputs.
+
+    Raises:
+        GraphError: it has other choices.
+    """
+    graph, program = capture.graph, capture.program
+    if not graph.plain:
+        raise GraphError(f"the option {IN_PLACE!r} is for graphs without other choices: leave those out")
+    finding = _Finding(capture)
+    found = [finding.of(op) for op in graph.ops]
+    ops = [op if pair is None else replace(op, overwrites=(pair[:2],)) for op, pair in zip(graph.ops, found, strict=True)]
+    calls = [
+        replace(call, in_place=pair[2]) if pair is not None and isinstance(call, Call) else call
+        for call, pair in zip(program.calls, found, strict=True)
+    ]
+    return replace(
+        capture,
+        graph=Graph(tuple(ops), graph.tensors, graph.kept, graph.provenance),
+        program=replace(program, calls=tuple(calls), namespace={**program.namespace, **finding.called}),
+    )
+
+
+class _Finding:
+    """Finds what may be written over.
+
+    Attributes:
+        called: by name what the expressions that are found call.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.called: dict[str, OpOverload] = {}
+        self._tensor_of = tensors_by_storage(capture)
+
+    def of(self, op: Op) -> tuple[int, int, str] | None:
+        """An output of `op`, the input that it may be written over, and the expression that does it.
+
+        Of several inputs the one whose last reader comes first, as it goes soonest; then the one that fewest read.
+        """
+        node, call = self.capture.nodes[op.id], self.capture.program.calls[op.id]
+        if node is None or not isinstance(call, Call) or [path for _, path in call.outputs] != [""] or op.random or op.mutates:
+            return None
+        target, (name, _, arguments) = node.target, call.expression.partition("(")
+        # Where something else is called, or arguments are laid out anew, it is not this kernel on these tensors.
+        as_it_is = self.capture.program.namespace.get(name) is target and LAID_OUT not in arguments and not ignored_inputs(node)
+        if not isinstance(target, OpOverload) or not as_it_is:
+            return None
+        if torch.Tag.pointwise not in target.tags or target._schema.is_mutable or is_random(node):
+            return None
+        o, readers = call.outputs[0][0], self.capture.graph.consumers
+        for t in sorted(op.inputs, key=lambda t: (readers[t][-1], len(readers[t]))):
+            value = self._whole(node, o, t)
+            if value is None:
+                continue
+            expression = self.capture.expressions[value]
+            if o in self.capture.graph.kept and not expression.isidentifier():
+                continue  # what the caller gets is no view
+            if (out := with_out(target)) is not None:
+                return o, t, f"{self._name(out[0])}({arguments[:-1]}, {out[1]}={expression})"
+            if node.args[0] is value and (function := working_in_place(target)) is not None:
+                return o, t, f"{self._name(function)}({arguments}"
+        return None
+
+    def _whole(self, node: fx.Node, o: int, t: int) -> fx.Node | None:
+        """The argument that is all of t, laid out as the output o; None if t stays, or is read in another order as well."""
+        graph, made = self.capture.graph, fake(node)
+        read = graph.tensors[t]
+        if read.static or t in graph.kept or read.size_bytes != graph.tensors[o].size_bytes or read.kind is Kind.RANDOM_STATE:
+            return None
+        values = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
+        of_t = [value for value in values if self._tensor_of.get(storage(fake(value))) == t]
+        return of_t[0] if of_t and all(_covers(fake(value), made) for value in of_t) else None
+
+    def _name(self, function: OpOverload) -> str:
+        name = str(function).replace(".", "_")
+        self.called[name] = function
+        return name
+
+
+def _covers(read: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether `read` is all of its storage, each element once, where `made` has the same in its own."""
+    alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
+    size_bytes = read.numel() * read.element_size()
+    whole = read.untyped_storage().nbytes() == made.untyped_storage().nbytes() == size_bytes
+    expected, dense = 1, True
+    for stride, size in sorted((stride, size) for stride, size in zip(read.stride(), read.shape, strict=True) if size > 1):
+        dense = dense and stride == expected
+        expected *= size
+    return alike and whole and dense and read.storage_offset() == made.storage_offset() == 0
+
+
+def with_out(target: OpOverload) -> tuple[OpOverload, str] | None:
+    """The variant of `target` that writes what it is given, and what that argument is called; None if PyTorch has no kernel."""
+    for name in target.overloadpacket.overloads():
+        variant: OpOverload = getattr(target.overloadpacket, name)
+        given = [argument for argument in variant._schema.arguments if argument.is_out]
+        if len(given) != 1 or not _is_kernel(variant):
+            continue
+        if _arguments(target) == [argument for argument in _arguments(variant) if argument[0] != given[0].name]:
+            return variant, given[0].name
+    return None
+
+
+def working_in_place(target: OpOverload) -> OpOverload | None:
+    """The variant of `target` that writes over its first argument; None if PyTorch has no kernel."""
+    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
+    variant: OpOverload | None = getattr(packet, target._overloadname, None) if target.namespace == "aten" else None
+    if variant is None or not _is_kernel(variant) or _arguments(variant) != _arguments(target):
+        return None
+    return variant
+
+
+def _is_kernel(variant: OpOverload) -> bool:
+    """Whether `variant` is not made of others.
+
+    Those that PyTorch generates make the output elsewhere and copy it; ``mul_`` by a number rounds the number first, which
+    ``mul`` does not.
+    """
+    return torch.Tag.generated not in variant.tags and variant.has_kernel_for_dispatch_key(DispatchKey.CPU)
+
+
+def _arguments(target: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]

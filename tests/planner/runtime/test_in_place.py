@@ -1,0 +1,135 @@
+"""Ops that write over what they read: the same bits, in the memory that the judge says."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import planner
+from graphs.capture.lower import Capture
+from graphs.capture.step import TrainingStep
+from graphs.cost.replay import written_by
+from graphs.errors import GraphError, PlannerError
+from graphs.options.in_place import with_out, working_in_place
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.zoo import Workload
+from planner import api, solve
+from planner.api import capture_profiled, measured_peak
+from planner.runtime.executor import Executor
+from planner.runtime.measure import StepOutcome, outcome
+from solvers.policies.store_all import store_all
+from tests.support.budgets import on_the_way
+from tests.support.steps import make, random_schedule, solve_for
+
+aten = torch.ops.aten
+# Operators by what they are called with: x is written over, y is as large, c is a row of it, m a mask.
+CALLS = {
+    aten.add.Tensor: ("x", "y"),
+    aten.sub.Tensor: ("x", "c"),
+    aten.mul.Tensor: ("x", "x"),
+    aten.leaky_relu.default: ("x", 0.3),
+    aten.div.Tensor: ("c", "x"),
+    aten.pow.Tensor_Scalar: ("x", 2),
+    aten.neg.default: ("x",),
+    aten.tanh.default: ("x",),
+    aten.sigmoid.default: ("x",),
+    aten.silu.default: ("x",),
+    aten.gelu.default: ("x",),
+    aten.relu.default: ("x",),
+    aten.threshold_backward.default: ("x", "y", 0),
+    aten.gelu_backward.default: ("x", "y"),
+    aten.silu_backward.default: ("y", "x"),
+    aten.tanh_backward.default: ("x", "y"),
+    aten.sigmoid_backward.default: ("y", "x"),
+    aten.where.self: ("m", "x", "y"),
+    aten.masked_fill.Scalar: ("x", "m", -1.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", CALLS, ids=str)
+def test_operators_write_over_an_input_what_they_make_elsewhere(target: torch._ops.OpOverload, dtype: torch.dtype) -> None:
+    for shape in ((1, 1), (3, 5), (7, 129), (33, 1021)):
+        torch.manual_seed(shape[1])
+        x, y, c = (torch.randn(size).to(dtype) for size in (shape, shape, shape[1:]))
+        given = {"x": x, "y": y, "c": c, "m": torch.rand(shape) < 0.5}
+        wanted = target(*(given.get(a, a) for a in CALLS[target]))
+        given["x"] = over = x.clone()
+        args = [given.get(a, a) for a in CALLS[target]]
+        if (out := with_out(target)) is not None:
+            found = out[0](*args, **{out[1]: over})
+        else:
+            variant = working_in_place(target)
+            assert CALLS[target][0] == "x" and variant is not None
+            found = variant(*args)
+        assert found.data_ptr() == over.data_ptr()
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_a_product_with_a_number_which_rounds_otherwise_in_place_has_no_variant() -> None:
+    assert with_out(aten.mul.Scalar) is None and working_in_place(aten.mul.Scalar) is None
+
+
+@cache
+def captured(name: str) -> tuple[Capture, Workload]:
+    torch.manual_seed(7)
+    workload = make(name)
+    return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["in-place"]), workload
+
+
+def run(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[StepOutcome, int]:
+    """What the step leaves behind, and its measured peak."""
+    model, loss_fn, batch = workload
+    step = TrainingStep(model, loss_fn)
+    executor = Executor(capture, schedule, model, loss_fn)
+    found = outcome(executor, model, batch, seed=0, written=written_by(capture, step, batch))
+    return found, measured_peak(capture, executor, step, batch).peak_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "tied", "shared_gradient", "unet"])
+def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
+    capture, workload = captured(name)
+    model, loss_fn, batch = workload
+    step = TrainingStep(model, loss_fn)
+    eager = outcome(step, model, batch, seed=0, written=written_by(capture, step, batch))
+    graph = capture.graph
+    assert any(op.overwrites for op in graph.ops)
+    schedules = [store_all(graph), *(random_schedule(graph, seed) for seed in range(2))]
+    schedules += [solve_for(0.0, graph, budget).schedule for budget in on_the_way(graph, 0.5, 0.1)]
+    over = 0
+    for schedule in schedules:
+        found, peak_bytes = run(capture, schedule, workload)
+        assert not eager.differences(found)
+        assert peak_bytes == simulate(graph, schedule).peak_bytes
+        source = Executor(capture, schedule, model, loss_fn).code.source
+        over += sum(call.in_place is not None and call.in_place in source for call in capture.program.calls)  # type: ignore[union-attr]
+    assert over > 0
+
+
+def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pytorch() -> None:
+    workload = make("unet")
+    graph = api.trace(*workload, passes=1, options=["in-place"])
+    (budget,) = on_the_way(graph.out_of_place(), 0.2)
+    plan = solve(graph, budget, options=["in-place"], tolerance=0.5)
+    without = solve(graph, budget, tolerance=0.5)
+    eager, in_place = (simulate(each, store_all(graph)) for each in (graph.out_of_place(), graph))
+    assert plan.graph.store_all_peak_bytes == without.graph.store_all_peak_bytes == eager.peak_bytes
+    assert sum(in_place.memory_bytes) < sum(eager.memory_bytes)
+    for solved in (plan, without):
+        report = api.run(solved, *workload, repeats=1)
+        assert report.identical and not report.eager_differences
+        assert report.measured_peak_bytes == solved.peak_bytes <= budget
+
+
+def test_other_choices_are_refused_beside_it() -> None:
+    capture, workload = captured("tied")
+    with pytest.raises(GraphError, match="'in-place' and 'offload' cannot be taken together: leave one of them out"):
+        solve(capture.graph, "90%", options=["in-place", "offload"], link="25GB/s")
+    chunked = make("gpt2_sdpa")
+    with pytest.raises(GraphError, match="'in-place' is for graphs without other choices"):
+        api.trace(*chunked, roofline="cpu", options=["in-place", "chunks"])
+    with pytest.raises(GraphError, match="was traced without the option 'in-place'"):
+        solve(api.trace(*workload, roofline="cpu"), "90%", options=["in-place"])
+    with pytest.raises(PlannerError, match="is known for one size: leave out 'in-place', or dynamic=True"):
+        planner.compile(*workload, budget="90%", optimizer="none", options=["in-place"], dynamic=True)

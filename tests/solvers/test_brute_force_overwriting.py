@@ -1,0 +1,85 @@
+"""The exact solver against all schedules of small graphs in which ops may write over what they read."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphs.ir import Graph
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_overwriting
+from solvers.bounds import least_budget_bound
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
+from solvers.least import least_budget
+from solvers.policies.store_all import store_all
+from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.formulation.models import build_relaxation
+from tests.support.brute_force import fastest
+from tests.support.checked_results import SLACK, check
+
+EXACT = settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+MANY = settings(EXACT, max_examples=4000)
+seeds = st.integers(0, 10**6)
+
+
+def budget_of(graph: Graph, share: float) -> int:
+    least, peak = least_budget_bound(graph).budget_bytes, simulate(graph, store_all(graph)).peak_bytes
+    return least + round((peak - least) * share)
+
+
+@EXACT
+@given(seed=seeds, ops=st.integers(1, 7), tightness=st.floats(0, 1))
+def test_equals_brute_force(seed: int, ops: int, tightness: float) -> None:
+    graph = random_overwriting(seed, ops)
+    budget = budget_of(graph, tightness**2)
+    check(graph, budget, fastest(graph, budget))
+
+
+@pytest.mark.slow
+@MANY
+@given(seed=seeds, ops=st.integers(1, 7), tightness=st.floats(0, 1))
+def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float) -> None:
+    graph = random_overwriting(seed, ops)
+    budget = budget_of(graph, tightness**2)
+    check(graph, budget, fastest(graph, budget))
+
+
+@settings(EXACT, max_examples=40)
+@given(seed=seeds, ops=st.integers(1, 7))
+def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
+    graph = random_overwriting(seed, ops)
+    bracket = least_budget(graph, precision=0.0)
+    assert bracket.exact
+    assert simulate(graph, bracket.schedule).peak_bytes == bracket.found_bytes
+    assert fastest(graph, bracket.found_bytes) is not None
+    assert fastest(graph, bracket.found_bytes - 1) is None
+
+
+@settings(EXACT, max_examples=60)
+@given(seed=seeds, ops=st.integers(2, 7), share=st.floats(0, 1))
+def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float) -> None:
+    """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
+    graph = random_overwriting(seed, ops)
+    budget = budget_of(graph, share)
+    optimum = fastest(graph, budget)
+    if optimum is None:
+        return
+    for ends in (tuple(range(ops)), (ops // 2, ops - 1), (ops - 1,)):
+        pairs = frozenset((end, x) for end in ends for x in range(end))
+        chains = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
+        detail = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, chains)
+        answer = solve_program(build_relaxation(problem_of(graph, budget), detail).program, clock=WallClock(60))
+        assert answer.outcome is Outcome.OPTIMAL
+        assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
+
+
+def test_writing_over_inputs_makes_a_difference() -> None:
+    """Of 20 graphs, at the least budget that they need with it, most need more, or more time, without."""
+    harder = 0
+    for seed in range(20):
+        graph = random_overwriting(seed, 6)
+        budget = least_budget(graph, precision=0.0).found_bytes
+        harder += fastest(graph.out_of_place(), budget) != fastest(graph, budget)
+    assert harder > 10

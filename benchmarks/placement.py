@@ -1,29 +1,40 @@
 """Ops on two devices: ``make bench-placement`` writes results/placement/.
 
-Small training steps on two kinds of pairs: a CPU and an integrated GPU by their rooflines, and one thread of this machine's CPU
-beside two of them, measured. For each: the best on either device alone, XEngine's serial optimum, and the best for devices and
-copies that work side by side, which begins with a serial optimum. First without a limit of memory, each op executed once; then
-within a part of the peak of the step that keeps everything, in each memory. What is not proved optimal in the time says so.
+Small training steps on three pairs: a CPU and an integrated GPU by their rooflines, and one thread of this machine's CPU beside
+another one, and beside two, measured: what is found there is also run, in turn with keeping everything on the main device. For
+each: the best on either device alone, XEngine's serial optimum, and the best for devices and copies that work side by side, which
+begins with a serial optimum. First without a limit of memory, each op executed once; then within a part of the peak of the step
+that keeps everything, in each memory. What is not proved optimal in the time says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.common import PROVENANCE, command_line, provenance, write
+from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
+from graphs.capture.lower import Capture
+from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.cost.devices import Device, get_device
+from graphs.cost.others import known_devices
 from graphs.cost.roofline import model_times
 from graphs.ir import Graph
 from graphs.options import with_options
+from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import api
 from planner.report.tables import as_markdown
+from planner.runtime.executor import Executor
+from planner.runtime.measure import median_times
+from planner.runtime.pool_memory import other_peaks_measured
 from planner.solving import budget_in_bytes, summarize
 from solvers.clock import WallClock
+from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -36,12 +47,16 @@ MODELLED_BYTES_PER_S = 12e9  # of a copy from buffer to buffer on the same bus, 
 NO_LIMIT = "no limit"
 BUDGETS = (NO_LIMIT, "90%")
 METHODS = ("main device", "other device", "serial", "overlapped")
-PAIRS = ("modelled", "measured")
-LIMIT_S = 30.0
+MODELLED = "CPU, GPU modelled"
+MEASURED = {"one thread, one": "cpu:1", "one thread, two": "cpu:2"}
+PAIRS = (MODELLED, *MEASURED)
+LIMIT_S = 8.0
+REPEATS = 15
 TOLERANCE = 1e-3
 COLUMNS = (
     *("model", "pair", "ops", "budget", "method", "status", "time_s", "bound_s", "serial_s", "serial_bound_s", "seconds"),
-    *("budget_bytes", "peak_bytes", "placed", "copied", *PROVENANCE),
+    *("budget_bytes", "peak_bytes", "placed", "copied", "predicted_s", "executed_s", "kept_s", "executed_peak_bytes"),
+    *("predicted_other_bytes", "executed_other_bytes", *PROVENANCE),
 )
 
 Step = tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]
@@ -80,50 +95,74 @@ def resnet() -> Step:
 MODELS: Mapping[str, Callable[[], Step]] = {"chain": chain, "mlp": mlp, "resnet": resnet}
 
 
-def pair_of(step: Step, pair: str) -> tuple[Graph, Graph, float]:
-    """The step with the times of the main device, with those of the other, and bytes a second between them."""
-    if pair == "modelled":
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A step on two devices.
+
+    Attributes:
+        main: the step with the times of the main device.
+        second: the other device.
+        captured: how to run it; None where the times are modelled.
+    """
+
+    main: Graph
+    second: OtherDevice
+    captured: Capture | None = None
+
+    @property
+    def other(self) -> Graph:
+        """The step with the times of the other device; what cannot run there takes as long as on the main one."""
+        times = zip(self.main.ops, self.second.times_s, strict=True)
+        ops = tuple(op if time_s is None else replace(op, time_s=time_s) for op, time_s in times)
+        return Graph(ops, self.main.tensors, self.main.kept, self.main.provenance)
+
+    def both(self, capacity_bytes: int | None) -> Graph:
+        """The step with the choice, and so much of the other memory, None for no limit."""
+        second = replace(self.second, capacity_bytes=capacity_bytes)
+        return with_options(self.main, ("placement",), Surroundings(Link.even(1.0), others=(second,)))
+
+
+def pair_of(step: Step, pair: str) -> Pair:
+    """The step on the two devices that are called `pair`."""
+    if pair == MODELLED:
         captured = capture(*step)
-        return model_times(captured, get_device("cpu")), model_times(captured, INTEGRATED), MODELLED_BYTES_PER_S
-    graphs = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            graphs.append(api.trace(*step, passes=9))
-    finally:
-        torch.set_num_threads(before)
-    return graphs[0], graphs[1], _copied_bytes_per_s()
+        times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
+        return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
+    measured = api.capture_profiled(*step, optimizer="none", accumulate=False, passes=9, other_devices=(MEASURED[pair],))
+    (second,) = known_devices(measured.graph.provenance)
+    return Pair(measured.graph, second, measured)
 
 
-def _copied_bytes_per_s(size_bytes: int = 2**24) -> float:
-    """Bytes a second of the fastest of some copies within memory, as the executor makes them."""
-    source, target = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
-    return max(size_bytes / _seconds(lambda: np.copyto(target, source)) for _ in range(9))
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    clock = WallClock()
-    run()
-    return clock.seconds
+def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, object]:
+    """What a schedule on `graph` takes where it is run, in turn with keeping everything on the main device."""
+    assert pair.captured is not None
+    model, loss_fn, batch = step
+    placed = Executor(replace(pair.captured, graph=graph), schedule, model, loss_fn)
+    keeping = Executor(pair.captured, store_all(pair.main), model, loss_fn)
+    whole = TrainingStep(model, loss_fn)
+    times = median_times({"placed": placed, "kept": keeping}, batch, parameters=list(model.parameters()), repeats=REPEATS)
+    (other_bytes,) = other_peaks_measured(pair.captured, placed, whole, batch).values()
+    return {
+        "executed_s": times["placed"],
+        "kept_s": times["kept"],
+        "executed_peak_bytes": api.measured_peak(pair.captured, placed, whole, batch).peak_bytes,
+        "executed_other_bytes": other_bytes,
+    }
 
 
 def compare(
-    name: str, pair: str, graphs: tuple[Graph, Graph, float], budgets: Sequence[str], *, limit_s: float
+    name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[str], *, limit_s: float
 ) -> Iterator[dict[str, object]]:
-    """The rows of one model on one pair of devices."""
+    """The rows of one model, whose `step` is given, on one pair of devices."""
     about = provenance()
-    main, other, bytes_per_s = graphs
-    peak_bytes = summarize(main).store_all_peak_bytes
-    times = tuple(op.time_s for op in other.ops)
+    peak_bytes = summarize(devices.main).store_all_peak_bytes
     for budget in budgets:
         unlimited = budget == NO_LIMIT
         budget_bytes = budget_in_bytes("1000%" if unlimited else budget, peak_bytes)
-        second = OtherDevice("other", times, bytes_per_s, None if unlimited else budget_bytes)
-        both = with_options(main, ("placement",), Surroundings(Link.even(bytes_per_s), others=(second,)))
+        both = devices.both(None if unlimited else budget_bytes)
         for method, graph, solver in (
-            (METHODS[0], main, "windows"),
-            (METHODS[1], other, "windows"),
+            (METHODS[0], devices.main, "windows"),
+            (METHODS[1], devices.other, "windows"),
             (METHODS[2], both, "xengine"),
             (METHODS[3], both, "xengine-overlapped"),
         ):
@@ -131,10 +170,16 @@ def compare(
             request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WallClock(limit_s), params=params)
             result = get_solver(solver)(request)
             row = dict.fromkeys(COLUMNS) | about | _moved(graph, result)
-            row |= {"model": name, "pair": pair, "ops": len(main.ops), "budget": budget, "method": method}
+            row |= {"model": name, "pair": pair, "ops": len(devices.main.ops), "budget": budget, "method": method}
             row |= {"status": _status(result), "time_s": result.time_s, "bound_s": result.bound_s, "seconds": result.seconds}
             row |= {key: result.settings.get(key) for key in ("serial_s", "serial_bound_s")}
-            yield row | {"budget_bytes": budget_bytes, "peak_bytes": result.peak_bytes}
+            row |= {"budget_bytes": budget_bytes, "peak_bytes": result.peak_bytes}
+            if graph is both and result.schedule is not None and devices.captured is not None:
+                schedule = in_passes(graph, result.schedule)
+                predicted = simulate(graph, schedule)
+                row |= {"predicted_s": predicted.time_s, "predicted_other_bytes": predicted.pool_peaks_bytes[1]}
+                row |= executed(step, devices, graph, schedule)
+            yield row
 
 
 def _status(result: Result) -> str:
@@ -154,13 +199,16 @@ def _moved(graph: Graph, result: Result) -> dict[str, object]:
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """Time of each method, and what the best for both side by side gains over the serial optimum."""
-    cells = [("model", "devices", "budget", *METHODS, "serial, side by side", "gain over serial", "bound on overlapped")]
+    last = ("serial, side by side", "gain over serial", "bound on overlapped", "overlapped, run", "main device, run")
+    cells = [("model", "devices", "budget", *METHODS, *last)]
     for model, pair, budget in dict.fromkeys((row["model"], row["pair"], row["budget"]) for row in rows):
         found = {row["method"]: row for row in rows if (row["model"], row["pair"], row["budget"]) == (model, pair, budget)}
         times = {method: row["serial_s"] if method == METHODS[2] else row["time_s"] for method, row in found.items()}
         serial_s, overlapped_s = times.get(METHODS[2]), times.get(METHODS[3])
         side = found.get(METHODS[2], {}).get("time_s")
         bound = found.get(METHODS[3], {}).get("bound_s")
+        ran = found.get(METHODS[3], {})
+        run = bound, ran.get("executed_s"), ran.get("kept_s")
         gain = serial_s / overlapped_s - 1 if isinstance(serial_s, float) and isinstance(overlapped_s, float) else None
         cells.append(
             (
@@ -168,7 +216,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
                 *(_cell(found.get(method), times.get(method)) for method in METHODS),
                 format_seconds(side) if isinstance(side, float) else "",
                 format_ratio(gain) if gain is not None else "",
-                format_seconds(bound) if isinstance(bound, float) else "",
+                *(format_seconds(value) if isinstance(value, float) else "" for value in run),
             )
         )
     return as_markdown(cells)
@@ -188,11 +236,13 @@ def _cell(row: Mapping[str, object] | None, time_s: object) -> str:
 def main(words: Sequence[str] | None = None) -> None:
     """Solve, and write rows and table, after each row anew."""
     arguments = command_line(__doc__, models=MODELS, out="results/placement").parse_args(words)
+    one_thread()
     rows: list[dict[str, object]] = []
     for pair in PAIRS:
         for name in arguments.models:
             torch.manual_seed(0)
-            for row in compare(name, pair, pair_of(MODELS[name](), pair), BUDGETS, limit_s=LIMIT_S):
+            step = MODELS[name]()
+            for row in compare(name, pair, step, pair_of(step, pair), BUDGETS, limit_s=LIMIT_S):
                 rows.append(row)
                 write(arguments.out, COLUMNS, rows, table(rows))
 

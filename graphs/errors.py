@@ -62,6 +62,10 @@ class CopyError(PlannerError):
     """A copy between the device and the host that failed: the step is lost, the model is as before it."""
 
 
+class DeviceError(PlannerError):
+    """An op that failed on another device than the main one: the step is lost, the model is as before it."""
+
+
 class SolverWarning(UserWarning):
     """A solve ended early because of what must not happen; its plan is the best that was found until then."""
 

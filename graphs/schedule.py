@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.errors import ScheduleError
-from graphs.ir import Graph
+from graphs.ir import Graph, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,18 @@ def schedule_of(graph: Graph, computed: Sequence[int], held: Mapping[int, Collec
         wanted.update(node.inputs)
         wanted.update(stays)
     return Schedule(tuple(reversed(steps)))
+
+
+def boundary(graph: Graph, schedule: Schedule) -> int:
+    """Number of steps of the forward pass: up to the last first execution of a forward op, itself or stood for, and frees."""
+    pending = {op.id for op in graph.program if op.phase is Phase.FORWARD}
+    steps = schedule.steps
+    index = 0
+    while pending:
+        step = steps[index]
+        if isinstance(step, Compute):
+            pending.difference_update((step.op, *graph.ops[step.op].stands_for))
+        index += 1
+    while index < len(steps) and isinstance(steps[index], Free):
+        index += 1
+    return index

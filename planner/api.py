@@ -1,7 +1,7 @@
 """What Python programs do with the planner, besides training by it (``planner.training``): trace a step, run a plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from torch import nn
@@ -13,6 +13,7 @@ from graphs.capture.trace import capture, capture_kernels
 from graphs.capture.unchanged import unchanged
 from graphs.cost.devices import get_device
 from graphs.cost.link import MEASURED_LINK
+from graphs.cost.others import DEVICES_KEY, recorded_devices
 from graphs.cost.profile import profile
 from graphs.cost.replay import RealStep, with_real_sizes, written_by
 from graphs.cost.roofline import model_times
@@ -25,8 +26,10 @@ from graphs.pools import HOST
 from planner.choices import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.runtime import measure
+from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.executor import Executor
 from planner.runtime.link import link_beside
+from planner.runtime.pool_memory import other_peaks_measured
 from solvers.policies.store_all import store_all
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ def trace(
     measure_link: bool = False,
     name: str = "",
     options: Sequence[str] = (),
+    other_devices: Sequence[str] = (),
 ) -> Graph:
     """The training step of `model` on `batch` as a graph with the time and memory of every op.
 
@@ -71,12 +75,17 @@ def trace(
         name: of the model, for messages.
         options: choices besides recomputing that are found in the step itself, names in ``graphs.options``: ``chunks``,
             ``pack``, ``kernels``. Their ops are part of the graph; ``solve`` takes them where it is given the same names.
+        other_devices: that ops may be placed on, for the option ``placement``: ``cpu:2`` for two threads of the CPU, ``cuda:1``.
+            Each op is measured there as well; its times are part of the provenance.
 
     Raises:
-        TraceError: the step cannot be captured as one static graph; or a link is to be measured with a roofline.
+        TraceError: the step cannot be captured as one static graph; or a link, or another device, is to be measured with a
+            roofline.
         GraphError: there is no such choice, or it is not found in the step.
     """
     check_traced(options)
+    if roofline is not None and other_devices:
+        raise TraceError(f"ops cannot be measured on {other_devices[0]!r} with the roofline {roofline!r}, for nothing is run")
     if roofline is not None and measure_link:
         raise TraceError(
             f"the link to the host cannot be measured with the roofline {roofline!r}, for nothing is run: leave out one of them; "
@@ -90,7 +99,9 @@ def trace(
         modelled = with_traced(modelled, options)
         return without_needless(replace(modelled, graph=model_times(modelled, device))).graph
     about: _About = {"optimizer": optimizer, "accumulate": accumulate, "name": name}
-    return capture_profiled(model, loss_fn, batch, **about, passes=passes, measure_link=measure_link, options=options).graph
+    return capture_profiled(
+        model, loss_fn, batch, **about, passes=passes, measure_link=measure_link, options=options, other_devices=other_devices
+    ).graph
 
 
 def capture_profiled(
@@ -104,21 +115,35 @@ def capture_profiled(
     measure_link: bool = False,
     name: str = "",
     options: Sequence[str] = (),
+    other_devices: Sequence[str] = (),
 ) -> Capture:
     """The step as ``trace`` measures it, with the program that executes it."""
     captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name, options=options)
-    return with_times(captured, model, loss_fn, batch, passes=passes, measure_link=measure_link)
+    return with_times(captured, model, loss_fn, batch, passes=passes, measure_link=measure_link, others=other_devices)
 
 
 def with_times(
-    captured: Capture, model: nn.Module, loss_fn: LossFn | None, batch: Batch, *, passes: int, measure_link: bool = False
+    captured: Capture,
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    passes: int,
+    measure_link: bool = False,
+    others: Sequence[str] = (),
 ) -> Capture:
-    """`captured` with measured times and workspaces; with `measure_link` also what the link to the host carries beside them."""
+    """`captured` with measured times and workspaces.
+
+    With `measure_link` also what the link to the host carries beside them, with `others` also the times on devices so called.
+    """
     real = RealStep.of(captured, TrainingStep(model, loss_fn), batch)
     graph = profile(real, passes=passes)
     if measure_link:
         link = link_beside(real, graph.time_s)
         graph = replace(graph, provenance={**graph.provenance, MEASURED_LINK: link.recorded})
+    if others:
+        devices = recorded_devices(measured_devices(real, others, passes=passes))
+        graph = replace(graph, provenance={**graph.provenance, DEVICES_KEY: devices})
     return without_needless(replace(captured, graph=graph))
 
 
@@ -165,6 +190,7 @@ class RunReport:
         eager_differences: what is not equal to plain eager PyTorch, likewise.
         differs: what may differ, by the options that the plan was solved with.
         timeline: (seconds, bytes) at each event of the CPU allocator.
+        predicted_pools_bytes, measured_pools_bytes: most in the memory of each other device, by its name.
     """
 
     budget_bytes: int
@@ -183,6 +209,8 @@ class RunReport:
     eager_differences: tuple[str, ...]
     timeline: tuple[tuple[float, int], ...]
     differs: tuple[str, ...] = ()
+    predicted_pools_bytes: Mapping[str, int] = field(default_factory=dict)
+    measured_pools_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def run(
@@ -241,6 +269,8 @@ def run(
         measured_peak_bytes=memory.peak_bytes,
         reserved_bytes=memory.reserved_bytes,
         predicted_host_bytes=plan.pool_peaks_bytes.get(HOST),
+        predicted_pools_bytes={pool: peak for pool, peak in plan.pool_peaks_bytes.items() if pool != HOST},
+        measured_pools_bytes=other_peaks_measured(captured, planned, eager, batch),
         measured_host_bytes=None if planned.channels is None else planned.channels.memory.peak_bytes,
         predicted_time_s=plan.time_s,
         measured_time_s=times["planned"],

@@ -8,6 +8,7 @@ import msgspec
 import psutil
 
 from graphs.cost.link import format_rate, measured_link, published_link
+from graphs.cost.others import DEVICES_KEY, known_devices, recorded_devices
 from graphs.errors import GraphError, MismatchError, PlannerError
 from graphs.ir import Graph
 from graphs.options import OPTIONS, with_options
@@ -69,6 +70,11 @@ class Choices:
         return self.host_bytes is not None and self.link_bytes_per_s is None
 
     @property
+    def places(self) -> bool:
+        """Whether ops may run on other devices."""
+        return "placement" in self.options
+
+    @property
     def named(self) -> str:
         """In a sentence."""
         return ", ".join(self.options)
@@ -87,7 +93,10 @@ class Choices:
             MismatchError: its provenance has a link that cannot be.
             GraphError: it was traced without one of them, or one cannot be added to it.
         """
-        around = None if self.host_bytes is None else Surroundings(self.link(graph.provenance).link, self.host_bytes)
+        around = None
+        if self.host_bytes is not None or self.places:
+            others = known_devices(graph.provenance) if self.places else ()
+            around = Surroundings(self.link(graph.provenance).link, self.host_bytes, others)
         return with_options(graph, self.options, around, exact_ops(graph) if self.exact else None)
 
     def recorded(self, graph: Graph) -> dict[str, object]:
@@ -95,6 +104,8 @@ class Choices:
         said: dict[str, object] = {"options": list(self.options)}
         if self.exact:
             said["exact"] = exact_ops(graph)
+        if self.places:
+            return {**said, DEVICES_KEY: recorded_devices(known_devices(graph.provenance))}
         if self.host_bytes is None:
             return said
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
@@ -200,7 +211,8 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
     names, only = recorded_options(settings), _recorded_exact(settings)
     known = recorded_link(settings)
     if known is None:
-        return with_options(graph, names, only=only)
+        others = known_devices(settings)
+        return with_options(graph, names, Surroundings(Link.even(1.0), others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
         raise _edited(f"the options {names!r} with {host_bytes!r} bytes on the host")

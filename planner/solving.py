@@ -9,9 +9,12 @@ from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchErro
 from graphs.ir import Graph, check_sums
 from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
+from graphs.options.passes import in_passes
+from graphs.options.placement import is_placed
 from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
+from graphs.schedule import Schedule
 from graphs.simulate import Simulation, simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
 from planner.choices import Choices, choices_of
@@ -100,7 +103,16 @@ def solve(
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, clock, should_stop))
     recorded = {} if choices is None else choices.recorded(graph)
-    return _plan_from(replace(result, graph=graph, settings={**result.settings, **recorded}), summary, graph)
+    schedule = _in_passes(graph, result)
+    return _plan_from(replace(result, graph=graph, schedule=schedule, settings={**result.settings, **recorded}), summary, graph)
+
+
+def _in_passes(graph: Graph, result: Result) -> Schedule | None:
+    """The schedule of `result` as a step runs it, where that needs no more than the budget."""
+    if result.schedule is None or not is_placed(graph):
+        return result.schedule
+    schedule = in_passes(graph, result.schedule)
+    return schedule if simulate(graph, schedule).peak_bytes <= result.budget_bytes else result.schedule
 
 
 def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
@@ -110,7 +122,11 @@ def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
         PlannerError: `solver` takes no graph that has some.
     """
     entry = SOLVERS[solver]
-    if not entry.copies and not (entry.choices and choices.host_bytes is None):
+    if choices.places != entry.places:
+        others = "'xengine-overlapped'" if choices.places else "'windows'"
+        does = "places no ops on other devices" if choices.places else "does nothing but place ops on other devices"
+        raise PlannerError(f"the solver {solver!r} {does}: take the solver {others}, or other options than {choices.named}")
+    if not choices.places and not entry.copies and not (entry.choices and choices.host_bytes is None):
         does = "copies nothing" if entry.choices else "recomputes only"
         raise PlannerError(f"the solver {solver!r} {does}: leave the options out, or take the solver 'windows'")
     return choices.offered(graph)

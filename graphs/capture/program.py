@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from graphs.errors import ScheduleError
@@ -276,16 +277,19 @@ class _Life:
     """Ends with the functions whose namespace holds it."""
 
 
-def load(program: Program, source: str, filename: str) -> dict[str, Callable[..., Any]]:
+def load(
+    program: Program, source: str, filename: str, names: Mapping[str, object] = MappingProxyType({})
+) -> dict[str, Callable[..., Any]]:
     """The functions that `source` defines in a copy of the program's namespace. They do not see each other.
 
     Args:
+        names: that stand for something else, or besides.
         filename: what tracebacks call the source, with a number that no other has; they show the line that failed
             for as long as one of the functions is there.
     """
     filename = f"<{filename}, {next(_LOADED)}>"
     life = _Life()
-    namespace = {**program.namespace, "_life": life}
+    namespace = {**program.namespace, **names, "_life": life}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(life, linecache.cache.pop, filename, None)
     defined: dict[str, Callable[..., Any]] = {}

@@ -41,7 +41,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "pack": Option("masks, indices and what activations read may be kept in bits and bytes, exactly"),
         "kernels": Option("convolutions, attention and losses may be computed by other kernels, with other workspaces"),
         "in-place": Option("ops may write element by element over an input that goes with them"),
-        "placement": Option("ops may run on other devices, with copies between (in Python: Surroundings.others)", placed),
+        "placement": Option("ops may run on other devices, with copies between", placed),
     }
 )
 
@@ -99,7 +99,8 @@ def with_options(
     for name in names:
         if (rewrite := OPTIONS[name].rewrite) is not None:
             if surroundings is None:
-                raise GraphError(f"the option {name!r} needs to know the link to the host")
+                around = "the link to the host" if OPTIONS[name].copies else "other devices: Surroundings(others=...)"
+                raise GraphError(f"the option {name!r} needs to know {around}")
             graph = rewrite(graph, surroundings)
     return graph
 

@@ -9,7 +9,7 @@ any other. So parameters that the optimizer has changed are never stale, and tak
 
 Some ops stay on the main device: those that draw random numbers, which another generator would draw otherwise; those that write
 in place, or read what is written, for a copy has no side of the write to be on; and those around a tensor that is held on for
-another. Kept tensors end on the main device. A stand-in's workspace is that of its op.
+another. Kept tensors end on the main device. A stand-in's workspace is that of its op, unless another was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,10 @@ def placed(graph: Graph, surroundings: Surroundings) -> Graph:
         raise GraphError("placement is added to a graph that has choices already: add it first, and once")
     check_out_of_place(graph, "placement")
     if not surroundings.others:
-        raise GraphError("placement needs another device, and the time of each op there: give Surroundings(others=...)")
+        raise GraphError(
+            "placement needs another device, and the times of the ops there: trace the step with --other-devices cpu:2, or cuda "
+            "(planner.trace(..., other_devices=['cuda'])), or give Surroundings(others=...)"
+        )
     writer = _Writer(graph)
     for device in surroundings.others:
         writer.add_device(device)
@@ -73,7 +76,7 @@ class _Writer:
         self.pools = list(graph.pools)
         self.places = [list(range(len(graph.tensors)))]
         self.others: list[OtherDevice] = []
-        self.fixed = _fixed(graph)
+        self.fixed = fixed(graph)
 
     def add_device(self, device: OtherDevice) -> None:
         """Pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
@@ -97,7 +100,8 @@ class _Writer:
         for t in sorted(there):
             place[t] = len(self.tensors)
             base = self.source.tensors[t]
-            copy = Tensor(place[t], f"{base.name}@{device.name}", base.size_bytes, (), base.kind, base.shape, base.dtype)
+            size_bytes = -(-base.size_bytes // device.block_bytes) * device.block_bytes
+            copy = Tensor(place[t], f"{base.name}@{device.name}", size_bytes, (), base.kind, base.shape, base.dtype)
             self.tensors.append(replace(copy, pool=device.name))
         self.places.append(place)
         here = len(self.places) - 1
@@ -112,10 +116,11 @@ class _Writer:
                     inputs=inputs,
                     outputs=outputs,
                     time_s=time_s,
+                    workspace_bytes=device.workspaces_bytes[op.id] if device.workspaces_bytes else op.workspace_bytes,
                     stream=stream,
                     optional=True,
                     stands_for=(op.id,),
-                    differs=device.differs,
+                    differs="" if op.id in device.exact else device.differs,
                 )
             )
         for target in range(here):
@@ -123,14 +128,15 @@ class _Writer:
 
     def _copy_all(self, source: int, target: int) -> None:
         """Copies of all tensors that may be in both memories; none to where a tensor is static."""
-        bytes_per_s = self.others[max(source, target) - 1].bytes_per_s
+        link = self.others[max(source, target) - 1]
         names = self.pools[source].name, self.pools[target].name
         for t in self.source.tensors:
             before, after = self.places[source][t.id], self.places[target][t.id]
             if before < 0 or after < 0 or (t.static and target == 0):
                 continue
             phase = self.source.ops[t.producers[0] if t.producers else 0].phase
-            copy = Op(0, f"copy_{t.name}_{'_to_'.join(names)}", COPY, (before,), (after,), t.size_bytes / bytes_per_s)
+            time_s = link.latency_s + t.size_bytes / link.bytes_per_s
+            copy = Op(0, f"copy_{t.name}_{'_to_'.join(names)}", COPY, (before,), (after,), time_s)
             self._add(replace(copy, phase=phase, stream="_to_".join(names), optional=True))
 
     def _add(self, op: Op) -> None:
@@ -144,13 +150,23 @@ class _Writer:
         return Graph(tuple(self.ops), tuple(self.tensors), self.source.kept, self.source.provenance, tuple(self.pools))
 
 
-def _fixed(graph: Graph) -> frozenset[int]:
-    """Ops that stay on the main device."""
+def fixed(graph: Graph) -> frozenset[int]:
+    """Ops of the program that stay on the main device."""
     written = {t for op in graph.ops for t in op.mutates}
     held = {t.id for t in graph.tensors if t.held_for is not None}
     return frozenset(
         op.id for op in graph.ops if op.random or op.mutates or not (written | held).isdisjoint((*op.inputs, *op.outputs))
     )
+
+
+def is_copy(op: Op) -> bool:
+    """Whether it copies a tensor from one device to another."""
+    return op.optional and op.target == COPY
+
+
+def is_placed(graph: Graph) -> bool:
+    """Whether ``placed`` has given `graph` other devices."""
+    return any(pool.owner == f"{COMPUTE}@{pool.name}" for pool in graph.pools)
 
 
 def placement_of(graph: Graph) -> Placement:

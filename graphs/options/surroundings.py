@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from graphs.errors import GraphError
+from graphs.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,10 @@ class OtherDevice:
             beside the computation.
         capacity_bytes: of its memory that a step may take; None for no limit.
         differs: what may differ from the program's results where it computes (rounding); "" for not a bit.
+        exact: ids of ops that make the program's bits there, whatever `differs` says.
+        workspaces_bytes: for each op of the program what it holds there while it runs; () for as much as on the main device.
+        latency_s: that each copy takes besides its bytes.
+        block_bytes: its memory is handed out in blocks of so many.
 
     Raises:
         GraphError: a value that no machine has.
@@ -68,10 +73,27 @@ class OtherDevice:
     bytes_per_s: float
     capacity_bytes: int | None = None
     differs: str = ""
+    exact: tuple[int, ...] = ()
+    workspaces_bytes: tuple[int, ...] = ()
+    latency_s: float = 0.0
+    block_bytes: int = 1
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.bytes_per_s) or self.bytes_per_s <= 0:
             raise GraphError(f"the link of {self.name!r} carries {self.bytes_per_s!r} bytes a second: must be above 0, as 25e9")
+        if not math.isfinite(self.latency_s) or self.latency_s < 0:
+            raise GraphError(f"a copy from or to {self.name!r} takes {self.latency_s!r} s besides its bytes: must be 0 or more")
+        if self.block_bytes < 1:
+            raise GraphError(f"the memory of {self.name!r} comes in blocks of {self.block_bytes!r} bytes: must be 1 or more")
+        if self.workspaces_bytes and len(self.workspaces_bytes) != len(self.times_s):
+            raise GraphError(
+                f"device {self.name!r} has {len(self.times_s)} times and {len(self.workspaces_bytes)} workspaces: give one each"
+            )
+
+    def __str__(self) -> str:
+        times = [time_s for time_s in self.times_s if time_s is not None]
+        seconds = format_seconds(math.fsum(times))
+        return f"{self.name}: {len(times)} of {len(self.times_s)} ops in {seconds}, {format_bytes(self.bytes_per_s)}/s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,11 +173,16 @@ def tracing(arguments: argparse.Namespace) -> Tracing:
 
 
 def trace_model(
-    model: "ModelSpec", arguments: argparse.Namespace, progress: "ProgressLine", *, measure_link: bool = False
+    model: "ModelSpec",
+    arguments: argparse.Namespace,
+    progress: "ProgressLine",
+    *,
+    measure_link: bool = False,
+    other_devices: tuple[str, ...] = (),
 ) -> "Graph":
-    """Build and trace `model`, as the options of ``add_how_to_trace`` say; `measure_link` as in ``api.trace``."""
+    """Build and trace `model`, as the options of ``add_how_to_trace`` say; the rest as in ``api.trace``."""
     progress.say(f"building and tracing {model}")
-    return replace(tracing(arguments), measure_link=measure_link).graph(model)
+    return replace(tracing(arguments), measure_link=measure_link, other_devices=other_devices).graph(model)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:

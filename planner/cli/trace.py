@@ -29,6 +29,7 @@ def add(commands: Commands) -> None:
         "  planner trace examples/own_model.py:build,batch=64 -o model.json\n"
         "  planner trace examples/own_model.py:build --device cuda --measure-link -o model.json\n"
         "  planner trace zoo:llama --roofline h200 -o model.json\n"
+        "  planner trace zoo:mlp --other-devices cpu:1 -o model.json\n"
         "  planner trace zoo:gpt2 --options chunks -o model.json",
     )
     parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
@@ -38,6 +39,13 @@ def add(commands: Commands) -> None:
         "--measure-link",
         action="store_true",
         help="also measure copies to the host and back beside the step, for planner solve --options offload",
+    )
+    parser.add_argument(
+        "--other-devices",
+        type=options.names,
+        default=(),
+        metavar="NAMES",
+        help="also measure the ops on cpu:2 (two threads of the CPU), cuda, cuda:1, for planner solve --options placement",
     )
     add_traced_options(parser)
     add_quiet(parser)
@@ -53,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_traced(arguments.options)
     check_writable(arguments.output)
     with ProgressLine(quiet=arguments.quiet) as progress:
-        graph = trace_model(arguments.model, arguments, progress, measure_link=arguments.measure_link)
+        measured = {"measure_link": arguments.measure_link, "other_devices": arguments.other_devices}
+        graph = trace_model(arguments.model, arguments, progress, **measured)
         write_graph(graph, arguments.output)
     print_written(graph, arguments)
     return DONE

@@ -16,8 +16,8 @@ class Tracing:
 
     Attributes:
         device, seed: as in ``workload.load``.
-        roofline, optimizer, accumulate, passes, measure_link, options: as in ``api.trace``; with a roofline nothing is
-            allocated.
+        roofline, optimizer, accumulate, passes, measure_link, options, other_devices: as in ``api.trace``; with a roofline
+            nothing is allocated.
     """
 
     device: str = "cpu"
@@ -28,6 +28,7 @@ class Tracing:
     seed: int = 0
     measure_link: bool = False
     options: tuple[str, ...] = ()
+    other_devices: tuple[str, ...] = ()
 
     def graph(self, model: ModelSpec) -> "Graph":
         """The graph of the training step of `model`.
@@ -48,4 +49,5 @@ class Tracing:
             measure_link=self.measure_link,
             name=str(model),
             options=self.options,
+            other_devices=self.other_devices,
         )

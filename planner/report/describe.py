@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from graphs.cost.link import MEASURED_LINK, measured_link
+from graphs.cost.others import DEVICES_KEY, known_devices
 from graphs.options.selection import LEFT_OUT
 from graphs.plan import Plan
 from graphs.pools import HOST
@@ -103,7 +104,7 @@ def plan_info_text(plan: Plan) -> str:
 
 def _plain(settings: Mapping[str, object]) -> list[tuple[str, object]]:
     """Those for people to read; the parameters of the search are for machines."""
-    return [(name, value) for name, value in settings.items() if not isinstance(value, Mapping)]
+    return [(name, value) for name, value in settings.items() if not isinstance(value, Mapping) and name != DEVICES_KEY]
 
 
 def run_data(report: "RunReport") -> dict[str, object]:
@@ -115,6 +116,8 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "reserved_bytes": report.reserved_bytes,
         "predicted_host_bytes": report.predicted_host_bytes,
         "measured_host_bytes": report.measured_host_bytes,
+        "predicted_pools_bytes": dict(report.predicted_pools_bytes),
+        "measured_pools_bytes": dict(report.measured_pools_bytes),
         "predicted_time_s": report.predicted_time_s,
         "measured_time_s": report.measured_time_s,
         "predicted_ratio": report.predicted_ratio,
@@ -136,6 +139,8 @@ def run_text(report: "RunReport") -> str:
     ]
     if report.predicted_host_bytes is not None and report.measured_host_bytes is not None:
         rows.insert(1, ("host memory", format_bytes(report.predicted_host_bytes), format_bytes(report.measured_host_bytes)))
+    for pool, peak in report.predicted_pools_bytes.items():
+        rows.insert(1, (f"{pool} memory", format_bytes(peak), format_bytes(report.measured_pools_bytes[pool])))
     within = "within" if report.measured_peak_bytes <= report.budget_bytes else "OVER"
     over = 100 * (report.measured_ratio / report.eager_ratio - 1)
     reserved = "" if report.reserved_bytes is None else f"; the allocator held {format_bytes(report.reserved_bytes)}"
@@ -205,6 +210,8 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
     def text(name: str, value: object) -> str:
         if name == MEASURED_LINK:
             return str(measured_link(provenance))
+        if name == DEVICES_KEY:
+            return "; ".join(map(str, known_devices(provenance)))
         if name == LEFT_OUT and isinstance(value, list | tuple):
             return f"{len(value)} optional ops that are neither faster nor smaller"
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

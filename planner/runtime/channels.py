@@ -6,9 +6,7 @@ count. On CUDA each has a stream (``planner.runtime.cuda_channels``).
 
 import threading
 import time
-import weakref
 from collections.abc import Sequence
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +16,10 @@ from graphs.capture.statics import allocated_bytes
 from graphs.errors import CopyError
 from planner.runtime.host_memory import Copy, HostMemory, ended
 from planner.runtime.host_tensor import HostTensor, storage_bytes
+from planner.runtime.workers import Worker
 
 _LOOK_S = 0.2  # how often a waiting thread looks whether the one that copies is alive
+_OUT, _BACK = "device to host", "host to device"
 
 
 class Issued(Protocol):
@@ -89,27 +89,30 @@ class ThreadChannels:
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self._out, self._back = _Channel("device to host"), _Channel("host to device")
+        self._out, self._back = (Worker(name, f"copies from {name}") for name in (_OUT, _BACK))
 
     def out(self, tensor: torch.Tensor, *after: "ThreadCopy") -> tuple[HostTensor, "ThreadCopy"]:
         """As ``Channels.out``."""
         source = storage_bytes(tensor)
         host = HostTensor(tensor, self.memory, allocated_bytes(len(source), tensor.device))
-        copy = self._out.issue(source, host.values, after, host.waits_for)
+        copy = ThreadCopy(_OUT, source, host.values, after, host.waits_for)
+        self._out.issue(copy)
         host.copies.append(copy)
         return host, copy
 
     def back(self, host: HostTensor) -> tuple[torch.Tensor, "ThreadCopy"]:
         """As ``Channels.back``."""
         tensor = host.on_device()
-        copy = self._back.issue(host.values, storage_bytes(tensor), host.copies[:1])
+        copy = ThreadCopy(_BACK, host.values, storage_bytes(tensor), host.copies[:1])
+        self._back.issue(copy)
         host.copies.append(copy)
         return tensor, copy
 
     def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> "ThreadCopy":
         """As ``Channels.again``."""
         here, there = storage_bytes(tensor), host.values
-        copy = self._out.issue(here, there, ()) if out else self._back.issue(there, here, ())
+        copy = ThreadCopy(_OUT, here, there) if out else ThreadCopy(_BACK, there, here)
+        (self._out if out else self._back).issue(copy)
         host.copies.append(copy)
         return copy
 
@@ -122,7 +125,7 @@ class ThreadCopy:
     """A copy that a thread makes. It holds both sides until it has ended, and nothing then."""
 
     def __init__(
-        self, name: str, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy], behind: Sequence[Copy]
+        self, name: str, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy] = (), behind: Sequence[Copy] = ()
     ) -> None:
         """From `source` to `target`, both uint8 and as long.
 
@@ -174,39 +177,3 @@ class ThreadCopy:
             # A new one each time, which does not hold the frames of who waited before.
             said = f"a copy from {self._name} failed: {type(error).__name__}: {error}"
             raise CopyError(str(error) if isinstance(error, CopyError) else said) from error
-
-
-class _Channel:
-    """A thread that makes copies one after the other; started with the first, and again where it has died."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
-        self._starting = threading.Lock()
-
-    def issue(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy], behind: Sequence[Copy] = ()) -> ThreadCopy:
-        copy = ThreadCopy(self._name, source, target, after, behind)
-        with self._starting:
-            if self._thread is None or not self._thread.is_alive():
-                self._start()
-            copy.thread = self._thread
-            self._copies.put(copy)
-        return copy
-
-    def _start(self) -> None:
-        self._copies: SimpleQueue[ThreadCopy | None] = SimpleQueue()  # with what a dead thread has left goes its memory
-        thread = threading.Thread(target=_work, args=(self._copies,), name=f"planner: {self._name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise CopyError(f"no thread can be started for copies from {self._name}: {error}") from error
-        if self._end is not None:
-            self._end.detach()
-        self._thread, self._end = thread, weakref.finalize(self, self._copies.put, None)
-
-
-def _work(copies: "SimpleQueue[ThreadCopy | None]") -> None:
-    while (copy := copies.get()) is not None:
-        copy.make()
-        del copy  # it is not held until the next comes

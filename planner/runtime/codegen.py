@@ -8,13 +8,13 @@ pass empties before it begins, so that nothing but its own variables keeps a ten
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from graphs.capture.program import Program, load, variable
-from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Free, Schedule
+from graphs.ir import Graph
+from graphs.schedule import Compute, Schedule, Step, boundary
 from planner.runtime.channels import Channels
 from planner.runtime.copying import CopyingWriter
 
@@ -46,10 +46,44 @@ class Code:
 def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channels: Channels | None = None) -> Code:
     """Compile `schedule`, which must be valid on `graph` (``simulate``), and copies by `channels`, if at all."""
     cut = boundary(graph, schedule)
-    writer = CopyingWriter(graph, program, repeated=_repeated(graph, program, schedule))
-    forward = writer.write(schedule.steps[:cut])
+    writer = CopyingWriter(graph, program, repeated=repeated(graph, program, schedule))
+    if channels is not None:
+        program = replace(program, namespace={**program.namespace, "channels": channels})
+    return assemble(graph, program, writer, (schedule.steps[:cut], schedule.steps[cut:]))
 
-    later = {t for step in schedule.steps[cut:] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
+
+def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
+    """Ops that are executed more than once, or whose random numbers another op draws again."""
+    times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
+    drawn = {call.random_state: op for op, call in enumerate(program.calls)}
+    redrawn = {drawn[t] for op in times for t in graph.ops[op].inputs if t in drawn and drawn[t] != op}
+    return redrawn | {op for op, count in times.items() if count > 1}
+
+
+class PassWriter(Protocol):
+    """Writes one pass after the other.
+
+    Attributes:
+        live: ids of the tensors in memory after the steps written so far.
+        copies: variables of what else is handed to the next pass.
+    """
+
+    live: dict[int, None]
+
+    @property
+    def copies(self) -> tuple[str, ...]: ...  # noqa: D102  # said above
+
+    def write(self, steps: Iterable[Step]) -> list[str]:
+        """The lines that do `steps`."""
+        ...
+
+
+def assemble(
+    graph: Graph, program: Program, writer: PassWriter, halves: tuple[Sequence[Step], Sequence[Step]], *more: str
+) -> Code:
+    """Both passes, whose steps are `halves`, as `writer` writes them; `more` are names of their further parameters."""
+    forward = writer.write(halves[0])
+    later = {t for step in halves[1] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
     # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
     returned = tuple(i for i, t in enumerate(alive) if t in graph.kept)
@@ -60,40 +94,16 @@ def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channel
 
     restore = [f"{', '.join(names)}, = saved"] if names else []
     gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
-    backward = [*restore, "saved.clear()", *writer.write(schedule.steps[cut:]), f"return ({gradients})"]
+    backward = [*restore, "saved.clear()", *writer.write(halves[1]), f"return ({gradients})"]
 
     source = "\n\n".join(
         (
-            program.define("forward", "static", forward),
-            program.define("backward", "static, saved", backward),
+            program.define("forward", ", ".join(("static", *more)), forward),
+            program.define("backward", ", ".join(("static", "saved", *more)), backward),
         )
     )
-    if channels is not None:
-        program = replace(program, namespace={**program.namespace, "channels": channels})
-    functions = load(program, source, f"schedule of {graph.fingerprint}, {len(schedule.steps)} steps")
+    steps = sum(map(len, halves))
+    functions = load(program, source, f"schedule of {graph.fingerprint}, {steps} steps")
     read = {name for line in backward for name in re.findall(r"\bt\d+\b", line)}
     reads = tuple(variable(source.tensor) in read for source in program.sources)
     return Code(functions["forward"], functions["backward"], reads, tuple(alive), returned, source)
-
-
-def _repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
-    """Ops that are executed more than once, or whose random numbers another op draws again."""
-    times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
-    drawn = {call.random_state: op for op, call in enumerate(program.calls)}
-    redrawn = {drawn[t] for op in times for t in graph.ops[op].inputs if t in drawn and drawn[t] != op}
-    return redrawn | {op for op, count in times.items() if count > 1}
-
-
-def boundary(graph: Graph, schedule: Schedule) -> int:
-    """Number of steps of the forward pass: up to the last first execution of a forward op, itself or stood for, and frees."""
-    pending = {op.id for op in graph.program if op.phase is Phase.FORWARD}
-    steps = schedule.steps
-    index = 0
-    while pending:
-        step = steps[index]
-        if isinstance(step, Compute):
-            pending.difference_update((step.op, *graph.ops[step.op].stands_for))
-        index += 1
-    while index < len(steps) and isinstance(steps[index], Free):
-        index += 1
-    return index

@@ -13,6 +13,7 @@ from graphs.capture.program import Launches
 from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError
 from graphs.ir import Graph, Kind
+from graphs.options.placement import is_placed
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -20,7 +21,9 @@ from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.copying import check_runnable
 from planner.runtime.cuda_channels import CudaChannels
+from planner.runtime.devices import Devices
 from planner.runtime.host_memory import HostMemory
+from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
 
 
@@ -33,6 +36,7 @@ class Executor:
 
     Attributes:
         channels: by which the schedule copies to the host and back; None where the graph does not offer that.
+        devices: that it runs on, where the graph offers others than the main one; None where it does not.
         launched: both passes as the schedule says.
         code: both passes as they are run.
     """
@@ -54,20 +58,27 @@ class Executor:
             GraphError: the captured graph has choices that are not run.
             ScheduleError: the schedule does not run on the captured graph.
         """
-        check_runnable(capture.graph, capture.program)
+        placed = is_placed(capture.graph)
+        if not placed:
+            check_runnable(capture.graph, capture.program)
         simulate(capture.graph, schedule)
         self.graph = capture.graph
         self.program = capture.program
         self.signature = capture.signature
         self.schedule = schedule
         self._step = TrainingStep(model, loss_fn)
-        self.channels = _channels(capture.graph, next(self._step.parameters()).device) if channels is None else channels
-        self.launched = self.code = compile_schedule(capture.graph, capture.program, schedule, self.channels)
-        if self.channels is not None:
+        device = next(self._step.parameters()).device
+        self.devices = Devices(capture.graph, device) if placed else None
+        self.channels = _channels(capture.graph, device) if channels is None else channels
+        if self.devices is not None:
+            self.launched = self.code = compile_placed(capture.graph, capture.program, schedule, self.devices)
+        else:
+            self.launched = self.code = compile_schedule(capture.graph, capture.program, schedule, self.channels)
+        if self.devices is not None or self.channels is not None:
             self.code = undoing(capture.graph, capture.program, self.launched)
         self._guards = capture.guards
         self._conditions = capture.conditions
-        self._device_type = next(self._step.parameters()).device.type
+        self._device_type = device.type
         self._autocast = _autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
@@ -86,7 +97,8 @@ class Executor:
 
         Raises:
             MismatchError: the batch or the model is not as it was when the step was captured.
-            CopyError: a copy to the host or back has failed; so does ``backward()``.
+            CopyError: a copy between memories has failed; so does ``backward()``.
+            DeviceError: an op has failed on another device than the main one; likewise.
         """
         return self.run(self.check(*args, **kwargs))
 

@@ -25,11 +25,10 @@ from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Phase
 from graphs.options.traced import with_traced
 from graphs.pools import COMPUTE
-from graphs.schedule import Compute, Schedule, Step
+from graphs.schedule import Compute, Schedule, Step, boundary
 from graphs.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
 from graphs.torch_private.core import pytree
 from planner.runtime.channels import Channels
-from planner.runtime.codegen import boundary
 from planner.torch_compile.emitter import Emitter
 
 aten = torch.ops.aten

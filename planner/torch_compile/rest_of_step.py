@@ -10,9 +10,8 @@ from dataclasses import replace
 from graphs.ir import Graph, Op, Phase
 from graphs.options import without_options
 from graphs.pools import DEVICE
-from graphs.schedule import Compute, Schedule, Step, schedule_of
+from graphs.schedule import Compute, Schedule, Step, boundary, schedule_of
 from graphs.simulate import simulate
-from planner.runtime.codegen import boundary
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.policies.store_all import store_all

@@ -54,6 +54,7 @@ def compile(  # noqa: A001
     replan: bool = False,
     compare_eager: bool = True,
     kernels: str = "eager",
+    other_devices: Sequence[str] = (),
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -93,6 +94,8 @@ def compile(  # noqa: A001
         kernels: ``eager``, those that eager PyTorch runs; or ``inductor``, those that ``torch.compile`` compiles the step to, in
             several ways where recomputation costs much, of which the fastest is kept: docs/training.md. Bits are then those of
             ``torch.compile``, which also stands for eager PyTorch in what is compared.
+        other_devices: as in ``trace``, with ``options=["placement"]`` and a solver that places ops (``xengine-overlapped``, for
+            small steps).
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
@@ -120,6 +123,14 @@ def compile(  # noqa: A001
         host_bytes = int(channels.memory.capacity_bytes)  # of which as much may be free as before: earlier plans have taken it
         solved = partial(solved, link=choices.link_bytes_per_s, host_budget=host_bytes)
         asked = {"host_budget": choices.host_bytes if is_amount(host_budget) else host_budget}
+    places = choices is not None and choices.places
+    if places != bool(other_devices):
+        raise PlannerError("other_devices= and options=['placement'] go together: give both, or leave both out")
+    if places and (dynamic or cuda_graph or type(wrapper) is not Unwrapped):
+        raise PlannerError(
+            "ops are placed on other devices for steps of one size, in one process and run op by op: leave out dynamic=True, "
+            "cuda_graph=True and the wrapper, or options=['placement']"
+        )
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
     make_compiler, other_sizes = _makers_of(kernels)
@@ -135,6 +146,7 @@ def compile(  # noqa: A001
         channels=channels,
         measure_link=choices is not None and choices.measures_link,
         options=() if choices is None else choices.options,
+        other_devices=tuple(other_devices),
     )
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")

@@ -44,6 +44,7 @@ class Compiler:
         channels: by which all its steps copy to the host and back; None where no graph offers that.
         measure_link: whether copies to the host and back are measured beside a step that is profiled.
         options: choices that graphs are given, of which some are found in the captured step.
+        other_devices: that ops of a step that is profiled are measured on too.
     """
 
     wrapper: Unwrapped
@@ -57,6 +58,7 @@ class Compiler:
     channels: Channels | None = None
     measure_link: bool = False
     options: tuple[str, ...] = ()
+    other_devices: tuple[str, ...] = ()
 
     def capture(self, batch: Batch) -> Capture:
         """The step on `batch`, run once with everything kept; its times are not measured."""
@@ -93,8 +95,8 @@ class Compiler:
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """`captured` with measured times and workspaces."""
-        model, measure_link = self.wrapper.module, self.measure_link
-        return with_times(captured, model, self.loss_fn, batch, passes=self.passes, measure_link=measure_link)
+        model, passes, measure_link, others = self.wrapper.module, self.passes, self.measure_link, self.other_devices
+        return with_times(captured, model, self.loss_fn, batch, passes=passes, measure_link=measure_link, others=others)
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The step of a profiled capture: solved until the measured peak is within the budget.

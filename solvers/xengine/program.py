@@ -16,7 +16,7 @@ device. What is otherwise than published is out for a defect, or there to agree 
 - a tensor that is on a device already is not copied there again; of several sources one is chosen;
 - a copy takes memory where it arrives, from the turn of its first reader to that of the last, and its source stays until then;
 - rows of memory and of what is freed are written for each device by itself;
-- kept tensors end on the main device, where they stay from when they first are there (copied at the last, if need be);
+- kept tensors end on the main device, where they stay from when they first are there (copied as their pass ends, if need be);
 - several outputs of an op, workspaces, ops that must not run again: as in ``solvers.checkmate.model``.
 
 With `stay` a copy may be handed on to the next stage as well, and with `ahead` be made as a stage begins.
@@ -25,6 +25,7 @@ With `stay` a copy may be handed on to the next stage as well, and with `ahead` 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from graphs.options.passes import due
 from graphs.options.placement import Placement
 from solvers.highs.columns import ONE, Columns, Term, Weighted
 
@@ -73,7 +74,7 @@ class XEngineProgram(Columns):
         self.capacity = [None if c is None or c >= total else c for c in capacities]
         self.unit_s = (self.graph.time_s or 1.0) / _TIME_RANGE
         self.made_at = [t.producers[0] if t.producers else -1 for t in self.graph.tensors]
-        self.last_run, self.last_use = _last_stages(placement)
+        (self.last_run, self.last_use), self.due = _last_stages(placement), due(self.graph)
         self.R: dict[tuple[int, int, int], int] = {}
         self.S: dict[tuple[int, int, int], int] = {}
         self.A: dict[tuple[int, int, int, int, int], int] = {}
@@ -129,9 +130,8 @@ class XEngineProgram(Columns):
                 readers = []  # as the stage begins is just before its only op
             for x in ops[v].inputs:
                 self._add_copies(t, v, x, readers)
-        if t == self.ops - 1:
-            for x in sorted(self.graph.kept):
-                self._add_copies(t, self.ops, x, [0])
+        for x in (x for x, stage in self.due.items() if stage == t):
+            self._add_copies(t, self.ops, x, [0])
 
     def _add_copies(self, t: int, turn: int, x: int, targets: Iterable[int]) -> None:
         for e in targets:
@@ -206,8 +206,8 @@ class XEngineProgram(Columns):
                         self.at_most([(column, 1), (after, -1)], 0)
 
     def add_end(self, x: int) -> None:
-        """A kept tensor is on the main device when the last stage ends."""
-        self.at_most(self._there(0, self.ops - 1, x, self.ops), -1)
+        """A kept tensor is on the main device when the last stage ends, or the last of the forward pass, if it is made there."""
+        self.at_most(self._there(0, self.due[x], x, self.ops), -1)
 
     def add_memory(self, d: int, t: int) -> None:
         """U[d,t,k] = U[d,t,k-1] - what left after k - 1 + what arrives before k and what it makes; U + workspace <= M_d."""
@@ -232,9 +232,9 @@ class XEngineProgram(Columns):
             change += [(double, -size[x]) for x, double in self.doubles(d, t, k)]
 
     def turns(self, t: int) -> Iterator[int]:
-        """Of stage t: before its ops, each of them, and in the last stage the end."""
+        """Of stage t: before its ops, each of them, and, where a kept tensor is due, the end."""
         yield from range(BEGIN, t + 1)
-        if t == self.ops - 1:
+        if t in self.due.values() or t == self.ops - 1:
             yield self.ops
 
     def frees(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:

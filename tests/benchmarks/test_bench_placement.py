@@ -7,7 +7,22 @@ import pytest
 import torch
 
 from benchmarks import placement
-from benchmarks.placement import BUDGETS, COLUMNS, METHODS, MODELS, NO_LIMIT, PAIRS, chain, compare, pair_of, table
+from benchmarks.placement import (
+    BUDGETS,
+    COLUMNS,
+    MEASURED,
+    METHODS,
+    MODELLED,
+    MODELS,
+    NO_LIMIT,
+    PAIRS,
+    Pair,
+    chain,
+    compare,
+    pair_of,
+    table,
+)
+from graphs.options.surroundings import OtherDevice
 from graphs.synthetic.small import training_chain
 from planner.studies.rows import read_csv
 
@@ -16,8 +31,8 @@ FOLDER = Path(__file__).parents[2] / "results" / "placement"
 
 def test_both_devices_are_no_worse_than_the_main_one() -> None:
     main = training_chain(3)
-    other = replace(main, ops=tuple(replace(op, time_s=0.5 + op.id % 2) for op in main.ops))
-    rows = list(compare("chain", "modelled", (main, other, 4.0), [NO_LIMIT, "75%"], limit_s=10.0))
+    pair = Pair(main, OtherDevice("other", tuple(0.5 + op.id % 2 for op in main.ops), 4.0))
+    rows = list(compare("chain", MODELLED, chain(), pair, [NO_LIMIT, "75%"], limit_s=10.0))
     assert [(row["budget"], row["method"]) for row in rows] == [(b, method) for b in (NO_LIMIT, "75%") for method in METHODS]
     assert all(row.keys() == set(COLUMNS) for row in rows)
     alone, second, serial, overlapped = rows[:4]
@@ -30,16 +45,24 @@ def test_both_devices_are_no_worse_than_the_main_one() -> None:
 
 def test_a_pair_is_one_step_with_two_times() -> None:
     torch.manual_seed(0)
-    main, other, bytes_per_s = pair_of(chain(), "modelled")
-    assert main.fingerprint == other.fingerprint and main.time_s != other.time_s and bytes_per_s > 0
+    pair = pair_of(chain(), MODELLED)
+    assert pair.main.fingerprint == pair.other.fingerprint and pair.main.time_s != pair.other.time_s
+    assert pair.captured is None and pair.second.bytes_per_s > 0
 
 
-def test_threads_are_as_they_were_once_both_are_measured() -> None:
+def test_what_is_found_on_threads_is_run() -> None:
     before = torch.get_num_threads()
     step = torch.nn.Linear(4, 4), torch.nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 4))
-    main, other, _ = pair_of(step, "measured")
-    assert (main.provenance["threads"], other.provenance["threads"]) == (1, 2)
-    assert torch.get_num_threads() == before and main.fingerprint == other.fingerprint
+    name = next(iter(MEASURED))
+    pair = pair_of(step, name)
+    quick = replace(pair.second, times_s=tuple(s and 1e-9 for s in pair.second.times_s), bytes_per_s=1e12, latency_s=0.0)
+    rows = list(compare("linear", name, step, replace(pair, second=quick), [NO_LIMIT], limit_s=10.0))
+    assert torch.get_num_threads() == before
+    for row in rows[2:]:
+        assert row["placed"] and row["executed_s"] > 0 and row["kept_s"] > 0  # type: ignore[operator]
+        assert row["executed_other_bytes"] == row["predicted_other_bytes"] > 0  # type: ignore[operator]
+        assert row["executed_peak_bytes"] <= row["peak_bytes"]  # type: ignore[operator]
+    assert all(row["executed_s"] is None for row in rows[:2])
 
 
 def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +82,9 @@ def test_the_committed_rows_say_what_the_table_does() -> None:
     }
     gained = 0
     for row in rows:
+        if row["executed_peak_bytes"]:
+            assert int(row["executed_peak_bytes"]) <= int(row["budget_bytes"])
+            assert row["executed_other_bytes"] == row["predicted_other_bytes"]
         assert not row["peak_bytes"] or int(row["peak_bytes"]) <= int(row["budget_bytes"])
         assert not row["bound_s"] or float(row["bound_s"]) <= float(row["time_s"]) * (1 + 1e-9)
         assert not row["serial_s"] or row["method"] == METHODS[3] or float(row["time_s"]) <= float(row["serial_s"]) * (1 + 1e-9)

@@ -12,7 +12,7 @@ import torch
 
 from graphs.errors import CopyError
 from graphs.zoo import Workload
-from planner.runtime import channels
+from planner.runtime import channels, workers
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory
 from tests.support.copies import copying_step
@@ -132,8 +132,8 @@ def test_a_thread_that_dies(place: str, monkeypatch: pytest.MonkeyPatch) -> None
     def dies(copies: Any) -> None:
         copies.get()
 
-    monkeypatch.setattr(channels, "_work", dies)
-    channel._copies.put(None)
+    monkeypatch.setattr(workers, "_work", dies)
+    channel._jobs.put(None)
     thread.join(_SLOW_S)
     with pytest.raises(CopyError, match="was not made: its thread has died; the step can be tried again"):
         step(*workload.batch).backward()

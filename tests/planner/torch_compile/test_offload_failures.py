@@ -10,10 +10,9 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import CopyError, PlannerError
-from graphs.schedule import Compute
+from graphs.schedule import Compute, boundary
 from planner.choices import choices_of
 from planner.runtime.channels import ThreadChannels
-from planner.runtime.codegen import boundary
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
 from planner.torch_compile.round_trips import RoundTrips

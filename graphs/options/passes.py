@@ -1,0 +1,72 @@
+"""A schedule on several devices as a step runs it: a forward pass that ends with its results, and a backward pass."""
+
+from graphs.capture.program import TANGENT
+from graphs.errors import ScheduleError
+from graphs.ir import Graph, Kind, Phase
+from graphs.options.placement import is_copy
+from graphs.schedule import Compute, Free, Schedule, Step, boundary
+
+_TANGENT = f"{Kind.INPUT}_{TANGENT}"  # the gradient of the loss, as graphs name it
+
+
+def in_passes(graph: Graph, schedule: Schedule) -> Schedule:
+    """`schedule` as ``passes_of`` makes it. It may hold a result longer than before: it is to be judged again."""
+    forward, backward = passes_of(graph, schedule)
+    return Schedule((*forward, *backward))
+
+
+def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps of the forward and of the backward pass, in the order of `schedule` but for these.
+
+    A kept tensor of the forward pass that is copied to the main device later is copied as that pass ends, for the caller gets it
+    then. Copies of the gradient of the loss, which comes with the backward pass, are made as that begins.
+
+    Args:
+        graph: with placement.
+        schedule: valid on it.
+
+    Raises:
+        ScheduleError: a result of the forward pass is nowhere as that ends.
+    """
+    cut = boundary(graph, schedule)
+    tangents = {t.id for t in graph.tensors if t.static and t.name == _TANGENT}
+    forward: list[Step] = []
+    late: list[Step] = []
+    there: set[int] = set()
+    for step in schedule.steps[:cut]:
+        if isinstance(step, Compute):
+            op = graph.ops[step.op]
+            is_late = is_copy(op) and not tangents.isdisjoint(op.inputs)
+            tangents.update(op.outputs if is_late else ())
+            there.update(op.outputs)
+        else:
+            is_late = step.tensor in tangents
+            there.discard(step.tensor)
+        (late if is_late else forward).append(step)
+    results = {t for t in graph.kept if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD}
+    copies = [_copy_of(graph, t, there) for t in sorted(results - there)]
+    made = {t for op in copies for t in graph.ops[op].outputs}
+    rest = [step for step in schedule.steps[cut:] if not (isinstance(step, Compute) and _copies(graph, step.op, made))]
+    frees = next((i for i, step in enumerate(rest) if not isinstance(step, Free) or step.tensor in tangents), len(rest))
+    return (*forward, *map(Compute, copies), *rest[:frees]), (*late, *rest[frees:])
+
+
+def due(graph: Graph) -> dict[int, int]:
+    """For each kept tensor of a plain graph the last op of its pass: behind it, the caller of the step gets the tensor."""
+    forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
+    makers = {x: graph.tensors[x].producers[0] for x in sorted(graph.kept)}
+    return {x: forward[-1] if maker in forward else len(graph.ops) - 1 for x, maker in makers.items()}
+
+
+def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
+    """The op that copies a kept tensor to the main device from where it is."""
+    for op in graph.tensors[t].producers:
+        if is_copy(graph.ops[op]) and there.issuperset(graph.ops[op].inputs):
+            return op
+    raise ScheduleError(
+        f"the schedule ends its forward pass without {graph.tensors[t].name!r}, which the step returns, in any memory"
+    )
+
+
+def _copies(graph: Graph, op: int, made: set[int]) -> bool:
+    return is_copy(graph.ops[op]) and not made.isdisjoint(graph.ops[op].outputs)

@@ -1,0 +1,191 @@
+"""The devices that a placed step runs on: a thread for each but the main one, and one for each channel between them."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from graphs.cost.others import NamedDevice, named_device
+from graphs.errors import CopyError, DeviceError, GraphError
+from graphs.ir import Graph
+from planner.runtime.transfers import LOOK_S, Channel, Pass, StoppedError, Transfer
+from planner.runtime.workers import Worker
+
+Result = TypeVar("Result")
+Part = Callable[[Sequence[Transfer]], object]  # what a device does in a pass, with the copies of that pass
+Around = Callable[[Callable[[], object]], object]
+
+
+class Devices:
+    """The main device, in whose thread a step is called, and the others of a graph with placement.
+
+    Attributes:
+        places: where PyTorch makes tensors, for each of the graph's pools.
+    """
+
+    def __init__(self, graph: Graph, main: torch.device) -> None:
+        """Of `graph`, of which `main` has the parameters. A thread begins when it has something to do.
+
+        Raises:
+            GraphError: a pool has no name of a device of this machine.
+        """
+        named = [named_device(pool.name) for pool in graph.pools[1:]]
+        self.places = (main, *(place_of(device) for device in named))
+        self._named = {pool.owner: device for pool, device in zip(graph.pools[1:], named, strict=True)}
+        self._place = dict(zip((pool.owner for pool in graph.pools), self.places, strict=True))
+        self._workers = {
+            stream: Worker(device.name, f"ops on {device.name}", device.threads) for stream, device in self._named.items()
+        }
+        channels = [stream for stream in graph.streams if stream not in self._place]
+        self._channels = {stream: Channel() for stream in channels}
+        self._workers |= {stream: Worker(_words(stream), f"copies from {_words(stream)}") for stream in channels}
+        self._streams = {stream: torch.cuda.Stream(self._place[stream]) for stream in self._named if self._on_cuda(stream)}
+        self._issuing = threading.Lock()
+        self._around: dict[str, Around] = {}
+
+    def run(
+        self,
+        main: Callable[[Sequence[Transfer]], Result],
+        parts: Mapping[str, Part],
+        channels: Mapping[str, Sequence[int]],
+        copies: int,
+    ) -> Result:
+        """One pass: all parts side by side, until all have ended; what `main`, in this thread, returns.
+
+        Args:
+            parts: by stream, of the other devices.
+            channels: by stream, the copies that it makes, in order.
+            copies: how many there are.
+
+        Raises:
+            DeviceError: an op has failed on another device.
+            CopyError: a copy has failed.
+        """
+        jobs: list[_Job] = []
+        under = Pass(copies, lambda: _look(jobs))
+        wanted: dict[str, Callable[[], object]] = {
+            stream: partial(self._compute, stream, part, under) for stream, part in parts.items()
+        }
+        wanted |= {stream: partial(self._copy, stream, numbers, under) for stream, numbers in channels.items() if numbers}
+        try:
+            with self._issuing:  # passes that several threads begin are in the same order before each worker
+                for stream, run in wanted.items():
+                    job = _Job(run, under, self._words(stream))
+                    self._workers[stream].issue(job)
+                    jobs.append(job)
+            result = main(under.copies)
+            for job in jobs:
+                under.wait(job.ended)
+        except BaseException as error:
+            under.fail(error)
+            for job in jobs:
+                job.settle()
+            if not isinstance(error, StoppedError) or under.error is None:
+                raise
+            # A new one, which does not hold the frames of who met it.
+            raise type(under.error)(str(under.error)) from under.error.__cause__
+        return result
+
+    @contextmanager
+    def watched(self, pool: str, around: Around) -> Iterator[None]:
+        """Inside, what the device of `pool` does in a pass is run by `around`, in that device's thread."""
+        stream = next(stream for stream, device in self._named.items() if device.name == pool)
+        self._around[stream] = around
+        try:
+            yield
+        finally:
+            del self._around[stream]
+
+    def _compute(self, stream: str, part: Part, under: Pass) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if stream in self._streams:
+                stack.enter_context(torch.cuda.stream(self._streams[stream]))
+            around = self._around.get(stream)
+            if around is None:
+                part(under.copies)
+            else:
+                around(partial(part, under.copies))
+
+    def _copy(self, stream: str, numbers: Sequence[int], under: Pass) -> None:
+        for number in numbers:
+            under.copies[number].make(self._channels[stream])
+
+    def _on_cuda(self, stream: str) -> bool:
+        return self._place[stream].type == "cuda"
+
+    def _words(self, stream: str) -> str:
+        return f"an op on {self._named[stream].name!r}" if stream in self._named else f"a copy from {_words(stream)}"
+
+
+class _Job:
+    """What one thread does in one pass.
+
+    Attributes:
+        thread: that does it.
+        ended: it has, one way or the other.
+        what: it is, for messages.
+    """
+
+    def __init__(self, run: Callable[[], object], under: Pass, what: str) -> None:
+        self.thread: threading.Thread | None = None
+        self.ended = threading.Event()
+        self.what = what
+        self._run: Callable[[], object] | None = run
+        self._under = under
+
+    def make(self) -> None:
+        """Do it."""
+        try:
+            assert self._run is not None
+            self._run()
+        except StoppedError:
+            pass
+        except BaseException as error:  # noqa: BLE001  # whoever waits for it hears of it
+            self._under.fail(_named_error(error, self.what))
+        finally:
+            self._run = None  # with all that it holds
+            self.ended.set()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its thread has died before it ended."""
+        return self.thread is not None and not self.thread.is_alive() and not self.ended.is_set()
+
+    def settle(self) -> None:
+        """Return when it has ended, or never will."""
+        while not self.ended.wait(LOOK_S):
+            if self.is_lost:
+                return
+
+
+def _look(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        if job.is_lost:
+            raise DeviceError(f"{job.what} was not made: its thread has died; the step can be tried again")
+
+
+def _named_error(error: BaseException, what: str) -> BaseException:
+    kind = CopyError if what.startswith("a copy") else DeviceError
+    named = kind(f"{what} failed: {type(error).__name__}: {error}; the step can be tried again")
+    named.__cause__ = error
+    return named
+
+
+def _words(stream: str) -> str:
+    return stream.replace("_", " ")
+
+
+def place_of(device: NamedDevice) -> torch.device:
+    """Where PyTorch makes tensors of `device`.
+
+    Raises:
+        GraphError: this machine has no such device.
+    """
+    place = torch.device(device.torch_device)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise GraphError(f"there is no device {device.name!r} here: this machine has {torch.cuda.device_count()} GPUs")
+    return place

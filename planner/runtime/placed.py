@@ -1,0 +1,239 @@
+"""From a schedule on several devices to code: for each device a function for each pass, with its part of the steps.
+
+A device's part has what it computes, the frees of its memory, and its end of copies: who sends a tensor (``send``), and who takes
+memory for it (``take``), waits for it before it is read (``arrived``), and for all copies of a tensor before it is freed
+(``wait``). ``planner.runtime.devices`` runs the parts side by side. Both passes end when all parts have: nothing is under way
+while the loss is the caller's.
+"""
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphs.capture.program import Call, Program, Writer, load, variable
+from graphs.errors import GraphError
+from graphs.ir import Graph, Op
+from graphs.options.passes import passes_of
+from graphs.options.placement import Placement, is_copy, placement_of
+from graphs.schedule import Compute, Free, Schedule, Step
+from planner.runtime.codegen import Code, assemble, repeated
+from planner.runtime.copying import UnderWay
+from planner.runtime.devices import Devices, Part
+from planner.runtime.transfers import Transfer
+
+Halves = tuple[Sequence[Step], Sequence[Step]]
+
+_VARIABLE = re.compile(r"\bt(\d+)\b")
+_NAME = re.compile(r"\b[A-Za-z_]\w*\b")
+
+
+def compile_placed(graph: Graph, program: Program, schedule: Schedule, devices: Devices) -> Code:
+    """Compile `schedule`, which must be valid on `graph` (``simulate``), a graph with placement alone, for `devices`.
+
+    Raises:
+        GraphError: it executes an op where it cannot be called.
+    """
+    placement = placement_of(graph)
+    calls = {op: _moved_call(placement, program, devices, op) for op in sorted({*schedule.computed}) if _stands_in(graph.ops[op])}
+    halves = passes_of(graph, schedule)
+    many = repeated(graph, program, schedule)
+    main = DeviceWriter(graph, program, 0, devices, calls, many)
+    assembled = assemble(graph, replace(program, namespace={**program.namespace, **main.names}), main, halves, "copies")
+    parts = [_parts(DeviceWriter(graph, program, d, devices, calls, many), halves) for d in range(1, len(graph.pools))]
+    passes = [_Pass(graph, devices, steps, [part.passes[i] for part in parts]) for i, steps in enumerate(halves)]
+
+    run_forward: Callable[..., Any] = assembled.forward  # with the copies of the pass besides
+    run_backward: Callable[..., Any] = assembled.backward
+
+    def forward(static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+        states: list[list[Any]] = [[] for _ in parts]
+        loss, extras, saved = passes[0].run(partial(run_forward, static), states)
+        return loss, extras, [*saved, states]
+
+    def backward(static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        states = saved.pop()
+        gradients: tuple[Any, ...] = passes[1].run(partial(run_backward, static, saved), states)
+        return gradients
+
+    sources = [assembled.source, *(f"# {pool.name}\n{part.source}" for pool, part in zip(graph.pools[1:], parts, strict=True))]
+    return replace(assembled, forward=forward, backward=backward, source="\n\n".join(sources))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy of a pass.
+
+    Attributes:
+        number: position among those of the pass.
+        target: tensor that it makes.
+    """
+
+    number: int
+    target: int
+
+
+class DeviceWriter(Writer):
+    """Writes what one device does, of one pass after the other.
+
+    Attributes:
+        names: that its lines name, besides those of the program.
+    """
+
+    def __init__(
+        self, graph: Graph, program: Program, device: int, devices: Devices, calls: Mapping[int, Call], repeated: set[int]
+    ) -> None:
+        """As ``Writer``, for the device that is `device` among the graph's pools; `calls` are of ops on further devices."""
+        super().__init__(graph, program, repeated=repeated)
+        self._pool = graph.pools[device]
+        self._calls = calls
+        self._under_way: UnderWay[_Copy] = UnderWay()
+        place = devices.places[device]
+        self.names = {"_place": place, **(namespace_on(program, place) if device else {})}
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """None is under way when a pass ends."""
+        return ()
+
+    def write(self, steps: Iterable[Step]) -> list[str]:
+        """The lines of the device in a pass, `steps` of which are of all devices."""
+        lines: list[str] = []
+        numbers = 0
+        for step in steps:
+            if isinstance(step, Free):
+                if self._is_here(step.tensor):
+                    lines += self._wait(self._under_way.before_freeing(step.tensor))
+                    lines += super().write([step])
+                continue
+            op = self.graph.ops[step.op]
+            if is_copy(op):
+                lines += self._copy(op, numbers)
+                numbers += 1
+            elif op.stream == self._pool.owner:
+                lines += self._arrive(op.inputs)
+                lines += super().write([step])
+        lines += self._arrive(self.live)
+        lines += self._wait(self._under_way.copies)
+        self._under_way = UnderWay()
+        return lines
+
+    def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
+        return self._calls[op].bind(wanted) if op in self._calls else super()._compute(op, wanted, freed)
+
+    def _copy(self, op: Op, number: int) -> list[str]:
+        (source,), (target,) = op.inputs, op.outputs
+        if self._is_here(source):
+            making = "".join(f", copies[{copy.number}]" for copy in self._under_way.making(source))
+            self._under_way.out(source, _Copy(number, target))
+            return [f"copies[{number}].send({variable(source)}{making})"]
+        if self._is_here(target):
+            self._under_way.back(target, _Copy(number, target))
+            self.live[target] = None
+            return [f"{variable(target)} = copies[{number}].take({self.graph.tensors[target].size_bytes}, _place)"]
+        return []
+
+    def _arrive(self, tensors: Iterable[int]) -> list[str]:
+        copies = self._under_way.before_reading(tensors)
+        return [f"{variable(c.target)} = copies[{c.number}].arrived({variable(c.target)})" for c in copies]
+
+    def _wait(self, copies: Iterable[_Copy]) -> list[str]:
+        return [f"copies[{copy.number}].wait()" for copy in copies]
+
+    def _is_here(self, t: int) -> bool:
+        return self.graph.tensors[t].pool == self._pool.name
+
+
+class _Pass:
+    """One pass, as it is run: with the parts of the devices but the main one, and the copies of each channel."""
+
+    def __init__(
+        self, graph: Graph, devices: Devices, steps: Sequence[Step], parts: Sequence[Callable[[list[Any], Any], None]]
+    ) -> None:
+        self._devices = devices
+        self._parts = dict(zip((pool.owner for pool in graph.pools[1:]), parts, strict=True))
+        self._channels: dict[str, list[int]] = {}
+        copies = [graph.ops[step.op] for step in steps if isinstance(step, Compute) and is_copy(graph.ops[step.op])]
+        for number, op in enumerate(copies):
+            self._channels.setdefault(op.stream, []).append(number)
+        self._count = len(copies)
+
+    def run(self, main: Callable[[Sequence[Transfer]], Any], states: Sequence[list[Any]]) -> Any:
+        """What `main` returns; `states` are what each other device holds between passes."""
+        wanted: dict[str, Part] = {s: partial(part, state) for (s, part), state in zip(self._parts.items(), states, strict=True)}
+        return self._devices.run(main, wanted, self._channels, self._count)
+
+
+def _stands_in(op: Op) -> bool:
+    return op.optional and not is_copy(op)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What one device does: in each pass, called with what it holds between them and the copies; and its source."""
+
+    passes: tuple[Callable[[list[Any], Any], None], ...]
+    source: str
+
+
+def _parts(writer: DeviceWriter, halves: Halves) -> _Parts:
+    forward = writer.write(halves[0])
+    names = [variable(t) for t in writer.live]
+    forward.append(f"state.extend(({''.join(f'{name}, ' for name in names)}))")
+    backward = [*([f"{', '.join(names)}, = state"] if names else []), "state.clear()", *writer.write(halves[1])]
+    source = "\n\n".join(
+        f"def {name}(state, copies):\n" + "".join(f"    {line}\n" for line in lines)
+        for name, lines in (("forward", forward), ("backward", backward))
+    )
+    functions = load(writer.program, source, f"part of a schedule of {writer.graph.fingerprint}", writer.names)
+    return _Parts((functions["forward"], functions["backward"]), source)
+
+
+def _moved_call(placement: Placement, program: Program, devices: Devices, op: int) -> Call:
+    """The call of an op that stands for one of the program, over the tensors of its device."""
+    stand_in = placement.whole.ops[op]
+    device = next(d for d, pool in enumerate(placement.pools) if pool.owner == stand_in.stream)
+    call = moved(program, stand_in.stands_for[0], placement.places[device], devices.places[0], devices.places[device])
+    if call is None:
+        raise GraphError(
+            f"op {stand_in.name!r} cannot be called elsewhere than on {devices.places[0]}: it names another device, or is no one "
+            "call of a kernel of eager PyTorch; trace the step with --other-devices, which finds out"
+        )
+    return call
+
+
+def moved(program: Program, op: int, place: Sequence[int | None] | None, here: torch.device, there: torch.device) -> Call | None:
+    """The call of an op of `program` over the tensors that `place` says (None: the same), to be made `there`.
+
+    Where a call names a device, names of the program's namespace that are devices stand for the other one there. None where
+    that is not enough: where it names another device than the main one, `here`, or several operators that may; or where it
+    reads nothing and names no device, and `there` is of another type.
+    """
+    call = program.calls[op]
+    if not isinstance(call, Call) or call.composed is not None or call.random_state is not None:
+        return None
+    named = [value for name in _NAME.findall(call.expression) if isinstance(value := program.namespace.get(name), torch.device)]
+    if any(device.type != here.type for device in named):
+        return None
+    if not _VARIABLE.search(call.expression) and not named and there.type != "cpu":
+        return None
+
+    def elsewhere(match: re.Match[str]) -> str:
+        return variable(_there(place, int(match[1])))
+
+    outputs = tuple((_there(place, t), path) for t, path in call.outputs)
+    return replace(call, expression=_VARIABLE.sub(elsewhere, call.expression), outputs=outputs)
+
+
+def namespace_on(program: Program, place: torch.device) -> dict[str, object]:
+    """What stands on `place` for those names of `program` that are devices."""
+    return {name: place for name, value in program.namespace.items() if isinstance(value, torch.device)}
+
+
+def _there(place: Sequence[int | None] | None, t: int) -> int:
+    found = t if place is None else place[t]
+    assert found is not None
+    return found

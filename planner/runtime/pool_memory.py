@@ -1,0 +1,56 @@
+"""What a placed step really takes in the memories of the devices beside the main one."""
+
+from collections.abc import Callable
+
+import torch
+
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch
+from graphs.capture.step import TrainingStep
+from graphs.capture.unchanged import unchanged
+from graphs.cost.allocator import Allocation, cpu_allocations
+from graphs.cost.replay import written_by
+from planner.runtime.executor import Executor
+from planner.runtime.measure import Isolated, run_both
+
+
+def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:
+    """Most bytes in each pool but the main device's during a step, by its name; none where there are no others.
+
+    Each pool has a run of its own: what its device allocates is seen in that device's thread, and by one profiler at a time.
+
+    Args:
+        captured, step: what was captured; it and `batch` are afterwards as they were.
+    """
+    if executor.devices is None:
+        return {}
+    cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
+    isolated, found = Isolated(executor, step, batch), {}
+    with unchanged(step, batch, written=written_by(captured, step, batch)):
+        for pool, place in zip(executor.graph.pools[1:], executor.devices.places[1:], strict=True):
+            measure = _cuda_peak if place.type == "cuda" else _cpu_peak
+            found[pool.name] = measure(executor, pool.name, place, lambda: run_both(isolated, batch))
+    return found
+
+
+def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
+    del place
+    events: list[Allocation] = []
+    assert executor.devices is not None
+    with executor.devices.watched(pool, lambda part: events.extend(cpu_allocations(lambda _: part()))):
+        run()
+    level = peak = 0
+    for event in events:
+        level += event.size_bytes or 0
+        peak = max(peak, level)
+    return peak
+
+
+def _cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
+    del executor, pool
+    torch.cuda.synchronize(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    before = torch.cuda.memory_allocated(place)
+    run()
+    torch.cuda.synchronize(place)
+    return int(torch.cuda.max_memory_allocated(place)) - before

@@ -1,0 +1,90 @@
+"""Threads beside the one that calls a step, each of which does what it is given one after the other."""
+
+import threading
+import weakref
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from graphs.errors import CopyError
+
+_LOOK_S = 0.2  # how often who waits for a thread looks whether it is alive
+
+
+class Job(Protocol):
+    """Something to be done once.
+
+    Attributes:
+        thread: that does it; whoever waits looks whether it is alive.
+    """
+
+    thread: threading.Thread | None
+
+    def make(self) -> None:
+        """Do it, in that thread; it raises nothing."""
+
+
+class Worker:
+    """A thread that does jobs in the order of issue; started with the first, and again where it has died."""
+
+    def __init__(self, name: str, does: str, threads: int | None = None) -> None:
+        """Of the `name`, which `does` what errors say.
+
+        Args:
+            threads: that its operators run on (``torch.set_num_threads``, which each thread has of its own); None: as many as
+                those of any new thread.
+        """
+        self._name, self._does, self._threads = name, does, threads
+        self._thread: threading.Thread | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._starting = threading.Lock()
+
+    def issue(self, job: Job) -> None:
+        """Have `job` done, behind those before.
+
+        Raises:
+            CopyError: no thread can be started.
+        """
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._start()
+            job.thread = self._thread
+            self._jobs.put(job)
+
+    def _start(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # with what a dead thread has left goes its memory
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=f"planner: {self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CopyError(f"no thread can be started for {self._does}: {error}") from error
+        if self._end is not None:
+            self._end.detach()
+        self._thread, self._end = thread, weakref.finalize(self, self._jobs.put, None)
+        if self._threads is not None:
+            counted = _Threads(self._threads)
+            self._jobs.put(counted)
+            while not counted.known.wait(_LOOK_S) and thread.is_alive():
+                pass
+            torch.set_num_threads(torch.get_num_threads())  # new threads begin with what was set last, by whomever
+
+
+class _Threads:
+    """Sets the number of threads of the operators of one thread."""
+
+    def __init__(self, count: int) -> None:
+        self.thread: threading.Thread | None = None
+        self._count = count
+        self.known = threading.Event()
+
+    def make(self) -> None:
+        torch.get_num_threads()  # a thread that has never asked takes the number of the others when it first computes
+        torch.set_num_threads(self._count)
+        self.known.set()
+
+
+def _work(jobs: "SimpleQueue[Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job.make()
+        del job  # it is not held until the next comes

@@ -1,0 +1,273 @@
+"""Steps on several devices, here pools of the CPU with a thread each: the bits of eager PyTorch, and each pool's bytes."""
+
+import gc
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphs.capture.program import Call
+from graphs.capture.step import TrainingStep
+from graphs.errors import CopyError, DeviceError, GraphError
+from graphs.options.passes import in_passes
+from graphs.schedule import Compute, Schedule
+from graphs.simulate import simulate
+from planner.api import measured_peak
+from planner.runtime import devices, transfers, workers
+from planner.runtime.executor import Executor
+from planner.runtime.pool_memory import other_peaks_measured
+from tests.support.adamw import assert_same, train
+from tests.support.placed_steps import SECOND, on_pools, placed_at_random, placed_step, profiled
+from tests.support.steps import make
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+QUICK = ("mutated", "tied", "shared_gradient")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2_sdpa", "resnet18"))])
+def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> None:
+    workload = make(name)
+    captured = profiled(name)
+    eager = train(workload, None)
+    tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
+    step = TrainingStep(workload.model, workload.loss_fn)
+    placed = 0
+    for seed, names in enumerate(((SECOND,), (SECOND,), (SECOND, "cpu"))):
+        offered = on_pools(captured, names)
+        schedule = in_passes(offered.graph, placed_at_random(offered.graph, seed))
+        predicted = simulate(offered.graph, schedule)
+        assert_same(eager, train(workload, (offered, schedule)))
+        executor = Executor(offered, schedule, workload.model, workload.loss_fn)
+        gc.collect()
+        measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+        # The gradient of the loss is counted throughout, and comes with the backward pass.
+        assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
+        others = other_peaks_measured(captured, executor, step, workload.batch)
+        assert others == dict(zip(names, predicted.pool_peaks_bytes[1:], strict=True))
+        placed += sum(bool(offered.graph.ops[op].stands_for) for op in schedule.computed)
+    assert placed > 10
+
+
+def test_devices_and_channels_work_side_by_side() -> None:
+    """Two ops meet: either waits for the other to have begun, which one after the other never happens."""
+    workload = make("tied")
+    offered = on_pools(profiled("tied"))
+    ops = offered.graph.program
+    # Of the last gradients, one is of the main device and one is not, and neither reads the other.
+    reads = {op.id: set(op.inputs) for op in ops}
+    pairs = [(a, b) for a in ops for b in ops[a.id + 1 :] if "mm" in a.target and "mm" in b.target]
+    first, second = next(
+        (a, b) for a, b in reversed(pairs) if not set(a.outputs) & reads[b.id] and a.phase is b.phase and b.id == a.id + 1
+    )
+    meeting, seen = threading.Barrier(2, timeout=20), []
+    calls = list(offered.program.calls)
+    for op in (first, second):
+        call = calls[op.id]
+        assert isinstance(call, Call)
+        calls[op.id] = Call(f"met({call.expression})", call.outputs)
+
+    def met(value: torch.Tensor) -> torch.Tensor:
+        seen.append(threading.current_thread().name)
+        meeting.wait()
+        return value
+
+    computed = [op.id for op in ops]
+    stand_in = next(op for op in offered.graph.ops if op.stands_for == (second.id,))
+    names = {op.name: op.id for op in offered.graph.ops if op.optional}
+    copies = [names[f"copy_{offered.graph.tensors[t].name}_device_to_{SECOND}"] for t in second.inputs]
+    back = [names[f"copy_{offered.graph.tensors[t].name}_{SECOND}_to_device"] for t in second.outputs]
+    at = computed.index(first.id)
+    schedule = Schedule(tuple(map(Compute, (*computed[:at], *copies, first.id, stand_in.id, *back, *computed[at + 2 :]))))
+    program = replace(offered.program, calls=tuple(calls), namespace={**offered.program.namespace, "met": met})
+    changed = replace(offered, program=program)
+    executor = Executor(changed, schedule, workload.model, workload.loss_fn)
+    executor(*workload.batch).backward()
+    assert sorted(seen) == ["MainThread", f"planner: {SECOND}"]
+
+
+def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = set()
+
+    def slow(target: Any, source: Any) -> None:
+        makers.add(threading.current_thread().name)
+        time.sleep(0.001)
+        target[:] = source
+
+    workload = make("mutated")
+    eager = train(workload, None)
+    offered, schedule, _ = placed_step("mutated", 1)
+    monkeypatch.setattr(np, "copyto", slow)
+    assert_same(eager, train(workload, (offered, schedule)))
+    assert makers == {f"planner: device to {SECOND}", f"planner: {SECOND} to device"}
+
+
+def test_results_of_the_forward_pass_come_with_it() -> None:
+    """A loss that is computed elsewhere, and copied as the step ends, is the caller's as the forward pass ends."""
+    found = 0
+    for seed in range(6):
+        offered = on_pools(profiled("tied"))
+        schedule = placed_at_random(offered.graph, seed)
+        again = in_passes(offered.graph, schedule)
+        found += again != schedule
+        assert in_passes(offered.graph, again) == again
+        assert sorted(map(repr, again.steps)) == sorted(map(repr, schedule.steps))
+        simulate(offered.graph, again)
+    assert found
+
+
+def test_two_forwards_before_one_backward_and_several_threads() -> None:
+    _, _, step = placed_step("tied", 3)
+    batch = make("tied").batch
+    parameters = list(step._step.parameters())
+    expected = torch.autograd.grad(step(*batch), parameters)
+    both = torch.autograd.grad(step(*batch) + 2 * step(*batch), parameters)
+    assert all(torch.equal(3 * a, b) or torch.allclose(3 * a, b) for a, b in zip(expected, both, strict=True))
+    wrong = []
+
+    def steps() -> None:
+        for _ in range(5):
+            found = torch.autograd.grad(step(*batch), parameters)
+            wrong.extend(not torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+    threads = [threading.Thread(target=steps) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 15 * len(parameters) and not any(wrong)
+
+
+def state(step: Executor) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in step._step.state_dict().items()}
+
+
+def assert_undone_and_right_again(step: Executor, before: dict[str, torch.Tensor], generator: torch.Tensor) -> None:
+    after = state(step)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    workload = make("mutated")
+    torch.set_rng_state(generator)
+    parameters, planned = list(workload.model.parameters()), list(step._step.parameters())
+    eager = workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1])
+    wanted = torch.autograd.grad(eager, parameters)
+    torch.set_rng_state(generator)
+    loss = step(*workload.batch)
+    assert torch.equal(loss, eager) and all(map(torch.equal, wanted, torch.autograd.grad(loss, planned)))
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_an_op_that_fails_elsewhere(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = placed_step("mutated", 1)
+    batch = make("mutated").batch
+    before, generator = state(step), torch.get_rng_state()
+    compute = devices.Devices._compute
+
+    def fails(self: Any, stream: str, part: Any, under: Any) -> None:
+        compute(self, stream, part, under)
+        raise RuntimeError("no such kernel")
+
+    loss = step(*batch) if half == "backward" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(devices.Devices, "_compute", fails)
+        with pytest.raises(DeviceError, match=f"an op on '{SECOND}' failed: RuntimeError: no such kernel; the step can be tried"):
+            step(*batch) if loss is None else loss.backward()
+    assert_undone_and_right_again(step, before, generator)
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_a_copy_that_fails(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = placed_step("mutated", 1)
+    batch = make("mutated").batch
+    before, generator = state(step), torch.get_rng_state()
+    made = []
+
+    def fails(target: Any, source: Any) -> None:
+        made.append(target)
+        if len(made) >= fails_at:
+            raise OSError("the link is down")
+        target[:] = source
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", fails)
+        with pytest.raises(CopyError, match=r"a copy from .* failed: OSError: the link is down; the step can be tried again"):
+            step(*batch).backward()
+    assert_undone_and_right_again(step, before, generator)
+
+
+def test_an_op_that_fails_here_ends_what_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = placed_step("mutated", 1)
+    batch = make("mutated").batch
+    before, generator = state(step), torch.get_rng_state()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers.Transfer, "send", interrupted)
+        with pytest.raises((KeyboardInterrupt, DeviceError)):
+            step(*batch).backward()
+    assert_undone_and_right_again(step, before, generator)
+
+
+def test_a_thread_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = placed_step("mutated", 1)
+    batch = make("mutated").batch
+    before, generator = state(step), torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "_work", lambda jobs: jobs.get())
+        for module, name in ((devices, "LOOK_S"), (transfers, "LOOK_S"), (workers, "_LOOK_S")):
+            patch.setattr(module, name, 0.01)
+        with pytest.raises(DeviceError, match="was not made: its thread has died; the step can be tried again"):
+            step(*batch)
+    assert_undone_and_right_again(step, before, generator)
+
+
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = placed_step("mutated", 1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(CopyError, match=f"no thread can be started for ops on {SECOND}: can't start new thread"):
+        step(*make("mutated").batch)
+
+
+def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> None:
+    _, _, step = placed_step("tied", 1, ("cpu:2",))
+    assert step.devices is not None
+    found = []
+    with step.devices.watched("cpu:2", lambda part: (found.append(torch.get_num_threads()), part())):
+        step(*make("tied").batch).backward()
+    counted = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    counted.start()
+    counted.join()
+    assert found == [2, 2, torch.get_num_threads()]
+    threads = [worker._thread for worker in step.devices._workers.values() if worker._thread is not None]
+    assert len(threads) == 3
+    del step
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    workload = make("tied")
+    captured = profiled("tied")
+    here = Schedule(tuple(Compute(op.id) for op in captured.graph.ops))
+    with pytest.raises(GraphError, match="there is no device 'second': write cpu, cpu:2 for two threads of it, cuda, or cuda:1"):
+        Executor(on_pools(captured, ("second",)), here, workload.model, workload.loss_fn)
+    offered = on_pools(captured, (SECOND,))
+    names = {**offered.program.namespace, "elsewhere": torch.device("meta")}
+    schedule = placed_at_random(offered.graph, 1)
+    op = next(offered.graph.ops[op] for op in schedule.computed if offered.graph.ops[op].stands_for)
+    calls = list(offered.program.calls)
+    calls[op.stands_for[0]] = replace(calls[op.stands_for[0]], expression="made_on(elsewhere)")
+    named = replace(offered, program=replace(offered.program, calls=tuple(calls), namespace=names))
+    with pytest.raises(GraphError, match=f"op '{op.name}' cannot be called elsewhere than on cpu: it names another device"):
+        Executor(named, schedule, workload.model, workload.loss_fn)

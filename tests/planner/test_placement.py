@@ -1,0 +1,164 @@
+"""Other devices from the command line and from Python: measured, planned with, run; and what is said where that cannot be."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graphs.cost.others import DEVICES_KEY, known_devices, named_device, recorded_devices
+from graphs.errors import GraphError, MismatchError, PlannerError, TraceError
+from graphs.io.formats import read_graph, read_plan, write_graph
+from graphs.ir import Graph, Op
+from graphs.options import with_options
+from graphs.options.placement import fixed
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.synthetic.small import diamond
+from planner.choices import with_recorded
+from planner.cli.main import main
+from planner.solving import solve
+
+MODEL = "zoo:mlp,layers=1,width=24,batch=16,classes=5"
+SECOND = "cpu:1"
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a small step with the times of a second pool of the CPU, where what could be placed takes no time."""
+    path = tmp_path_factory.mktemp("placement") / "step.json"
+    assert main(["trace", MODEL, "--other-devices", SECOND, "--passes", "1", "-o", str(path), "--quiet"]) == 0
+    graph = read_graph(path)
+    (device,) = known_devices(graph.provenance)
+    quick = replace(device, times_s=tuple(None if s is None else 1e-9 for s in device.times_s), bytes_per_s=1e12, latency_s=0.0)
+    write_graph(replace(graph, provenance={**graph.provenance, DEVICES_KEY: recorded_devices([quick])}), path)
+    return path
+
+
+def test_a_step_is_measured_on_both(traced: Path) -> None:
+    graph = read_graph(traced)
+    (device,) = known_devices(graph.provenance)
+    assert (device.name, device.capacity_bytes, device.block_bytes) == (SECOND, None, 1)
+    stay = fixed(graph)
+    assert stay and all((device.times_s[op.id] is None) == (op.id in stay) for op in graph.ops)
+    # With as many threads the kernels are the same: so are their bits, and the memory that they take meanwhile.
+    assert (device.differs, set(device.exact)) == ("", {op.id for op in graph.ops} - stay)
+    assert all(device.workspaces_bytes[op.id] == op.workspace_bytes for op in graph.ops if op.id not in stay)
+
+
+def test_traced_solved_and_run(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    solved = ["solve", str(traced), "--budget", "100%", "--options", "placement", "--solver", "xengine-overlapped"]
+    assert main([*solved, "--tolerance", "100%", "--quiet", "-o", str(plan)]) == 0
+    assert f"{SECOND} memory" in capsys.readouterr().out
+    found = read_plan(plan)
+    assert found.pool_peaks_bytes[SECOND] > 0 and found.copied > 0 and not found.differs
+    code = main(["run", str(plan), "--model", MODEL, "--repeats", "1", "--quiet", "--json"])
+    said = capsys.readouterr().out
+    assert code == 0 and '"identical": true' in said and '"eager_differences": []' in said
+    data = json.loads(said)
+    assert data["measured_pools_bytes"] == data["predicted_pools_bytes"] == {SECOND: found.pool_peaks_bytes[SECOND]}
+    assert main(["info", str(traced)]) == 0
+    assert f"devices          {SECOND}: " in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    batch = torch.randn(12, 8), torch.randn(12, 4)
+    step = planner.compile(
+        model,
+        nn.MSELoss(),
+        batch,
+        budget="100%",
+        solver="xengine",
+        options=["placement"],
+        other_devices=[SECOND],
+        passes=1,
+        compare_eager=False,
+    )
+    assert step.plan.settings["options"] == ["placement"] and SECOND in step.plan.pool_peaks_bytes
+    loss = step(*batch)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    eager = nn.functional.mse_loss(model(batch[0]), batch[1])
+    assert torch.equal(loss, eager)
+    assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))
+    with pytest.raises(PlannerError, match=r"other_devices= and options=\['placement'\] go together"):
+        planner.compile(model, nn.MSELoss(), batch, budget="100%", other_devices=[SECOND])
+    with pytest.raises(PlannerError, match="leave out dynamic=True, cuda_graph=True"):
+        planner.compile(model, nn.MSELoss(), batch, budget="100%", options=["placement"], other_devices=[SECOND], dynamic=True)
+
+
+def test_a_graph_without_other_devices_says_how_to_get_them() -> None:
+    with pytest.raises(GraphError, match=r"trace the step with --other-devices cpu:2, or cuda \(planner.trace\("):
+        solve(diamond(), "100%", solver="xengine", options=["placement"])
+    with pytest.raises(GraphError, match=r"needs to know other devices: Surroundings\(others="):
+        with_options(diamond(), ("placement",))
+
+
+@pytest.mark.parametrize(
+    ("solver", "options", "said"),
+    [
+        ("windows", ["placement"], "the solver 'windows' places no ops on other devices: take the solver 'xengine-overlapped'"),
+        ("xengine", ["offload"], "the solver 'xengine' does nothing but place ops on other devices: take the solver 'windows'"),
+        ("dtr", ["placement"], "the solver 'dtr' places no ops on other devices"),
+    ],
+)
+def test_a_solver_for_something_else(solver: str, options: list[str], said: str) -> None:
+    with pytest.raises(PlannerError, match=said):
+        solve(diamond(), "100%", solver=solver, options=options)
+
+
+def test_names() -> None:
+    assert [(d.name, d.torch_device, d.threads) for d in map(named_device, ("cpu", "cpu:2", "cuda", "cuda:1"))] == [
+        ("cpu", "cpu", None),
+        ("cpu:2", "cpu", 2),
+        ("cuda", "cuda", None),
+        ("cuda:1", "cuda:1", None),
+    ]
+    for name in ("gpu", "cpu:0", "cpu:two", ""):
+        with pytest.raises(GraphError, match=f"there is no device '{name}': write cpu"):
+            named_device(name)
+
+
+def edited(times_s: object) -> dict[str, object]:
+    return {"options": ["placement"], DEVICES_KEY: [{"name": "cpu", "times_s": times_s, "bytes_per_s": 1.0}]}
+
+
+def test_what_a_file_may_not_say() -> None:
+    with pytest.raises(MismatchError, match="what is said of other devices is not what a trace measures"):
+        with_recorded(diamond(), edited("quick"))
+    with pytest.raises(GraphError, match="device 'cpu' has 1 times for a program of 5 ops"):
+        with_recorded(diamond(), edited([1.0]))
+    with pytest.raises(TraceError, match="ops cannot be measured on 'cuda' with the roofline 'cpu', for nothing is run"):
+        planner.trace(nn.Linear(2, 2), None, (torch.ones(2),), roofline="cpu", other_devices=["cuda"])
+
+
+CHANGES: dict[str, tuple[OtherDevice, Callable[[Op, Graph], Any], object]] = {
+    "workspaces": (OtherDevice("b", (1.0,) * 5, 1.0, workspaces_bytes=(7, 6, 5, 4, 3)), lambda op, _: op.workspace_bytes, 7),
+    "exact": (OtherDevice("b", (1.0,) * 5, 1.0, differs="rounding", exact=(1, 2)), lambda op, _: op.differs, "rounding"),
+    "exact there": (OtherDevice("b", (1.0,) * 5, 1.0, differs="rounding", exact=(0, 2)), lambda op, _: op.differs, ""),
+    "blocks": (OtherDevice("b", (1.0,) * 5, 1.0, block_bytes=512), lambda op, g: g.tensors[op.outputs[0]].size_bytes, 512),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_measured_counts(name: str) -> None:
+    device, look, wanted = CHANGES[name]
+    graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
+    first = next(op for op in graph.ops if op.stands_for == (0,))
+    assert look(first, graph) == wanted
+
+
+def test_copies_take_a_latency_besides_their_bytes() -> None:
+    device = OtherDevice("b", (1.0,) * 5, 2.0, latency_s=0.25)
+    graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
+    copies = [op for op in graph.ops if op.target == "copy"]
+    assert copies and all(op.time_s == 0.25 + graph.tensors[op.inputs[0]].size_bytes / 2 for op in copies)
+    with pytest.raises(GraphError, match=r"a copy from or to 'b' takes -1.0 s besides its bytes"):
+        replace(device, latency_s=-1.0)

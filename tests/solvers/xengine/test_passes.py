@@ -1,0 +1,40 @@
+"""What a caller gets of the forward pass is on the main device as that ends, in what the program finds."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphs.ir import Graph, Phase
+from graphs.options.passes import in_passes, passes_of
+from graphs.options.surroundings import OtherDevice
+from graphs.schedule import Compute
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from solvers.registry import get_solver
+from solvers.request import Request
+from tests.support.placements import on_devices
+
+
+def step() -> Graph:
+    """A loss of 4 bytes, which another device computes sooner, and two kept gradients behind it."""
+    draft = Draft()
+    (a,) = draft.op("a", [], [4], time_s=9.0)
+    (loss,) = draft.op("loss", [a], [4], time_s=9.0)
+    (b,) = draft.op("b", [a], [2], time_s=9.0)
+    (c,) = draft.op("c", [b], [2], time_s=9.0)
+    graph = draft.graph([loss, b, c])
+    return replace(graph, ops=tuple(replace(op, phase=Phase.FORWARD if op.id < 2 else Phase.BACKWARD) for op in graph.ops))
+
+
+@pytest.mark.parametrize("solver", ["xengine", "xengine-overlapped"])
+@pytest.mark.parametrize("budget", [8, 12, 100])
+def test_a_loss_that_is_made_elsewhere_comes_with_the_forward_pass(solver: str, budget: int) -> None:
+    graph = on_devices(step(), OtherDevice("second", (1.0,) * 4, 4.0, 20))
+    result = get_solver(solver)(Request(graph, budget))
+    assert result.schedule is not None and any(graph.ops[op].stands_for for op in result.schedule.computed)
+    forward, _ = passes_of(graph, result.schedule)
+    loss = next(t.id for t in graph.tensors if t.producers and graph.ops[t.producers[0]].name == "loss")
+    assert any(isinstance(s, Compute) and loss in graph.ops[s.op].outputs for s in forward)
+    # It is there in what the program counts: nothing is held longer where the schedule is run.
+    again = simulate(graph, in_passes(graph, result.schedule))
+    assert again.peak_bytes == result.peak_bytes <= budget

@@ -1,0 +1,109 @@
+"""Steps whose ops run on several pools of the CPU, a thread each, and schedules that place them at random."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from graphs.capture.lower import Capture
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.placement import Placement, placement_of
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.simulate import simulate
+from planner.api import capture_real, with_times
+from planner.runtime.executor import Executor
+from tests.support.steps import make
+
+SECOND = "cpu:1"
+
+
+def profiled(name: str) -> Capture:
+    """The step `name` with measured times and workspaces."""
+    workload = make(name)
+    return with_times(capture_real(*workload, optimizer="none", accumulate=False), *workload, passes=1)
+
+
+def on_pools(captured: Capture, names: Sequence[str] = (SECOND,)) -> Capture:
+    """`captured` with further pools of the CPU, over a link that is faster than any."""
+    times = tuple(op.time_s for op in captured.graph.ops)
+    others = tuple(OtherDevice(name, times, 1e12) for name in names)
+    return replace(captured, graph=with_options(captured.graph, ["placement"], Surroundings(Link.even(1e12), others=others)))
+
+
+def placed_step(name: str, seed: int, names: Sequence[str] = (SECOND,)) -> tuple[Capture, Schedule, Executor]:
+    """The step `name`, a schedule that places its ops at random, and what runs it on a model of its own."""
+    workload = make(name)
+    captured = profiled(name)
+    offered = on_pools(captured, names)
+    schedule = placed_at_random(offered.graph, seed)
+    return offered, schedule, Executor(offered, schedule, workload.model, workload.loss_fn)
+
+
+def placed_at_random(graph: Graph, seed: int) -> Schedule:
+    """A schedule, judged: each op on any device, now and then twice; what goes is copied again from where it is left."""
+    placing = _Placing(placement_of(graph), Random(seed))
+    found = Schedule(tuple(placing.steps()))
+    simulate(graph, found)
+    return found
+
+
+class _Placing:
+    def __init__(self, placement: Placement, random: Random) -> None:
+        self.placement, self.random = placement, random
+        self.program = placement.program
+        self.found: list[Step] = []
+        self.there = {t.id for t in self.program.tensors if t.static}  # tensors of the whole graph, in any memory
+
+    def steps(self) -> list[Step]:
+        readers = self.program.consumers
+        for op in self.program.ops:
+            for d in self._devices(op.id):
+                for x in op.inputs:
+                    self._bring(x, d)
+                run = self.placement.runs[d][op.id]
+                assert run is not None
+                self._compute(run)
+            for x in {*op.inputs, *op.outputs}:
+                last = max(readers[x], default=-1) <= op.id
+                self._forget(x, last=last)
+        for x in sorted(self.program.kept):
+            self._bring(x, 0)
+        return self.found
+
+    def _devices(self, op: int) -> list[int]:
+        able = [d for d, runs in enumerate(self.placement.runs) if runs[op] is not None]
+        most = 2 if self.program.ops[op].recomputable and self.random.random() < 0.1 else 1
+        return self.random.sample(able, min(most, len(able)))
+
+    def _compute(self, op: int) -> None:
+        self.found.append(Compute(op))
+        self.there.update(self.placement.whole.ops[op].outputs)
+
+    def _bring(self, x: int, d: int) -> None:
+        place = self._place(d, x)
+        if place in self.there:
+            return
+        source = self.random.choice([e for e in self._where(x) if (e, d, x) in self.placement.copies])
+        self._compute(self.placement.copies[source, d, x])
+
+    def _forget(self, x: int, *, last: bool) -> None:
+        """Free what nobody reads, and now and then a copy of what is elsewhere too."""
+        for d in self._where(x):
+            place = self._place(d, x)
+            tensor = self.placement.whole.tensors[place]
+            if tensor.static or place in self.placement.whole.kept:
+                continue
+            spare = len(self._where(x)) > 1 and self.random.random() < 0.3
+            left = last and x not in self.program.kept and self.random.random() < 0.9
+            if spare or left:
+                self.found.append(Free(place))
+                self.there.remove(place)
+
+    def _where(self, x: int) -> list[int]:
+        return [d for d, places in enumerate(self.placement.places) if places[x] in self.there]
+
+    def _place(self, d: int, x: int) -> int:
+        place = self.placement.places[d][x]
+        assert place is not None
+        return place

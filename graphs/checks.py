@@ -28,6 +28,8 @@ def check_graph(graph: "Graph") -> None:
     _check_kept(graph)
     _check_overwrites(graph)
     _check_capacities(graph)
+    if not graph.variance_limit >= 0:
+        raise GraphError(f"the variance limit of the graph is {graph.variance_limit!r}: must be 0 or more")
 
 
 def _check_pools(graph: "Graph") -> None:
@@ -84,6 +86,8 @@ def _check_ops(graph: "Graph") -> None:
             raise GraphError(f"{where} has time {op.time_s!r}: times are finite seconds, 0 or more")
         if not isinstance(op.workspace_bytes, int) or op.workspace_bytes < 0:
             raise GraphError(f"{where} has workspace {op.workspace_bytes!r}: sizes are whole bytes, 0 or more")
+        if not math.isfinite(op.variance) or op.variance < 0:
+            raise GraphError(f"{where} has variance {op.variance!r}: variances are finite, 0 or more")
         if not op.stream:
             raise GraphError(f"{where} runs on a stream without a name")
         if op.workspace_bytes and op.stream not in owners:
@@ -146,8 +150,8 @@ def _check_choice(graph: "Graph", op: "Op", written: Mapping[int, str]) -> None:
     """`written`: for each tensor that is written in place, an op that does."""
     where = f"op {op.name!r}"
     if not op.optional:
-        if op.stands_for or op.differs:
-            what = "stands for other ops" if op.stands_for else f"differs from the program ({op.differs})"
+        if op.stands_for or op.differs or op.variance:
+            what = "stands for other ops" if op.stands_for else f"differs from the program ({op.differs or op.variance})"
             raise GraphError(f"{where} {what}, but is not optional")
         return
     for t in set(op.inputs).intersection(op.outputs):

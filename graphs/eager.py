@@ -55,6 +55,7 @@ class EagerComparison:
         peak_bytes: of an eager step, with all that is there throughout.
         time_s, planned_time_s: seconds of a step, taken in turns: the median on CUDA, the least on the CPU.
         failure: why eager PyTorch could not be run; "" where it was. Then nothing else is known.
+        gradient_error: norm of the difference of all gradients as a part of their norm; None where it was not asked for.
         beside: what it is that the plan stands beside: ``torch.compile`` where the kernels are Inductor's.
     """
 
@@ -66,6 +67,7 @@ class EagerComparison:
     planned_time_s: float = 0.0
     failure: str = ""
     beside: str = "eager"
+    gradient_error: float | None = None
 
     @property
     def identical(self) -> bool:

@@ -11,7 +11,7 @@ memories (pools), on other queues (streams). A graph without them has one pool a
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -21,6 +21,7 @@ from graphs.errors import GraphError
 from graphs.pools import COMPUTE, DEVICE, Pool
 
 _TOO_MUCH = 2**63  # bytes, or seconds
+_ROUNDING = 1e-9  # of a sum of variances
 
 
 class Phase(StrEnum):
@@ -109,6 +110,8 @@ class Op:
         differs: what may differ from the program when it is executed (rounding, a lossy value), "" for not a bit.
         overwrites: pairs of an output and an input: where a schedule frees the input right behind the op, the output takes
             its memory.
+        variance: predicted variance that it adds to the gradients if it is executed at all, as a part of their squared norm;
+            0 for all but optional ops that are lossy.
     """
 
     id: int
@@ -128,6 +131,7 @@ class Op:
     stands_for: tuple[int, ...] = ()
     differs: str = ""
     overwrites: tuple[tuple[int, int], ...] = ()
+    variance: float = 0.0
 
     @property
     def exact(self) -> bool:
@@ -149,6 +153,7 @@ class Graph:
             They are delivered when first computed and never freed.
         provenance: where the graph comes from (model, inputs, device, dtype, versions, how timed).
         pools: the memories, the device first.
+        variance_limit: of the sum of ``Op.variance`` over the ops that a schedule executes, each counted once.
 
     Raises:
         GraphError: when made from parts that do not describe a training step.
@@ -159,6 +164,7 @@ class Graph:
     kept: frozenset[int]
     provenance: Mapping[str, object] = field(default_factory=dict)
     pools: tuple[Pool, ...] = (_DEVICE_POOL,)
+    variance_limit: float = math.inf
 
     def __post_init__(self) -> None:
         check_graph(self)
@@ -166,7 +172,7 @@ class Graph:
     def holding(self, kind: Kind, name: str, size_bytes: int) -> "Graph":
         """This graph with so much more on the device throughout, which no op reads."""
         tensors = (*self.tensors, Tensor(len(self.tensors), name, size_bytes, (), kind))
-        return Graph(self.ops, tensors, self.kept, self.provenance, self.pools)
+        return replace(self, tensors=tensors)
 
     def out_of_place(self) -> "Graph":
         """This graph where no output takes the memory of an input: the program as eager PyTorch runs it."""
@@ -227,12 +233,23 @@ class Graph:
                 readers[t].append(op.id)
         return tuple(map(tuple, readers))
 
+    def variance(self, computed: Collection[int]) -> float:
+        """Predicted variance of the gradients where the ops `computed` are executed, as a part of their squared norm.
+
+        An op counts once, however often it is executed: it makes the same values each time.
+        """
+        return math.fsum(self.ops[op].variance for op in set(computed))
+
+    def allows(self, computed: Collection[int]) -> bool:
+        """Whether the variance of the ops `computed` is within the limit, but for rounding in the sum."""
+        return self.variance_limit == math.inf or self.variance(computed) <= self.variance_limit * (1 + _ROUNDING)
+
     @cached_property
     def fingerprint(self) -> str:
         """Hash of structure and sizes.
 
-        Left out are times, workspaces, capacities, the names of ops and tensors, and what differs by optional ops: like times
-        it is found out by running them.
+        Left out are times, workspaces, capacities, the names of ops and tensors, and what differs by optional ops, and how much:
+        like times it is found out by running them.
         """
         used = sorted(set(self.kept).union(*(op.inputs + op.outputs + op.mutates for op in self.ops)))
         number = {t: i for i, t in enumerate(used)}  # static tensors that no op reads must not shift the others

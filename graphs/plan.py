@@ -51,6 +51,8 @@ class Plan:
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
         pool_peaks_bytes: predicted for each other pool than the device, by name; empty where there is none.
         differs: what may differ from the program, by the options that the user has named; empty for not a bit.
+        gradient_error: predicted, where an option is lossy: the root of the gradients' variance over their squared norm. None
+            where none is.
     """
 
     graph: GraphSummary
@@ -69,17 +71,27 @@ class Plan:
     eager: EagerComparison | None = None
     pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
+    gradient_error: float | None = None
 
     def __str__(self) -> str:
         unknown = "unknown"
         measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
         compared = "" if self.eager is None else f"; {self.eager}"
         compared += f"; allowed to differ by {'; '.join(self.differs)}" if self.differs else ""
+        compared += f"; {self.lossy}" if self.lossy else ""
         return (
             f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted, {measured} measured "
             f"(keeping everything: {format_bytes(self.graph.store_all_peak_bytes)}); step time {self._step_time()}, "
             f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}{compared}{self._kernels()}"
         )
+
+    @property
+    def lossy(self) -> str:
+        """Predicted and measured error of the gradients in words; "" where no option is lossy."""
+        if self.gradient_error is None:
+            return ""
+        found = None if self.eager is None else self.eager.gradient_error
+        return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
 
     def _step_time(self) -> str:
         """Beside eager PyTorch where that was measured, and beside keeping everything."""

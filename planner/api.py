@@ -189,6 +189,8 @@ class RunReport:
         differences: what does not, and by how much where the plan may differ.
         eager_differences: what is not equal to plain eager PyTorch, likewise.
         differs: what may differ, by the options that the plan was solved with.
+        predicted_gradient_error, measured_gradient_error: of a lossy plan, the error of the gradients as a part of their norm;
+            None for others.
         timeline: (seconds, bytes) at each event of the CPU allocator.
         predicted_pools_bytes, measured_pools_bytes: most in the memory of each other device, by its name.
     """
@@ -211,6 +213,8 @@ class RunReport:
     differs: tuple[str, ...] = ()
     predicted_pools_bytes: Mapping[str, int] = field(default_factory=dict)
     measured_pools_bytes: Mapping[str, int] = field(default_factory=dict)
+    predicted_gradient_error: float | None = None
+    measured_gradient_error: float | None = None
 
 
 def run(
@@ -282,6 +286,8 @@ def run(
         eager_differences=_differences(plain, result, much=bool(plan.differs)),
         timeline=memory.timeline,
         differs=plan.differs,
+        predicted_gradient_error=plan.gradient_error,
+        measured_gradient_error=None if plan.gradient_error is None else reference.gradient_error(result),
     )
 
 

@@ -11,7 +11,7 @@ from graphs.cost.link import format_rate, measured_link, published_link
 from graphs.cost.others import DEVICES_KEY, known_devices, recorded_devices
 from graphs.errors import GraphError, MismatchError, PlannerError
 from graphs.ir import Graph
-from graphs.options import OPTIONS, with_options
+from graphs.options import OPTIONS, check_complete, parsed, with_options
 from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
@@ -146,12 +146,10 @@ def choices_of(
     """
     if isinstance(options, str):
         raise PlannerError(f"options is {options!r}: must be a list of names, [{options!r}]")
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise PlannerError(f"there is no option {unknown[0]!r}: choose of {', '.join(OPTIONS)}")
+    check_complete(options)
     if exact and not options:
         raise PlannerError("exact given, but no option that it is about: add options=['chunks'] (--options chunks)")
-    if not any(OPTIONS[name].copies for name in options):
+    if not any(OPTIONS[name].copies for name, _ in map(parsed, options)):
         given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
         if given:
             raise PlannerError(
@@ -173,7 +171,7 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
     Raises:
         MismatchError: they cannot be what a solve has recorded.
     """
-    if not any(name in OPTIONS and OPTIONS[name].copies for name in recorded_options(settings)):
+    if not any(OPTIONS[name].copies for name, _ in map(parsed, recorded_options(settings))):
         return None
     said = settings.get("link")
     try:

@@ -8,7 +8,7 @@ from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import read_graph
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.options.selection import differences
+from graphs.options.selection import differences, gradient_error
 from graphs.plan import GraphSummary, Plan
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
@@ -40,6 +40,9 @@ def check_plan(graph: Graph, plan: Plan) -> Simulation:
         wrong.append(
             f"that it differs by {list(plan.differs)}, but its ops by {list(differences(graph, plan.schedule.computed))}"
         )
+    found_error = gradient_error(graph, plan.schedule.computed)
+    if (found_error is None) != (plan.gradient_error is None) or not _same_time(found_error or 0.0, plan.gradient_error or 0.0):
+        wrong.append(f"a gradient error of {plan.gradient_error!r}, but its ops one of {found_error!r}")
     if wrong := [*wrong, *_other_peaks(plan, graph, simulation)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
     return simulation

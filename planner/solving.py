@@ -11,7 +11,7 @@ from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
 from graphs.options.passes import in_passes
 from graphs.options.placement import is_placed
-from graphs.options.selection import differences
+from graphs.options.selection import differences, gradient_error
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
 from graphs.schedule import Schedule
@@ -255,6 +255,7 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
         versions=result.versions,
         pool_peaks_bytes=other_peaks(graph, simulate(graph, result.schedule)),
         differs=differences(graph, result.schedule.computed),
+        gradient_error=gradient_error(graph, result.schedule.computed),
     )
 
 

@@ -28,7 +28,7 @@ def imports_torch(path: Path) -> bool:
 def test_torch_is_imported_only_where_it_may_be(path: Path) -> None:
     floor, room, *_ = parts = path.relative_to(ROOT).parts
     allowed = floor == "planner" or (floor == "graphs" and room in ("capture", "cost", "torch_private", "zoo"))
-    parts_of_options = ("added.py", "chunks", "in_place.py", "kernels", "packing", "traced.py")
+    parts_of_options = ("added.py", "chunks", "compression", "in_place.py", "kernels", "packing", "traced.py")
     allowed = allowed or (parts[:2] == ("graphs", "options") and parts[2] in parts_of_options)
     assert allowed or not imports_torch(path)
 

@@ -8,11 +8,11 @@ holds a storage. Targets, generators and other objects are names in the program'
 import linecache
 import re
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Kind
@@ -59,6 +59,26 @@ class Composed(Protocol):
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         """The outputs of the op."""
+        ...
+
+
+@runtime_checkable
+class Repeated(Composed, Protocol):
+    """What does the same time and again, on one part of what it is called with after the other."""
+
+    @property
+    def part(self) -> "Repeated":
+        """What it does with one of the parts, of which ``count`` is 1."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many parts there are."""
+        ...
+
+    @property
+    def alike(self) -> Hashable:
+        """Equal for those that run the same operators on tensors of the same sizes."""
         ...
 
 

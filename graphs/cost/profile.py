@@ -10,9 +10,10 @@ import torch
 
 from graphs.capture.program import Call, variable
 from graphs.cost.allocator import Mark, segment_peaks
-from graphs.cost.replay import RealStep
+from graphs.cost.replay import RealStep, same_as
+from graphs.cost.sensitivity import with_measured_variances
 from graphs.ir import Graph, Op
-from graphs.options.traced import settled
+from graphs.options.traced import may_be_exact, settled
 
 
 def profile(real: RealStep, *, passes: int = 5) -> Graph:
@@ -23,7 +24,7 @@ def profile(real: RealStep, *, passes: int = 5) -> Graph:
     CUDA and the minimum on the CPU, where a process that is interrupted waits for milliseconds; while
     the minima still fall by more than 3% in all, there are up to four times as many passes.
     Parameters, buffers and the random state are afterwards as they were. What optional ops make is compared with what the
-    program makes, where they may be exact.
+    program makes, where they may be exact; how much the gradients change by lossy ones is measured (``graphs.cost.sensitivity``).
 
     Args:
         real: what was captured, with real sizes (``with_real_sizes``).
@@ -36,9 +37,13 @@ def profile(real: RealStep, *, passes: int = 5) -> Graph:
         times = _typical_times(run, real.device, passes)
         peaks = segment_peaks(run, real.device)
         equal = _equal(real)
-    ops = []
+    ops: list[Op] = []
     time_s, peak_bytes = dict(zip(real.order, times, strict=True)), dict(zip(real.order, peaks, strict=False))
+    program_op = same_as(capture)
     for op in capture.graph.ops:
+        if (same := program_op.get(op.id)) is not None:
+            ops.append(replace(op, time_s=ops[same].time_s, workspace_bytes=ops[same].workspace_bytes))
+            continue
         outputs = sum(capture.graph.tensors[t].size_bytes for t in op.outputs)
         # After a recomputation, the generator's present state passes through a tensor of its own.
         state = capture.program.calls[op.id].random_state
@@ -52,7 +57,8 @@ def profile(real: RealStep, *, passes: int = 5) -> Graph:
         "threads": torch.get_num_threads(),
         "passes": passes,
     }
-    return Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
+    measured_graph = Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
+    return with_measured_variances(real, measured_graph)
 
 
 def _equal(real: RealStep) -> dict[int, tuple[bool, ...]]:
@@ -65,11 +71,11 @@ def _equal(real: RealStep) -> dict[int, tuple[bool, ...]]:
 
     def look(op: Op) -> str | None:
         call = calls[op.id]
-        if op.exact or not isinstance(call, Call):
+        if not may_be_exact(op) or not isinstance(call, Call):
             return None
         return f"{op.id}, {call.expression}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
 
-    if any(op.differs for op in graph.ops):
+    if any(may_be_exact(op) for op in graph.ops if op.optional):
         real.compile(look=look, at_end=False)(compare)
     return found
 

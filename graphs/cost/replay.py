@@ -20,17 +20,19 @@ class RealStep:
     """A captured step on real tensors.
 
     Attributes:
+        static: the static tensors, in the order of the program's sources.
         device: where it runs.
-        order: ids of the ops as they are executed: in program order, with optional ops where their inputs are at hand.
+        order: ids of the ops as they are executed: in program order, with optional ops where their inputs are at hand, but for
+            those that are calls of the program on other tensors (``same_as``).
     """
 
     def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """What was captured, on its `static` tensors in the order of its program's sources; it writes to those `written`."""
         self.capture = capture
-        self._static = list(static)
+        self.static = list(static)
         self._written = written
-        self.device: torch.device = self._static[0].device
-        self.order, self._schedule = _replay(capture.graph)
+        self.device: torch.device = self.static[0].device
+        self.order, self._schedule = _replay(capture)
 
     @classmethod
     def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
@@ -64,7 +66,7 @@ class RealStep:
                 lines += hooks
         source = program.define("run", "static, hook", [*lines, *(hooks if at_end else ())])
         run = load(program, source, f"profile of {graph.fingerprint}")["run"]
-        return lambda hook: run(self._static, hook)
+        return lambda hook: run(self.static, hook)
 
     def alone(self, op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
         """What executes `op` by itself: called with what it reads that is not static, in order, it returns what it makes."""
@@ -73,7 +75,7 @@ class RealStep:
         made = "".join(f"{variable(t)}, " for t in op.outputs)
         lines = [*([f"{read}= given"] if read else []), *program.calls[op.id].bind(op.outputs), f"return ({made})"]
         run = load(program, program.define("run", "static, given", lines), f"op {op.name} alone")["run"]
-        return lambda *given: run(self._static, given)
+        return lambda *given: run(self.static, given)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -88,16 +90,26 @@ class RealStep:
             yield
 
 
-def _replay(graph: Graph) -> tuple[list[int], Schedule]:
+def same_as(capture: Capture) -> dict[int, int]:
+    """For each optional op that calls what an op of the program calls, with other tensors of the same kind, that op."""
+    program = len(capture.graph.program)
+    number = {node: op for op, node in enumerate(capture.nodes[:program]) if node is not None}
+    return {op: number[node] for op, node in enumerate(capture.nodes) if op >= program and node is not None}
+
+
+def _replay(capture: Capture) -> tuple[list[int], Schedule]:
     """Each op once, and the program's tensors held as if there were no others.
 
     An optional op comes behind the last op that it stands for, or that makes what it reads or makes as well. What it makes
     again is dropped.
     """
+    graph, left_out = capture.graph, same_as(capture)
     made_at = {t: op.id for op in graph.program for t in op.outputs}
     behind: dict[int, list[int]] = {}
     place = {op.id: op.id for op in graph.program}
     for op in graph.ops[len(graph.program) :]:
+        if op.id in left_out:
+            continue
         place[op.id] = max(op.stands_for or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
         behind.setdefault(place[op.id], []).append(op.id)
         for t in op.outputs:

@@ -1,6 +1,6 @@
 """Modelled time and workspace of each op of a captured step, for a device that need not be here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,10 @@ from torch import fx
 
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import tensors_in
-from graphs.capture.program import Composed
+from graphs.capture.program import Composed, Repeated
 from graphs.capture.statics import allocated_bytes
 from graphs.cost.devices import Device, op_time_s, workspace_bytes
+from graphs.cost.sensitivity import with_modelled_variances
 from graphs.ir import Graph
 from graphs.torch_private.core import StorageWeakRef, TorchDispatchMode
 
@@ -19,10 +20,15 @@ from graphs.torch_private.core import StorageWeakRef, TorchDispatchMode
 def model_times(capture: Capture, device: Device) -> Graph:
     """The captured graph with the times and workspaces that a roofline of `device` gives its ops."""
     ops = []
+    known: dict[Hashable, tuple[float, int]] = {}
     for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True):
         if (composed := call.composed) is not None:
-            time_s, bytes_ = modelled_composed(composed, device)
-            ops.append(replace(op, time_s=time_s, workspace_bytes=bytes_))
+            part, count = (composed.part, composed.count) if isinstance(composed, Repeated) else (composed, 1)
+            key = part.alike if isinstance(part, Repeated) else id(part)
+            if key not in known:
+                known[key] = modelled_composed(part, device)
+            time_s, bytes_ = known[key]
+            ops.append(replace(op, time_s=count * time_s, workspace_bytes=bytes_))
             continue
         if node is None:
             ops.append(op)  # saving the generator's state starts no kernel
@@ -31,7 +37,7 @@ def model_times(capture: Capture, device: Device) -> Graph:
         target = (node.target, args, kwargs, node.meta["val"], device)
         ops.append(replace(op, time_s=op_time_s(*target), workspace_bytes=workspace_bytes(*target)))
     provenance = {**capture.graph.provenance, "times": "modelled", "device": device.name, "torch": torch.__version__}
-    return Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
+    return with_modelled_variances(capture, Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance))
 
 
 def modelled_composed(composed: Composed, device: Device) -> tuple[float, int]:

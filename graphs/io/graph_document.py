@@ -1,5 +1,6 @@
 """The JSON format of graphs, described in docs/formats.md."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -62,6 +63,7 @@ class _Op(Struct, forbid_unknown_fields=True):
     stands_for: _Ids = ()
     differs: str = ""
     overwrites: tuple[tuple[Natural, Natural], ...] = ()
+    variance: Finite = 0.0
 
 
 class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -72,6 +74,7 @@ class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
     tensors: tuple[_Tensor, ...]
     ops: tuple[_Op, ...]
     kept: _Ids
+    variance_limit: Finite | UnsetType = UNSET
 
 
 def graph_to_dict(graph: Graph) -> dict[str, object]:
@@ -89,6 +92,7 @@ def graph_to_dict(graph: Graph) -> dict[str, object]:
             tensors=tuple(row_of(tensor, _Tensor) for tensor in graph.tensors),
             ops=tuple(row_of(op, _Op) for op in graph.ops),
             kept=tuple(sorted(graph.kept)),
+            variance_limit=UNSET if graph.variance_limit == math.inf else graph.variance_limit,
         )
     )
 
@@ -115,6 +119,7 @@ def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
             kept=frozenset(read.kept),
             provenance=provenance,
             pools=(Pool(DEVICE, COMPUTE), *(Pool(**arguments_of(pool)) for pool in read.pools)),
+            variance_limit=math.inf if read.variance_limit is UNSET else read.variance_limit,
         )
     except GraphError as error:
         raise GraphError(f"{source}: {error}") from None

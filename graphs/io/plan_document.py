@@ -69,6 +69,7 @@ class _Eager(Struct, forbid_unknown_fields=True):
     planned_time_s: Seconds
     failure: str
     beside: str = "eager"
+    gradient_error: Seconds | UnsetType = UNSET
 
 
 class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -87,6 +88,7 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     measured_peak_bytes: Natural | None
     pool_peaks_bytes: dict[str, Natural] | UnsetType = UNSET
     differs: tuple[str, ...] | UnsetType = UNSET
+    gradient_error: Seconds | UnsetType = UNSET
     graph_file: str | UnsetType = UNSET
     eager: _Eager | UnsetType = UNSET
     steps: tuple[tuple[_StepKind, Natural], ...]
@@ -117,6 +119,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
             measured_peak_bytes=plan.measured_peak_bytes,
             pool_peaks_bytes=dict(plan.pool_peaks_bytes) or UNSET,
             differs=plan.differs or UNSET,
+            gradient_error=UNSET if plan.gradient_error is None else plan.gradient_error,
             graph_file=UNSET if plan.graph_file is None else plan.graph_file,
             eager=UNSET if plan.eager is None else _eager_of(plan.eager),
             steps=tuple(map(_pair_of, plan.schedule.steps)),
@@ -150,6 +153,7 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
         measured_peak_bytes=read.measured_peak_bytes,
         pool_peaks_bytes=read.pool_peaks_bytes or {},
         differs=read.differs or (),
+        gradient_error=None if read.gradient_error is UNSET else read.gradient_error,
         graph_file=None if read.graph_file is UNSET else read.graph_file,
         eager=None if read.eager is UNSET else _comparison_of(read.eager),
     )

@@ -1,7 +1,7 @@
 """Choices that a graph may be given, by name: rewrites that add optional ops. Adding one is adding one file and one line.
 
 Some are added to a graph at any time. Others are found among the calls of a step when it is traced: the graph holds them from
-then on, and those that are not wanted are left out of it again.
+then on, and those that are not wanted are left out of it again. A name may come with a number behind a colon: ``compress:4``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +14,7 @@ from graphs.options.offload import offloaded
 from graphs.options.placement import placed
 from graphs.options.selection import holding, holding_ops, traced_with
 from graphs.options.surroundings import Surroundings
+from graphs.options.variance import LEAST_BITS, MOST_BITS, REFERENCE_BITS, variance_at
 from graphs.pools import DEVICE
 
 Rewrite = Callable[[Graph, Surroundings], Graph]  # the graph with more optional ops
@@ -27,11 +28,13 @@ class Option:
         description: one line about it.
         rewrite: what adds it to a graph; None for one that is found when a step is traced (``graphs.options.traced``).
         copies: whether it copies over the link to the host.
+        lossy: whether solving needs to know to how many bits the whole may be compressed, as in ``compress:4``.
     """
 
     description: str
     rewrite: Rewrite | None = None
     copies: bool = False
+    lossy: bool = False
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
@@ -41,9 +44,34 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "pack": Option("masks, indices and what activations read may be kept in bits and bytes, exactly"),
         "kernels": Option("convolutions, attention and losses may be computed by other kernels, with other workspaces"),
         "in-place": Option("ops may write element by element over an input that goes with them"),
+        "compress": Option(
+            "what the backward pass reads may be kept in 1 to 8 bits, with the gradient error of 4 bits for all: compress:4",
+            lossy=True,
+        ),
         "placement": Option("ops may run on other devices, with copies between", placed),
     }
 )
+
+
+def parsed(text: str) -> tuple[str, int | None]:
+    """The name of a choice, and the bits behind it; None where there are none.
+
+    Raises:
+        GraphError: there is no such choice, it takes no bits, or these are out of range.
+    """
+    name, colon, bits = text.partition(":")
+    if name not in OPTIONS:
+        raise GraphError(f"there is no option {name!r} of a graph: choose of {', '.join(OPTIONS)}")
+    if not colon:
+        return name, None
+    if not OPTIONS[name].lossy:
+        raise GraphError(f"the option {name!r} takes nothing behind a colon, but {text!r} was given: leave it out")
+    if bits not in map(str, range(LEAST_BITS, MOST_BITS + 1)):
+        raise GraphError(
+            f"{text!r} has {bits!r} bits: must be a whole number from {LEAST_BITS} to {MOST_BITS}, as in "
+            f"'{name}:{REFERENCE_BITS}'"
+        )
+    return name, int(bits)
 
 
 def check_options(names: Sequence[str]) -> None:
@@ -52,16 +80,31 @@ def check_options(names: Sequence[str]) -> None:
     Raises:
         GraphError: there is no such choice, or one is named twice.
     """
-    for name in names:
-        if name not in OPTIONS:
-            raise GraphError(f"there is no option {name!r} of a graph: choose of {', '.join(OPTIONS)}")
-        if names.count(name) > 1:
+    found = [parsed(text)[0] for text in names]
+    for name in found:
+        if found.count(name) > 1:
             raise GraphError(f"the option {name!r} is named twice")
 
 
+def check_complete(names: Sequence[str]) -> None:
+    """Refuse also what a graph cannot be solved with: lossy ones that do not say to how many bits.
+
+    Raises:
+        GraphError: there is such a name.
+    """
+    check_options(names)
+    for name, bits in map(parsed, names):
+        if OPTIONS[name].lossy and bits is None:
+            raise GraphError(
+                f"the option {name!r} needs to know how lossy the whole may be, as bits from {LEAST_BITS} to {MOST_BITS}: write "
+                f"'{name}:{REFERENCE_BITS}'"
+            )
+
+
 def traced_options(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` that are found when a step is traced, in the order in which their ops stand in graphs."""
-    return tuple(name for name, option in OPTIONS.items() if option.rewrite is None and name in names)
+    """Those of `names` that are found when a step is traced, without bits, in the order in which their ops stand in graphs."""
+    found = {parsed(text)[0] for text in names}
+    return tuple(name for name, option in OPTIONS.items() if option.rewrite is None and name in found)
 
 
 def check_traced(names: Sequence[str]) -> None:
@@ -71,7 +114,7 @@ def check_traced(names: Sequence[str]) -> None:
         GraphError: there is such a name.
     """
     check_options(names)
-    if others := [name for name in names if name not in traced_options(names)]:
+    if others := [name for name in names if parsed(name)[0] not in traced_options(names)]:
         raise GraphError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")
 
 
@@ -85,9 +128,10 @@ def with_options(
         only: names of ops: of those that were found when it was traced there are no others; None for all.
 
     Raises:
-        GraphError: there is no such choice, or it cannot be added to this graph, or the graph was traced without it.
+        GraphError: there is no such choice, or it cannot be added to this graph, or the graph was traced without it; or one
+            that is lossy does not say to how many bits.
     """
-    check_options(names)
+    check_complete(names)
     if missing := [name for name in traced_options(names) if name not in traced_with(graph)]:
         raise GraphError(
             f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
@@ -96,12 +140,14 @@ def with_options(
     graph = holding(graph, traced_options(names))
     if only is not None:
         graph = holding_ops(graph, only)
-    for name in names:
+    for name, bits in map(parsed, names):
         if (rewrite := OPTIONS[name].rewrite) is not None:
             if surroundings is None:
                 around = "the link to the host" if OPTIONS[name].copies else "other devices: Surroundings(others=...)"
                 raise GraphError(f"the option {name!r} needs to know {around}")
             graph = rewrite(graph, surroundings)
+        if bits is not None:
+            graph = replace(graph, variance_limit=variance_at(graph, bits))
     return graph
 
 

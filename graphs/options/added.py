@@ -27,6 +27,7 @@ class Additions:
         self.tensor_of = tensors_by_storage(capture)
         self._ops: list[Op] = []
         self._calls: list[Call] = []
+        self._nodes: list[fx.Node | None] = []
         self._called: dict[str, Composed] = {}
         self._tensors: dict[int, Tensor] = {}  # new ones
         self._makers: dict[int, list[int]] = {}
@@ -80,11 +81,29 @@ class Additions:
         function = f"{target.partition('.')[0]}_{number}"
         made = tuple((t, f"[{i}]") for i, t in enumerate(outputs))
         self._called[function] = called
-        self._calls.append(Call(f"{function}({', '.join(arguments)})", made, composed=called))
-        self._ops.append(op)
-        for t in outputs:
-            self._makers.setdefault(t, []).append(number)
+        self._put(op, Call(f"{function}({', '.join(arguments)})", made, composed=called), None)
         return number
+
+    def add_variant(self, op: Op, expression: str, name: str, target: str, inputs: Sequence[int]) -> int:
+        """The id of a new op that stands for `op` of the program, which it is but for the tensors that it reads.
+
+        Args:
+            expression: the call of `op` over these.
+            name, target, inputs: as in ``add_op``.
+        """
+        number, call = len(self.capture.graph.ops) + len(self._ops), self.capture.program.calls[op.id]
+        named = replace(op, id=number, name=name, target=target, inputs=tuple(dict.fromkeys(inputs)))
+        assert isinstance(call, Call)
+        variant = replace(named, optional=True, stands_for=(op.id,))
+        self._put(variant, replace(call, expression=expression), self.capture.nodes[op.id])
+        return number
+
+    def _put(self, op: Op, call: Call, node: fx.Node | None) -> None:
+        self._ops.append(op)
+        self._calls.append(call)
+        self._nodes.append(node)
+        for t in op.outputs:
+            self._makers.setdefault(t, []).append(op.id)
 
     def captured(self) -> Capture:
         """The capture with all that was added."""
@@ -100,7 +119,7 @@ class Additions:
                 calls=(*program.calls, *self._calls),
                 namespace={**program.namespace, **self._called},
             ),
-            nodes=(*self.capture.nodes, *(None for _ in self._ops)),
+            nodes=(*self.capture.nodes, *self._nodes),
         )
 
 

@@ -115,7 +115,7 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
     total = sum(tensors[t].size_bytes for t in trips)
     limited = host.capacity_bytes is not None and total > host.capacity_bytes
     copies = Copies(MappingProxyType(dict(sorted(trips.items()))), host.capacity_bytes if limited else None)
-    return Graph(graph.ops[:rest], tensors, graph.kept, graph.provenance), copies
+    return Graph(graph.ops[:rest], tensors, graph.kept, graph.provenance, variance_limit=graph.variance_limit), copies
 
 
 def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:

@@ -1,5 +1,6 @@
 """Which optional ops a graph holds: of some choices, or none but the program."""
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -85,6 +86,11 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
         for i, op in enumerate(ops)
     )
     return Graph(tuple(renamed), tuple(tensors), frozenset(new_tensor[t] for t in graph.kept), graph.provenance, graph.pools)
+
+
+def gradient_error(graph: Graph, computed: Collection[int]) -> float | None:
+    """Predicted error of the gradients, as a part of their norm, where `computed` is executed; None where no option is lossy."""
+    return None if graph.variance_limit == math.inf else math.sqrt(graph.variance(computed))
 
 
 def differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:

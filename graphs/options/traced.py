@@ -10,6 +10,7 @@ from graphs.capture.program import Call, Launches, variable
 from graphs.errors import TraceError
 from graphs.ir import Graph, Op
 from graphs.options import check_options, chunks, kernels, packing, traced_options
+from graphs.options.compression import compressed
 from graphs.options.in_place import in_place
 from graphs.options.kernels.worth import needless
 from graphs.options.selection import IN_PLACE, LEFT_OUT, TRACED, traced_with, without
@@ -22,7 +23,7 @@ class Traced:
     Attributes:
         rewrite: adds its ops, which call what they are named by: ``NAME.more``.
         settle: an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None where
-            all of its ops are exact, or it has none.
+            it is known of each beforehand.
         needless: of what was captured, with times, the ids of its ops that are of no use.
     """
 
@@ -36,6 +37,7 @@ REWRITES: Mapping[str, Traced] = MappingProxyType(
         "chunks": Traced(chunks.chunked, chunks.settle),
         "pack": Traced(packing.packed),
         "kernels": Traced(kernels.with_kernels, kernels.settle, needless),
+        "compress": Traced(compressed),
         IN_PLACE: Traced(in_place),
     }
 )
@@ -43,9 +45,17 @@ REWRITES: Mapping[str, Traced] = MappingProxyType(
 
 def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
     """`op`, an optional one, with what differs of its outputs; `equal` says which came out as the program's, to the last bit."""
-    settle_op = REWRITES[op.target.partition(".")[0]].settle
-    assert settle_op is not None
-    return settle_op(capture, op, equal)
+    settle = _of(op).settle
+    return op if settle is None else settle(capture, op, equal)
+
+
+def may_be_exact(op: Op) -> bool:
+    """Whether what `op` makes is to be compared with what the program makes, since it may be equal."""
+    return not op.exact and _of(op).settle is not None
+
+
+def _of(op: Op) -> Traced:
+    return REWRITES[op.target.partition(".")[0]]
 
 
 def with_graph(capture: Capture, graph: Graph) -> Capture:

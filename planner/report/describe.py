@@ -42,6 +42,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "copied": plan.copied,
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
         "differs": list(plan.differs),
+        "gradient_error": plan.gradient_error,
         "graph": summary_data(asdict(plan.graph)),
     }
 
@@ -60,6 +61,7 @@ def plan_text(plan: Plan) -> str:
         *((f"{visible(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
         *(() if (link := recorded_link(plan.settings)) is None else [("link", str(link))]),
         *(("may differ", visible(what)) for what in plan.differs),
+        *([("lossy", visible(plan.lossy))] if plan.lossy else []),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_copied(plan)}"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
         ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_tolerated(plan)}"),
@@ -127,6 +129,8 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "differences": list(report.differences),
         "eager_differences": list(report.eager_differences),
         "differs": list(report.differs),
+        "predicted_gradient_error": report.predicted_gradient_error,
+        "measured_gradient_error": report.measured_gradient_error,
     }
 
 
@@ -141,6 +145,8 @@ def run_text(report: "RunReport") -> str:
         rows.insert(1, ("host memory", format_bytes(report.predicted_host_bytes), format_bytes(report.measured_host_bytes)))
     for pool, peak in report.predicted_pools_bytes.items():
         rows.insert(1, (f"{pool} memory", format_bytes(peak), format_bytes(report.measured_pools_bytes[pool])))
+    if report.predicted_gradient_error is not None and report.measured_gradient_error is not None:
+        rows.append(("gradient error", f"{report.predicted_gradient_error:.2e}", f"{report.measured_gradient_error:.2e}"))
     within = "within" if report.measured_peak_bytes <= report.budget_bytes else "OVER"
     over = 100 * (report.measured_ratio / report.eager_ratio - 1)
     reserved = "" if report.reserved_bytes is None else f"; the allocator held {format_bytes(report.reserved_bytes)}"

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from statistics import median
 from typing import Any
 
@@ -103,6 +103,17 @@ class StepOutcome:
     def differences(self, other: "StepOutcome") -> tuple[str, ...]:
         """Names of what is not equal to the last bit."""
         return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
+
+    def gradient_error(self, other: "StepOutcome") -> float:
+        """Norm of the difference of all gradients from those of `other`, as a part of the norm of these."""
+        squared = [0.0, 0.0]
+        for name, wanted in self.values.items():
+            given = other.values.get(name)
+            if name.startswith("gradient of ") and wanted is not None and given is not None:
+                wanted, given = (x.to_dense() if x.layout is not torch.strided else x for x in (wanted, given))
+                for i, value in enumerate((wanted.double() - given.double(), wanted)):
+                    squared[i] += float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
+        return sqrt(squared[0] / squared[1]) if squared[1] else 0.0
 
     def difference(self, name: str, other: "StepOutcome") -> Difference:
         """How much `other` differs from this in what is called `name`."""

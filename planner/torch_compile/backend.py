@@ -175,6 +175,8 @@ def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:
         raise PlannerError("option 'roofline' models ATen's ops, and Inductor's kernels are measured: leave it out")
     if isinstance(named := given.get("options"), list | tuple) and IN_PLACE in named:
         raise PlannerError(f"graphs under torch.compile write over no input: leave {IN_PLACE!r} out of option 'options'")
+    if isinstance(named, list | tuple) and any(isinstance(name, str) and name.startswith("compress") for name in named):
+        raise PlannerError("how lossy a graph under torch.compile is cannot be measured: take planner.compile for 'compress'")
     if not isinstance(given.get("budget"), str | int):
         raise PlannerError(
             'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'

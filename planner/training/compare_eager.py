@@ -30,6 +30,7 @@ _TURNS_S = 0.5  # for turns of both, in all; one at least
 # What is captured may take that much more than eager PyTorch, and that much at least, before somebody is told.
 _MUCH = 1.5
 _ROUNDING = 0.05  # of the largest element: half precision, added up in parts, is far from it
+_MORE_THAN_PREDICTED = 3.0  # of a gradient error
 _LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
 
 
@@ -41,6 +42,7 @@ def compare_with_eager(
     *,
     known: EagerComparison | None = None,
     allowed: bool = False,
+    lossy: bool = False,
 ) -> EagerComparison:
     """`planned` beside `step`, each from the random state that is there; `step` and `batch` are afterwards as they were.
 
@@ -53,6 +55,7 @@ def compare_with_eager(
         batch: real tensors.
         known: of the same plan, found before. Where the bits are equal, then as now, its time and peak are kept.
         allowed: that it differs, by options that the user has named: how much is found out, but not where it begins.
+        lossy: that the gradients do so by more than rounding: their error is measured.
     """
     undone, written = WritesUndone(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
     reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
@@ -77,6 +80,7 @@ def compare_with_eager(
         time_s=times["plain"],
         planned_time_s=times["planned"],
         beside=beside,
+        gradient_error=plain.gradient_error(found) if lossy else None,
     )
 
 
@@ -97,7 +101,11 @@ def warn_of_differences(plan: Plan) -> None:
     eager = plan.eager
     if eager is None or eager.failure:
         return
-    if plan.differs:
+    if plan.gradient_error is not None:
+        found = eager.gradient_error
+        if found is not None and not found <= _MORE_THAN_PREDICTED * plan.gradient_error + _ROUNDING:
+            warnings.warn(f"the planned step has a {plan.lossy}: refresh its sensitivities", EagerWarning, stacklevel=3)
+    elif plan.differs:
         much = tuple(found for found in eager.differences if found.max_abs is None or (found.relative or 0.0) > _ROUNDING)
         if much:
             differing = replace(eager, differences=much).what_differs()

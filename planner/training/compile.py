@@ -11,7 +11,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
-from graphs.options import traced_options
+from graphs.options import OPTIONS, parsed, traced_options
 from graphs.options.selection import IN_PLACE
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
@@ -154,6 +154,8 @@ def compile(  # noqa: A001
         raise PlannerError("plans for varying sizes are not kept in a folder: leave out cache=, or dynamic=True")
     if dynamic and choices is not None and IN_PLACE in choices.options:
         raise PlannerError(f"which op may write over an input is known for one size: leave out {IN_PLACE!r}, or dynamic=True")
+    if dynamic and choices is not None and any(OPTIONS[parsed(name)[0]].lossy for name in choices.options):
+        raise PlannerError("how lossy keeping is compressed is measured at one size: leave out 'compress', or dynamic=True")
     if replan and cuda_graph:
         raise PlannerError("a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True")
     if dynamic and type(wrapper) is not Unwrapped:

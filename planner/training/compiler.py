@@ -8,9 +8,12 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture
+from graphs.cost.replay import RealStep
+from graphs.cost.sensitivity import with_measured_variances
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.options.traced import offered_as, with_graph, with_traced
+from graphs.options.variance import SENSITIVITY
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
@@ -112,7 +115,7 @@ class Compiler:
             if peak_bytes <= wanted_bytes:
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 plan = self._compared(captured, batch, plan, executor)
-                return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph)
+                return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph, self._refresher(captured, budget))
             del executor  # with what its recording holds
             over = (
                 f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes)}, though "
@@ -125,6 +128,18 @@ class Compiler:
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
+
+    def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
+        """What makes the step anew with variances that are measured on a batch; None where nothing is lossy."""
+        if SENSITIVITY not in captured.graph.provenance or type(self.wrapper) is not Unwrapped:
+            return None
+
+        def refreshed(batch: Batch) -> PlannedStep:
+            real = RealStep.of(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
+            graph = with_measured_variances(real, captured.graph)
+            return self.solve(replace(captured, graph=graph), batch, budget)
+
+        return refreshed
 
     def reuse(self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None) -> PlannedStep:
         """The step of a plan that was made before, or on another rank.
@@ -154,7 +169,16 @@ class Compiler:
             return replace(plan, eager=None)
         step = TrainingStep(self.wrapper.module, self.loss_fn)
         plan = replace(
-            plan, eager=compare_with_eager(captured, executor, step, batch, known=plan.eager, allowed=bool(plan.differs))
+            plan,
+            eager=compare_with_eager(
+                captured,
+                executor,
+                step,
+                batch,
+                known=plan.eager,
+                allowed=bool(plan.differs),
+                lossy=plan.gradient_error is not None,
+            ),
         )
         warn_of_differences(plan)
         return plan

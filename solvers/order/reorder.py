@@ -106,7 +106,7 @@ def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
         for position, op in enumerate(order)
     )
     tensors = tuple(replace(t, producers=tuple(place[p] for p in t.producers)) for t in graph.tensors)
-    return Reordering(graph, Graph(ops, tensors, graph.kept, graph.provenance, graph.pools), tuple(order))
+    return Reordering(graph, replace(graph, ops=ops, tensors=tensors), tuple(order))
 
 
 def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:

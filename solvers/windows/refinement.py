@@ -151,6 +151,8 @@ def _offer(search: Search, model: Model, choice: Choice) -> Discretization:
     order = decoded(model.problem, detail, choice)
     if writers := late_writers(search.problem, order):
         return detail.split(writers)
+    if not search.problem.allows(order.computed):
+        return detail  # what the solution does not say how to make came by ops that it does not execute
     trial = search.offer(order, detail)
     if trial.peak_bytes <= search.budget_bytes:
         return where_it_waits(detail, trial, params)

@@ -91,8 +91,8 @@ def test_other_choices_are_not_taken_for_round_trips() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(GraphError, match="there is no option 'compress' of a graph: choose of offload"):
-        with_options(mixed(), ("compress",), AROUND)
+    with pytest.raises(GraphError, match="there is no option 'squeeze' of a graph: choose of offload"):
+        with_options(mixed(), ("squeeze",), AROUND)
     with pytest.raises(GraphError, match="named twice"):
         with_options(mixed(), ("offload", "offload"), AROUND)
     with pytest.raises(GraphError, match="already"):

@@ -16,11 +16,13 @@ class Progress:
         done: places of the program that are past.
         owed: ops that are to be executed in place of some that have been skipped, or will be.
         once: optional ops that have been executed and must not be again.
+        lossy: ops with a variance that have been executed.
     """
 
     done: int = 0
     owed: frozenset[int] = frozenset()
     once: frozenset[int] = frozenset()
+    lossy: frozenset[int] = frozenset()
 
 
 BEGINNING = Progress()
@@ -38,7 +40,8 @@ def fastest_with_options(graph: Graph, budget_bytes: int) -> tuple[float, Schedu
     """Time and steps of the fastest of all schedules with first executions in the order of places; None if none fits.
 
     Each op of the program is executed itself, or one that stands for it is, in the place of the last that it stands for.
-    Otherwise any op may run at any time from its own place on, and a tensor be freed at any time.
+    Otherwise any op may run at any time from its own place on, and a tensor be freed at any time. Ops with variances are
+    executed as far as the graph's limit allows.
     """
     size = [0 if t.static else t.size_bytes for t in graph.tensors]
     static = {t.id for t in graph.tensors if t.static}
@@ -64,6 +67,10 @@ def fastest_with_options(graph: Graph, budget_bytes: int) -> tuple[float, Schedu
                 continue
             if live_bytes + sum(size[t] for t in op.outputs) + op.workspace_bytes > budget_bytes:
                 continue
+            if op.variance:
+                reached = replace(reached, lossy=reached.lossy | {op.id})
+                if sum(graph.ops[used].variance for used in reached.lossy) > graph.variance_limit:
+                    continue
             after.append((op.time_s, State(reached, state.live | set(op.outputs)), Compute(op.id)))
         for more_s, to, step in after:
             if time_s + more_s < spent.get(to, float("inf")):

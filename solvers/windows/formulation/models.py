@@ -25,10 +25,11 @@ from solvers.windows.formulation.in_stage import add_memory_in_order
 from solvers.windows.formulation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
 from solvers.windows.formulation.spans import add_spans
 from solvers.windows.formulation.variables import every_op, variables
+from solvers.windows.formulation.variance import add_variance
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Rows 1 to 13 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
+    """Rows 1 to 14 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
 
     Raises:
         StoppedError: `should_stop`, which is polled, was True.
@@ -43,6 +44,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_memory_of_repeats,
         add_memory_of_chains,
         add_channels,
+        add_variance,
     )
 
 

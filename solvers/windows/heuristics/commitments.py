@@ -12,10 +12,10 @@ from solvers.clock import left
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.stand_ins import in_place, least_instead, simple
+from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead, simple
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import Order, Trial, decoded, late_writers, order_of, trial_of_whole
+from solvers.windows.solution.decode import Order, Trial, decoded, order_of, trial_of_whole
 from solvers.windows.solution.plain import PlainGraph, plain_graph
 from solvers.windows.solution.refine import halved
 
@@ -107,7 +107,7 @@ class _Commitments:
             detail, choice = search.solutions.popleft()
             orders.append(decoded(search.problem, detail, choice))
         for order in orders:
-            if not late_writers(search.problem, order):
+            if is_possible(search.problem, order):
                 self.add(order)
 
     def add(self, order: Order) -> None:

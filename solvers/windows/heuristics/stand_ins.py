@@ -15,7 +15,7 @@ def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
     """Each op once, with `instead` in place of others, and nothing again but what is missing then; None if that cannot be."""
     choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
     order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), choice)
-    return None if late_writers(problem, order) else order
+    return order if is_possible(problem, order) else None
 
 
 def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool] | None = None) -> Order | None:
@@ -32,7 +32,12 @@ def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool
         return order
     detail = Discretization((problem.ops - 1,), places=problem.places.last)
     evicting = order_of(detail, [plain.ops[op] for op in found.computed], instead=instead, places=problem.places)
-    return None if late_writers(problem, evicting) else evicting
+    return evicting if is_possible(problem, evicting) else None
+
+
+def is_possible(problem: Problem, order: Order) -> bool:
+    """Whether each op finds what it reads, as it was, and the gradients' variance is within its limit."""
+    return not late_writers(problem, order) and problem.allows(order.computed)
 
 
 def simple(problem: Problem) -> list[frozenset[int]]:

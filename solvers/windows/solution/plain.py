@@ -119,7 +119,7 @@ class _Draft:
         again = all(graph.ops[p].recomputable for p in (*op.stands_for, op.id))
         before = self.ops[-1].phase if self.ops else Phase.FORWARD
         phase = max(before, op.phase, key=lambda phase: phase.place)
-        choice = {"optional": False, "stands_for": (), "differs": ""}
+        choice = {"optional": False, "stands_for": (), "differs": "", "variance": 0.0}  # all that is executed is
         self.put(op, inputs, tuple(t for _, t in outputs), mutates=mutates, recomputable=again, phase=phase, **choice)
         self.made.append(outputs)
         for t, of_op in outputs:

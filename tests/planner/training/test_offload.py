@@ -116,7 +116,7 @@ def test_a_kept_plan_that_was_edited_is_made_again(tmp_path: Path) -> None:
     for edited, why in (
         (replace(plan, pool_peaks_bytes={HOST: 1}), "in other pools"),
         (replace(plan, settings={**plan.settings, "options": []}), "the plan is for another graph"),
-        (replace(plan, settings={**plan.settings, "options": ["compress"]}), "there is no option 'compress'"),
+        (replace(plan, settings={**plan.settings, "options": ["squeeze"]}), "there is no option 'squeeze'"),
     ):
         write_plan(edited, file)
         with pytest.warns(UserWarning, match=f"cannot be used and is made again: .*{why}"):
@@ -185,7 +185,7 @@ def test_a_plan_for_larger_sizes_is_not_used_where_fewer_tensors_are_copied(monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"options": ["compress"]}, "there is no option 'compress': choose of offload"),
+        ({"options": ["squeeze"]}, "there is no option 'squeeze' of a graph: choose of offload"),
         ({"options": ()}, "link given, but no option that copies"),
         ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),
     ],

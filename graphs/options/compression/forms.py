@@ -1,0 +1,138 @@
+"""How numbers are kept in few bits: in groups of 256, each between its least and its largest number, as GACT does.
+
+Liu et al., *GACT: Activation Compressed Training for Generic Network Architectures*, ICML 2022, whose rounding is that of
+ActNN (Chen et al., ICML 2021): a number between two steps goes up with the probability of its distance from the lower one, so
+that what comes back is right on average. Which way it goes is a function of the tensor's bits, of the op, and of where the
+number stands: the same in each execution of a step, another in the next, and no generator is asked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+GROUP = 256
+_UNIFORM = 2.0**-24
+# The steps of a hash of 32 bits (Wellons, *Prospecting for hash functions*, 2018: lowbias32), as signed numbers.
+_SPREAD, _FIRST, _SECOND = (number - 2**32 if number >= 2**31 else number for number in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
+
+
+class Form(Protocol):
+    """A way to keep groups of numbers.
+
+    Each group has `code_bytes` for its numbers, and so many `limits` of the tensor's type.
+    """
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a group."""
+        ...
+
+    @property
+    def limits(self) -> int:
+        """Numbers that a group's others are relative to."""
+        ...
+
+    def pack(self, rows: torch.Tensor, noise: "Noise", codes: torch.Tensor, limits: torch.Tensor) -> None:
+        """Write `rows`, a group each, in float32, to `codes` (bytes) and `limits`, a row for each group."""
+        ...
+
+    def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        """What `pack` has written, in float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Random numbers for the groups from `first` on, by their places in the tensor."""
+
+    seed: torch.Tensor
+    first: int
+
+    def like(self, rows: torch.Tensor) -> torch.Tensor:
+        """Uniform in [0, 1), in float32: whole numbers wrap around at 2^32."""
+        hashed = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).mul_(_SPREAD)
+        hashed += self.seed + self.first * GROUP * _SPREAD
+        for shift, factor in ((16, _FIRST), (15, _SECOND), (16, None)):
+            hashed ^= hashed >> shift
+            if factor is not None:
+                hashed *= factor
+        return hashed.bitwise_and_(2**24 - 1).to(torch.float32).mul_(_UNIFORM).view(rows.shape)
+
+
+def seed_of(values: torch.Tensor, number: int) -> torch.Tensor:
+    """What the noise of op `number` on `values` begins with: a whole number on the same device, from all of their bits."""
+    bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+    total = bits.sum(dtype=torch.int64)
+    return (total + (total >> 32) + number * _SECOND).to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Equal steps from the least to the largest number of a group: both come back as they were, and so do groups of one number.
+
+    A group with NaN or infinity, or whose range is more than float32 holds, comes back as NaN.
+    """
+
+    bits: int
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a group."""
+        return GROUP * self.bits // 8
+
+    @property
+    def limits(self) -> int:
+        """The least and the largest number."""
+        return 2
+
+    def pack(self, rows: torch.Tensor, noise: Noise, codes: torch.Tensor, limits: torch.Tensor) -> None:
+        """As ``Form``."""
+        least, largest = rows.aminmax(dim=1, keepdim=True)
+        limits.copy_(torch.cat((least, largest), dim=1))
+        steps = 2**self.bits - 1
+        length = (largest - least).clamp_min_(torch.finfo(torch.float32).tiny)
+        places = (rows - least).div_(length).mul_(steps).add_(noise.like(rows)).floor_().clamp_(0, steps)
+        whole = places.nan_to_num_(0.0).to(torch.uint8).view(len(rows), 8 // self.bits, self.code_bytes)
+        for i in range(1, 8 // self.bits):
+            whole[:, 0] |= whole[:, i] << (self.bits * i)
+        codes.copy_(whole[:, 0])
+
+    def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        """As ``Form``."""
+        steps = 2**self.bits - 1
+        parts = [(codes >> (self.bits * i)) & steps for i in range(8 // self.bits)]
+        places = torch.cat(parts, dim=1).to(torch.float32).div_(steps)
+        limits = limits.to(torch.float32)
+        return torch.lerp(limits[:, :1], limits[:, 1:], places)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """float8 (e4m3) beside the largest absolute number of a group, to the nearest.
+
+    A group with NaN or infinity comes back as NaN.
+    """
+
+    code_bytes: int = GROUP
+    limits: int = 1
+
+    def pack(self, rows: torch.Tensor, noise: Noise, codes: torch.Tensor, limits: torch.Tensor) -> None:
+        """As ``Form``."""
+        largest = rows.abs().amax(dim=1, keepdim=True)
+        limits.copy_(largest)
+        scale = torch.finfo(torch.float8_e4m3fn).max / largest.clamp_min(_LEAST)
+        codes.copy_((rows * scale).to(torch.float8_e4m3fn).view(torch.uint8))
+
+    def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        """As ``Form``."""
+        largest = limits.to(torch.float32)
+        scale = largest / torch.finfo(torch.float8_e4m3fn).max
+        return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
+
+
+_LEAST = 2.0**-100  # what is smaller may come back as zero
+
+FORMS: Mapping[str, Form] = MappingProxyType({**{str(bits): Uniform(bits) for bits in (1, 2, 4, 8)}, "float8": Float8()})

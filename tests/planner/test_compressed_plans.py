@@ -1,0 +1,127 @@
+"""Plans that keep tensors compressed, on real tensors: what stays exact, how large the error is, and how much memory it takes."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import planner
+from graphs.capture.lower import Capture
+from graphs.capture.step import TrainingStep
+from graphs.errors import MismatchError, PlannerError
+from graphs.io.formats import read_plan, write_plan
+from graphs.options import with_options, without_options
+from graphs.options.variance import COMPRESS, KEEP, RESTORE
+from graphs.simulate import simulate
+from graphs.zoo import Workload, build
+from planner import api
+from planner.plan_check import check_plan
+from planner.runtime import measure
+from planner.runtime.executor import Executor
+from planner.solving import solve
+from planner.training.step import PlannedStep
+from solvers.policies.store_all import store_all
+from tests.support.compressed import all_compressed
+
+FACTOR = 2.0  # that a measured gradient error is from the predicted one at most
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    torch.manual_seed(0)
+    return build("mlp", layers=8, width=64, batch=1024, classes=10, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def captured(workload: Workload) -> Capture:
+    return api.capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["compress"])
+
+
+def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:
+    return measure.outcome(executor, workload.model, workload.batch, seed=3)
+
+
+@pytest.mark.parametrize("form", ["2", "4", "8", "float8"])
+def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Workload, captured: Capture, form: str) -> None:
+    graph = with_options(captured.graph, ["compress:1"])
+    model, loss_fn, _ = workload
+    schedule = all_compressed(graph, form)
+    planned = Executor(replace(captured, graph=graph), schedule, model, loss_fn)
+    program = without_options(captured.graph)
+    keeping = Executor(replace(captured, graph=program), store_all(program), model, loss_fn)
+    wanted, found = outcome(keeping, workload), outcome(planned, workload)
+    different = wanted.differences(found)
+    assert different and all(name.startswith("gradient of ") for name in different)
+    predicted = math.sqrt(graph.variance(schedule.computed))
+    assert predicted / FACTOR < wanted.gradient_error(found) < predicted * FACTOR
+    assert not found.differences(outcome(planned, workload))  # each time the same
+    peak = api.measured_peak(captured, planned, TrainingStep(model, loss_fn), workload.batch).peak_bytes
+    # To the byte, but for the gradient of the loss, which autograd lets go when it has been read.
+    assert simulate(graph, schedule).peak_bytes - peak in (0, wanted.values["loss"].nbytes)
+
+
+def test_variances_fall_with_the_bits_and_are_measured_the_same_each_time(workload: Workload, captured: Capture) -> None:
+    graph = captured.graph
+    assert graph.provenance["sensitivity"] == "measured"
+    by_form = {form: [op.variance for op in graph.ops if op.target == f"{RESTORE}.{form}"] for form in ("1", "2", "4", "8")}
+    for coarse, fine in (("1", "2"), ("2", "4"), ("4", "8")):
+        assert all(a > b > 0 for a, b in zip(by_form[coarse], by_form[fine], strict=True))
+
+
+def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capture, tmp_path: Path) -> None:
+    graph = captured.graph
+    # Whatever this machine takes for it: keeping compressed takes no time, and computing again does.
+    cheap = replace(
+        graph, ops=tuple(replace(op, time_s=0.0 if op.target.startswith((KEEP, RESTORE)) else 1.0) for op in graph.ops)
+    )
+    program = without_options(graph)
+    peak = simulate(program, store_all(program)).peak_bytes
+    least = simulate(with_options(graph, ["compress:1"]), all_compressed(graph, "4")).peak_bytes
+    budget, graph_s = (3 * least + peak) // 4, len(program.ops)
+    plans = {bits: solve(cheap, budget, options=[f"compress:{bits}"], time_limit_s=10) for bits in (4, 8)}
+    exact = solve(cheap, budget, time_limit_s=10)
+    assert exact.time_s > graph_s, "the budget asks for nothing"
+    assert exact.gradient_error is None and not exact.differs
+    for plan in plans.values():
+        assert plan.peak_bytes <= budget and plan.time_s <= exact.time_s
+    four = plans[4]
+    assert four.gradient_error is not None and any(said.startswith("lossy: ") for said in four.differs)
+    offered = with_options(cheap, ["compress:4"])
+    assert 0 < four.gradient_error <= math.sqrt(offered.variance_limit) * (1 + 1e-6)
+    assert "gradient error" in str(four)
+    check_plan(offered, four)
+    path = tmp_path / "plan.json"
+    write_plan(four, path)
+    assert read_plan(path) == four
+    with pytest.raises(MismatchError, match="gradient error"):
+        check_plan(offered, replace(four, gradient_error=four.gradient_error / 2))
+    # The bits are chosen tensor by tensor: a looser limit lets no plan be slower.
+    assert four.time_s <= plans[8].time_s
+
+
+def test_compile_takes_the_bits_reports_the_error_and_refreshes_it(workload: Workload) -> None:
+    model, loss_fn, batch = workload
+    step = planner.compile(model, loss_fn, batch, budget="85%", options=["compress:4"], passes=1, time_limit_s=5)
+    plan = step.plan
+    assert plan.gradient_error is not None and plan.settings["options"] == ["compress:4"]
+    assert plan.eager is not None and plan.eager.gradient_error is not None
+    assert plan.eager.gradient_error <= FACTOR * plan.gradient_error + 1e-6
+    assert step.measured is not None
+    before = [op.variance for op in step.measured.ops]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    step.refresh_sensitivity(*batch)
+    after = [op.variance for op in step.measured.ops]
+    assert after != before
+    assert any(op.target.startswith(f"{COMPRESS}.") for op in step.measured.ops)
+    loss = step(*batch)
+    loss.backward()
+    report = api.run(step.plan, *workload, repeats=1)
+    assert report.predicted_gradient_error == step.plan.gradient_error
+    assert report.measured_gradient_error is not None
+    assert report.measured_gradient_error <= FACTOR * step.plan.gradient_error + 1e-6
+    with pytest.raises(PlannerError, match="compress:4"):
+        PlannedStep(step.plan, step, None).refresh_sensitivity(*batch)

@@ -1,0 +1,28 @@
+"""Schedules that keep compressed whatever can be."""
+
+from graphs.ir import Graph, Phase
+from graphs.options.variance import COMPRESS, KEEP, RESTORE
+from graphs.schedule import Schedule, schedule_of
+
+
+def all_compressed(graph: Graph, form: str) -> Schedule:
+    """Each op of `graph` once, and what can be kept compressed kept in this form behind its last reader of the forward pass.
+
+    An op of the backward pass that reads several has the stand-in that reads most of them restored.
+    """
+    keeps = {op.inputs[0]: op for op in graph.ops if op.target == f"{KEEP}.{form}"}
+    restores = {graph.ops[graph.consumers[keep.outputs[0]][0]].outputs[0]: t for t, keep in keeps.items()}
+    variants = {}
+    for op in graph.ops:
+        if op.target == f"{COMPRESS}.read":
+            best = variants.get(op.stands_for[0], op)
+            variants[op.stands_for[0]] = max(best, op, key=lambda v: sum(t in restores for t in v.inputs))
+    maker = {restored: op.id for op in graph.ops if op.target == f"{RESTORE}.{form}" for restored in op.outputs}
+    forward = {op.id for op in graph.program if op.phase is Phase.FORWARD}
+    last_reader = {t: max({graph.tensors[t].producers[0], *graph.consumers[t]} & forward) for t in keeps}
+    order: list[int] = []
+    for op in graph.program:
+        executed = variants.get(op.id, op)
+        order += [maker[t] for t in executed.inputs if t in restores and maker[t] not in order]
+        order += [executed.id, *(keep.id for t, keep in keeps.items() if last_reader[t] == op.id)]
+    return schedule_of(graph, order)

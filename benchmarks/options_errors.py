@@ -18,6 +18,7 @@ from planner import api
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
+from planner.runtime.pool_memory import measured_peak
 from planner.solving import summarize
 from planner.studies.measured import relative_error
 from solvers.clock import Clock
@@ -92,7 +93,7 @@ class _Step:
             row,
             differing=sum(not graph.ops[op].exact for op in result.schedule.computed),
             predicted_peak_bytes=result.peak_bytes,
-            measured_peak_bytes=api.measured_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
+            measured_peak_bytes=measured_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
             loss_error=relative_error(self.exact, found, ["loss"]),
             gradient_error=relative_error(self.exact, found, gradients),
             largest_error=max(_largest(self.exact, found, name) for name in gradients),

@@ -31,7 +31,7 @@ from planner import api
 from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
-from planner.runtime.pool_memory import other_peaks_measured
+from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.solving import budget_in_bytes, summarize
 from solvers.clock import WallClock
 from solvers.policies.store_all import store_all
@@ -145,7 +145,7 @@ def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[s
     return {
         "executed_s": times["placed"],
         "kept_s": times["kept"],
-        "executed_peak_bytes": api.measured_peak(pair.captured, placed, whole, batch).peak_bytes,
+        "executed_peak_bytes": measured_peak(pair.captured, placed, whole, batch).peak_bytes,
         "executed_other_bytes": other_bytes,
     }
 

@@ -1,4 +1,4 @@
-"""What must hold of the parts of a graph; ``Graph`` asks when it is made."""
+"""What must hold of a graph: of its parts, which ``Graph`` asks when it is made, and for those who cannot take every graph."""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +9,8 @@ from graphs.pools import COMPUTE, DEVICE
 
 if TYPE_CHECKING:
     from graphs.ir import Graph, Op
+
+_TOO_MUCH = 2**63  # bytes, or seconds
 
 
 def check_graph(graph: "Graph") -> None:
@@ -30,6 +32,35 @@ def check_graph(graph: "Graph") -> None:
     _check_capacities(graph)
     if not graph.variance_limit >= 0:
         raise GraphError(f"the variance limit of the graph is {graph.variance_limit!r}: must be 0 or more")
+
+
+def check_sums(graph: "Graph") -> None:
+    """Refuse a graph that cannot be added up: solvers count bytes in 64 bits, and seconds in floating point.
+
+    Raises:
+        GraphError: its sizes sum to 2^63 bytes or more, or its times to as many seconds.
+    """
+    total_bytes = sum(t.size_bytes for t in graph.tensors) + sum(op.workspace_bytes for op in graph.ops)
+    if total_bytes >= _TOO_MUCH:
+        raise GraphError(f"the sizes of its tensors and workspaces sum to {total_bytes} bytes: must be below 2^63")
+    total_s = sum(op.time_s for op in graph.ops)
+    if total_s >= _TOO_MUCH:
+        raise GraphError(f"the times of its ops sum to {total_s:g} s: must be below 2^63")
+
+
+def check_plain(graph: "Graph") -> None:
+    """Refuse a graph with choices that what asks does not know: solvers other than the exact one, and the program itself.
+
+    Raises:
+        GraphError: it has several pools or streams, or optional ops.
+    """
+    if graph.plain:
+        return
+    optional = len(graph.ops) - len(graph.program)
+    raise GraphError(
+        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {optional} optional ops: this takes "
+        "graphs with one of each and none optional; leave the choices out of the graph"
+    )
 
 
 def _check_pools(graph: "Graph") -> None:

@@ -17,10 +17,8 @@ from enum import StrEnum
 from functools import cached_property
 
 from graphs.checks import check_graph
-from graphs.errors import GraphError
 from graphs.pools import COMPUTE, DEVICE, Pool
 
-_TOO_MUCH = 2**63  # bytes, or seconds
 _ROUNDING = 1e-9  # of a sum of variances
 
 
@@ -272,32 +270,3 @@ class Graph:
         if any(op.overwrites for op in self.ops):
             structure["overwrites"] = [[[number[t] for t in pair] for pair in op.overwrites] for op in self.ops]
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]
-
-
-def check_sums(graph: Graph) -> None:
-    """Refuse a graph that cannot be added up: solvers count bytes in 64 bits, and seconds in floating point.
-
-    Raises:
-        GraphError: its sizes sum to 2^63 bytes or more, or its times to as many seconds.
-    """
-    total_bytes = sum(t.size_bytes for t in graph.tensors) + sum(op.workspace_bytes for op in graph.ops)
-    if total_bytes >= _TOO_MUCH:
-        raise GraphError(f"the sizes of its tensors and workspaces sum to {total_bytes} bytes: must be below 2^63")
-    total_s = sum(op.time_s for op in graph.ops)
-    if total_s >= _TOO_MUCH:
-        raise GraphError(f"the times of its ops sum to {total_s:g} s: must be below 2^63")
-
-
-def check_plain(graph: Graph) -> None:
-    """Refuse a graph with choices that what asks does not know: solvers other than the exact one, and the program itself.
-
-    Raises:
-        GraphError: it has several pools or streams, or optional ops.
-    """
-    if graph.plain:
-        return
-    optional = len(graph.ops) - len(graph.program)
-    raise GraphError(
-        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {optional} optional ops: this takes "
-        "graphs with one of each and none optional; leave the choices out of the graph"
-    )

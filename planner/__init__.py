@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from planner.api import RunReport, run, trace
+    from planner.api import trace
+    from planner.running import RunReport, run
     from planner.solving import solve
     from planner.training.compile import compile  # noqa: A004
     from planner.training.dynamic import DynamicStep
@@ -37,8 +38,11 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     modules = {
         "DynamicStep": "planner.training.dynamic",
-        "solve": "planner.solving",
-        "compile": "planner.training.compile",
         "PlannedStep": "planner.training.step",
+        "RunReport": "planner.running",
+        "compile": "planner.training.compile",
+        "run": "planner.running",
+        "solve": "planner.solving",
+        "trace": "planner.api",
     }
-    return getattr(import_module(modules.get(name, "planner.api")), name)
+    return getattr(import_module(modules[name]), name)

@@ -5,8 +5,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from graphs.checks import check_sums
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
-from graphs.ir import Graph, check_sums
+from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
 from graphs.options.passes import in_passes

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 
+from graphs.checks import check_plain
 from graphs.errors import PlannerError
-from graphs.ir import check_plain
 from graphs.options.offload import without_copies
 from solvers.request import Request
 from solvers.result import Result

@@ -10,13 +10,11 @@ import re
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice, takewhile
+from itertools import count
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from graphs.errors import ScheduleError
-from graphs.ir import Graph, Kind
-from graphs.schedule import Compute, Free, Step
+from graphs.ir import Kind
 
 TANGENT = "tangent"
 _LOADED = count(1)
@@ -211,86 +209,6 @@ class Program:
         if self.guard:
             body = [f"with {self.guard}:", *(f"    {line}" for line in body)]
         return f"def {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
-
-
-class Writer:
-    """Writes the steps of a schedule as source lines.
-
-    Attributes:
-        live: ids of the tensors in memory after the steps written so far, in order of appearance.
-    """
-
-    def __init__(self, graph: Graph, program: Program, *, repeated: Container[int] = ()) -> None:
-        """Write for `graph`; ops in `repeated` are executed more than once."""
-        self.graph = graph
-        self.program = program
-        self._repeated = repeated
-        self.live: dict[int, None] = {}
-        self._done: set[int] = set()
-
-    def write(self, steps: Iterable[Step]) -> list[str]:
-        """The lines that do `steps`, after those written before."""
-        lines: list[str] = []
-        steps = tuple(steps)
-        for place, step in enumerate(steps):
-            lines += self._before(step)
-            match step:
-                case Compute(op):
-                    wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
-                    lines += self._compute(op, frozenset(wanted), _freed_after(steps, place))
-                    self._done.add(op)
-                    self.live.update(dict.fromkeys(wanted))
-                case Free(tensor):
-                    lines.append(f"del {variable(tensor)}")
-                    del self.live[tensor]
-                case _:
-                    raise ScheduleError(f"step {step!r} cannot be executed")
-        return lines
-
-    def _before(self, step: Step) -> list[str]:
-        """The lines that come before those of `step`."""
-        return []
-
-    def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
-        """The lines that execute `op`, behind which `freed` is freed."""
-        call = self.program.calls[op]
-        if any(t in freed for _, t in self.graph.ops[op].overwrites):
-            assert isinstance(call, Call)
-            assert call.in_place is not None
-            return call.bind_to(call.in_place, wanted)
-        if call.random_state is None:
-            return call.bind(wanted)
-        assert isinstance(call, Call)
-        return [f"with {self.program.lock}:", *(f"    {line}" for line in self._draw(op, call, call.random_state, wanted))]
-
-    def _draw(self, op: int, call: Call, state: int, wanted: frozenset[int]) -> list[str]:
-        """The lines of an op that draws: each time what it drew first, whoever else draws meanwhile."""
-        generator, own = self.program.generator, self.program.own_generator
-        plain = call.bind(wanted)
-        # The state that was saved before is that of a moment ago, and others may have drawn since.
-        now = [f"{variable(state)}.copy_({generator}.get_state())"]
-        if op not in self._repeated:
-            return plain
-        if call.redraw is not None:
-            body = [f"{own}.set_state({variable(state)})", *call.bind_to(call.redraw, wanted)]
-            return body if op in self._done else [*now, *body, f"{generator}.set_state({own}.get_state())"]
-        if op not in self._done:
-            return [*now, *plain]
-        # No kernel draws from another generator: this one is left as it was found.
-        return [
-            f"_now = {generator}.clone_state()",
-            "try:",
-            *(f"    {line}" for line in (f"{generator}.set_state({variable(state)})", *plain)),
-            "finally:",
-            f"    {generator}.set_state(_now.get_state())",
-            "    del _now",
-        ]
-
-
-def _freed_after(steps: Sequence[Step], place: int) -> set[int]:
-    """What is freed behind the execution at `place`, before the next."""
-    behind = takewhile(lambda step: isinstance(step, Free), islice(steps, place + 1, None))
-    return {step.tensor for step in behind if isinstance(step, Free)}
 
 
 class _Life:

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from graphs.capture.lower import Capture
-from graphs.capture.program import Writer, load, variable
+from graphs.capture.program import load, variable
 from graphs.capture.signature import Batch, leaves
 from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.capture.unchanged import kept
+from graphs.capture.writer import Writer
 from graphs.ir import Graph, Op, Tensor
 from graphs.schedule import Compute, Schedule, schedule_of
 

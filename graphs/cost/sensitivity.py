@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from graphs.capture.lower import Capture
-from graphs.capture.program import Writer, load, variable
+from graphs.capture.program import load, variable
+from graphs.capture.writer import Writer
 from graphs.cost.replay import RealStep
 from graphs.ir import Graph, Phase
 from graphs.options.compression import Kept, kept_tensors

@@ -2,12 +2,13 @@
 
 import os
 
+from graphs.checks import check_sums
 from graphs.errors import GraphError
 from graphs.io.documents import PLAN_FORMAT
 from graphs.io.files import layout, read_object, write_text
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.io.plan_document import plan_from_dict, plan_to_dict
-from graphs.ir import Graph, check_sums
+from graphs.ir import Graph
 from graphs.plan import Plan
 
 

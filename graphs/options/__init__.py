@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from graphs.checks import check_plain
 from graphs.errors import GraphError
-from graphs.ir import Graph, Tensor, check_plain
+from graphs.ir import Graph, Tensor
 from graphs.options.offload import offloaded
 from graphs.options.placement import placed
 from graphs.options.selection import holding, holding_ops, traced_with

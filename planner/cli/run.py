@@ -17,7 +17,7 @@ from planner.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from planner.api import RunReport
+    from planner.running import RunReport
 
 
 def add(commands: Commands) -> None:
@@ -51,12 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_with_its_graph(plan, arguments.plan)
     with ProgressLine(quiet=arguments.quiet) as progress:
         progress.say(f"building {arguments.model}")
-        from planner import api
+        from planner import running
         from planner.models import workload
 
         built = workload.load(arguments.model, device=arguments.device, seed=arguments.seed)
         progress.say("running the plan, and keeping everything beside it")
-        report = api.run(plan, *built, repeats=arguments.repeats, seed=arguments.seed)
+        report = running.run(plan, *built, repeats=arguments.repeats, seed=arguments.seed)
     if arguments.json:
         print_json(run_data(report))
     else:

@@ -14,7 +14,7 @@ from planner.choices import recorded_link
 from planner.visible import visible
 
 if TYPE_CHECKING:
-    from planner.api import RunReport
+    from planner.running import RunReport
 
 
 def plan_data(plan: Plan) -> dict[str, object]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from planner.api import RunReport
+    from planner.running import RunReport
     from planner.studies.curve import Curve
 
 _TITLE_WIDTH, _TITLE_LINES = 90, 3

@@ -7,7 +7,7 @@ from graphs.plan import Plan
 from graphs.units import format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
-    from planner.api import RunReport
+    from planner.running import RunReport
 
 COLUMNS = (
     "budget",

@@ -4,7 +4,8 @@ from collections.abc import Callable, Container, Iterable
 from itertools import count
 from typing import Generic, TypeVar
 
-from graphs.capture.program import Program, Writer, variable
+from graphs.capture.program import Program, variable
+from graphs.capture.writer import Writer
 from graphs.errors import GraphError
 from graphs.ir import Graph
 from graphs.options.offload import without_copies

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from graphs.capture.program import Call, Program, Writer, load, variable
+from graphs.capture.program import Call, Program, load, variable
+from graphs.capture.writer import Writer
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options.passes import passes_of

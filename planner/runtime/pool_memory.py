@@ -1,4 +1,4 @@
-"""What a placed step really takes in the memories of the devices beside the main one."""
+"""What a step really takes in the memory of its device, and a placed one in those of the devices beside it."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,17 @@ from graphs.capture.unchanged import unchanged
 from graphs.cost.allocator import Allocation, cpu_allocations
 from graphs.cost.replay import written_by
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Isolated, run_both
+from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_both
+
+
+def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> Memory:
+    """Memory of one run of `executor` with real tensors; `step`, which was captured, and `batch` are afterwards as they were."""
+    # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
+    tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
+    with unchanged(step, batch, written=written_by(captured, step, batch)):
+        device = next(step.parameters()).device
+        isolated = Isolated(executor, step, batch)
+        return measure_memory(isolated, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)
 
 
 def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:

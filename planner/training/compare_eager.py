@@ -22,8 +22,8 @@ from graphs.ir import Op
 from graphs.plan import Plan
 from graphs.torch_private.core import TorchDispatchMode, pytree
 from graphs.units import format_bytes, format_seconds
-from planner.api import measured_peak
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, turn_times
+from planner.runtime.pool_memory import measured_peak
 
 _MOST_TURNS = 9
 _TURNS_S = 0.5  # for turns of both, in all; one at least

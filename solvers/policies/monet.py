@@ -22,7 +22,8 @@ row of ops ``in_place`` here, which stands for several ops and is left out.
 
 from collections.abc import Iterator
 
-from graphs.ir import Graph, Phase, check_plain
+from graphs.checks import check_plain
+from graphs.ir import Graph, Phase
 from graphs.options.selection import without_computed
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate

@@ -1,6 +1,7 @@
 """Keep everything: the schedule without recomputation, the reference for time and memory."""
 
-from graphs.ir import Graph, check_plain
+from graphs.checks import check_plain
+from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
 from solvers.policies.replay import Candidate, answer
 from solvers.request import Request

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from graphs.checks import check_plain
 from graphs.errors import GraphError
-from graphs.ir import Graph, Op, Phase, Tensor, check_plain
+from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
 from graphs.synthetic.draft import Draft

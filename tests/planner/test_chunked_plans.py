@@ -17,7 +17,7 @@ from graphs.options import with_options, without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
-from planner import api, solve
+from planner import api, running, solve
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_facts import graph_facts, graph_text
@@ -78,7 +78,7 @@ def test_a_plan_that_takes_no_such_op_differs_by_nothing(graph: Graph) -> None:
 
 
 def test_it_is_run_and_its_error_reported(workload: Workload, plan: Plan) -> None:
-    report = api.run(plan, *workload, repeats=1)
+    report = running.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes == report.predicted_peak_bytes == plan.peak_bytes
     assert report.differs == plan.differs and not report.identical
     assert all("of its largest element" in difference for difference in report.differences)
@@ -89,7 +89,7 @@ def test_it_is_run_and_its_error_reported(workload: Workload, plan: Plan) -> Non
 
 def test_a_plan_of_another_step_is_refused(plan: Plan) -> None:
     with pytest.raises(MismatchError, match="the plan is for another graph"):
-        api.run(plan, *make("summed"), repeats=1)
+        running.run(plan, *make("summed"), repeats=1)
 
 
 def test_training_by_it_warns_of_nothing_and_says_how_much(

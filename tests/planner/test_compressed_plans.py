@@ -16,10 +16,11 @@ from graphs.options import with_options, without_options
 from graphs.options.variance import COMPRESS, KEEP, RESTORE
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
-from planner import api
+from planner import api, running
 from planner.plan_check import check_plan
 from planner.runtime import measure
 from planner.runtime.executor import Executor
+from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from planner.training.step import PlannedStep
 from solvers.policies.store_all import store_all
@@ -57,7 +58,7 @@ def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Wo
     predicted = math.sqrt(graph.variance(schedule.computed))
     assert predicted / FACTOR < wanted.gradient_error(found) < predicted * FACTOR
     assert not found.differences(outcome(planned, workload))  # each time the same
-    peak = api.measured_peak(captured, planned, TrainingStep(model, loss_fn), workload.batch).peak_bytes
+    peak = measured_peak(captured, planned, TrainingStep(model, loss_fn), workload.batch).peak_bytes
     # To the byte, but for the gradient of the loss, which autograd lets go when it has been read.
     assert simulate(graph, schedule).peak_bytes - peak in (0, wanted.values["loss"].nbytes)
 
@@ -119,7 +120,7 @@ def test_compile_takes_the_bits_reports_the_error_and_refreshes_it(workload: Wor
     assert any(op.target.startswith(f"{COMPRESS}.") for op in step.measured.ops)
     loss = step(*batch)
     loss.backward()
-    report = api.run(step.plan, *workload, repeats=1)
+    report = running.run(step.plan, *workload, repeats=1)
     assert report.predicted_gradient_error == step.plan.gradient_error
     assert report.measured_gradient_error is not None
     assert report.measured_gradient_error <= FACTOR * step.plan.gradient_error + 1e-6

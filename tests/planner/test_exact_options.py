@@ -10,7 +10,7 @@ from graphs.io.formats import read_plan, write_graph, write_plan
 from graphs.ir import Graph
 from graphs.options.traced import with_graph
 from graphs.zoo import Workload
-from planner import api, solve
+from planner import api, running, solve
 from planner.choices import choices_of, with_recorded
 from planner.plan_check import check_plan
 from tests.support.command import call, refused
@@ -51,7 +51,7 @@ def test_only_exact_ops_are_offered_and_the_plan_says_which(graph: Graph, tmp_pa
 def test_it_is_run_on_what_is_captured_again(graph: Graph, workload: Workload) -> None:
     """Nothing is compared then: which ops were exact is what the plan says."""
     plan = solve(graph, "100%", options=["chunks"], exact=True, tolerance=0.5)
-    report = api.run(plan, *workload, repeats=1)
+    report = running.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes <= plan.budget_bytes
 
 

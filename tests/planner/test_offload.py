@@ -15,9 +15,9 @@ from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
 from graphs.synthetic.random_graphs import random_training_step
-from planner import api, solve
+from planner import solve
 from planner.choices import LINK, KnownLink, LinkSource, choices_of
-from planner.plan_check import check_plan, check_with_its_graph
+from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.graph_facts import graph_facts
 from solvers.order.reorder import reordered
 from tests.support.command import call, refused
@@ -198,11 +198,11 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
 
 def test_what_such_plans_say_is_checked_before_they_run(step: Graph) -> None:
     plan = solve(step, "60%", options=["offload"], link=50e9, time_limit_s=5)
-    api.check_sizes(step, plan)
+    check_sizes(step, plan)
     for wrong, why in (
         (replace(plan, pool_peaks_bytes={HOST: 1}), "in other pools"),
         (replace(plan, peak_bytes=plan.peak_bytes // 2), "a peak of"),
         (replace(plan, settings={}), "the plan is for another graph"),
     ):
         with pytest.raises(MismatchError, match=why):
-            api.check_sizes(step, wrong)
+            check_sizes(step, wrong)

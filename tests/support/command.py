@@ -33,7 +33,7 @@ def refused(said: Said, code: int, *words: str) -> None:
 
 @dataclass(frozen=True)
 class FakeReport:
-    """What ``planner.api.run`` returns."""
+    """What ``planner.running.run`` returns."""
 
     identical: bool
     differences: tuple[str, ...] = ()

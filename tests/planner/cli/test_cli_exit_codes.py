@@ -30,10 +30,10 @@ def ran(report: FakeReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opt
     """What ``planner run`` says where the run came to `report`."""
     import planner
 
-    module = types.ModuleType("planner.api")
+    module = types.ModuleType("planner.running")
     module.run = lambda *_, **__: report  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "planner.api", module)
-    monkeypatch.setattr(planner, "api", module, raising=False)
+    monkeypatch.setitem(sys.modules, "planner.running", module)
+    monkeypatch.setattr(planner, "running", module, raising=False)
     return call(capsys, "run", plan_file, "--model", "zoo:mlp,batch=2,layers=1,width=4,classes=3", *options)
 
 

@@ -18,10 +18,10 @@ from tests.support.command_process import ROOT, chain
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """In place of the module that traces and runs, one that notes what it is asked for."""
+    """In place of the modules that trace and run, one that notes what it is asked for."""
     import planner
 
-    module = types.ModuleType("planner.api")
+    module = types.ModuleType("api")
     module.calls = []  # type: ignore[attr-defined]
 
     def trace(*workload: object, **options: object) -> Graph:
@@ -33,8 +33,9 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         return FakeReport(identical=options["seed"] == 0, differences=() if options["seed"] == 0 else ("gradient of 'w'",))
 
     module.trace, module.run = trace, run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "planner.api", module)
-    monkeypatch.setattr(planner, "api", module, raising=False)
+    for name in ("api", "running"):
+        monkeypatch.setitem(sys.modules, f"planner.{name}", module)
+        monkeypatch.setattr(planner, name, module, raising=False)
     return module
 
 

@@ -14,10 +14,11 @@ from graphs.options.in_place import with_out, working_in_place
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner import api, solve
-from planner.api import capture_profiled, measured_peak
+from planner import api, running, solve
+from planner.api import capture_profiled
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, outcome
+from planner.runtime.pool_memory import measured_peak
 from solvers.policies.store_all import store_all
 from tests.support.budgets import on_the_way
 from tests.support.steps import make, random_schedule, solve_for
@@ -117,7 +118,7 @@ def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pyto
     assert plan.graph.store_all_peak_bytes == without.graph.store_all_peak_bytes == eager.peak_bytes
     assert sum(in_place.memory_bytes) < sum(eager.memory_bytes)
     for solved in (plan, without):
-        report = api.run(solved, *workload, repeats=1)
+        report = running.run(solved, *workload, repeats=1)
         assert report.identical and not report.eager_differences
         assert report.measured_peak_bytes == solved.peak_bytes <= budget
 

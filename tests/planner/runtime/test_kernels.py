@@ -19,9 +19,10 @@ from graphs.options.traced import without_needless
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner import api
+from planner import api, running
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, outcome
+from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
@@ -55,7 +56,7 @@ def run(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[StepO
     step = TrainingStep(model, loss_fn)
     executor = Executor(capture, schedule, model, loss_fn)
     found = outcome(executor, model, batch, seed=0, written=written_by(capture, step, batch))
-    return found, api.measured_peak(capture, executor, step, batch).peak_bytes
+    return found, measured_peak(capture, executor, step, batch).peak_bytes
 
 
 def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
@@ -162,7 +163,7 @@ def test_plans_choose_of_them_and_run_as_they_say(options: list[str]) -> None:
     budget = between(plain)
     plan = solve(graph, budget, options=options, tolerance=0.05)
     assert plan.peak_bytes <= budget
-    report = api.run(plan, *workload, repeats=1)
+    report = running.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes == plan.peak_bytes
     assert report.identical or plan.differs
 

@@ -14,8 +14,9 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
-from planner.api import capture_profiled, measured_peak
+from planner.api import capture_profiled
 from planner.runtime.executor import Executor
+from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from solvers.bounds import least_budget_bound
 from tests.support.adamw import assert_same, train

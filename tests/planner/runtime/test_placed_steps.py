@@ -16,10 +16,9 @@ from graphs.errors import CopyError, DeviceError, GraphError
 from graphs.options.passes import in_passes
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
-from planner.api import measured_peak
 from planner.runtime import devices, transfers, workers
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import other_peaks_measured
+from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from tests.support.adamw import assert_same, train
 from tests.support.placed_steps import SECOND, on_pools, placed_at_random, placed_step, profiled
 from tests.support.steps import make

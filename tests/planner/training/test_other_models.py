@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner.api import run, trace
+from planner.api import trace
+from planner.running import run
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from tests.support.norms import Call, classes, norm_twice

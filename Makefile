@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-executor bench-training try-models gpu clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-compression bench-executor bench-training try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -49,6 +49,9 @@ bench-options: $(STAMP) ## what options gain, each alone and together, and what 
 
 bench-placement: $(STAMP) ## ops on two devices: either alone, XEngine's serial optimum, side by side, into results/placement
 	$(BIN)/python -m benchmarks.placement $(ARGS)
+
+bench-compression: $(STAMP) ## 300 steps with all that can be kept compressed in 8 and 4 bits, beside exact ones, into results/compression
+	$(BIN)/python -m benchmarks.compression $(ARGS)
 
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
 	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from benchmarks.all_compressed import all_compressed
 from graphs.capture.trace import capture
 from graphs.cost.devices import get_device
 from graphs.cost.roofline import model_times
@@ -20,7 +21,6 @@ from graphs.options.traced import with_traced
 from graphs.options.variance import KEEP, RESTORE, variance_at
 from graphs.simulate import simulate
 from graphs.zoo import build
-from tests.support.compressed import all_compressed
 
 
 def restored(value: torch.Tensor, form: str, number: int = 0) -> torch.Tensor:

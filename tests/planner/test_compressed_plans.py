@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import planner
+from benchmarks.all_compressed import all_compressed
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError, PlannerError
@@ -24,7 +25,6 @@ from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from planner.training.step import PlannedStep
 from solvers.policies.store_all import store_all
-from tests.support.compressed import all_compressed
 
 FACTOR = 2.0  # that a measured gradient error is from the predicted one at most
 

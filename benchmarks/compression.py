@@ -1,0 +1,183 @@
+"""Training with all that can be kept compressed in 8 and in 4 bits, beside exact training: ``make bench-compression``.
+
+Plans rarely keep anything compressed on a CPU, where computing again is faster, so schedules are made that do
+(``benchmarks.all_compressed``). All curves of a model have the same data, initial weights and random state, and take turns step
+by step; one more, exact too, begins at other weights, to show what chance comes to. It fails if the loss of a first step is not
+the exact one's to the last bit, or a loss is no finite number.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+
+from benchmarks.all_compressed import all_compressed
+from benchmarks.common import command_line, one_thread, provenance, write
+from benchmarks.compression_table import BITS, COLUMNS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
+from benchmarks.training_loop import Loop, Recipe
+from graphs.capture.lower import Capture
+from graphs.capture.signature import Batch
+from graphs.capture.step import TrainingStep
+from graphs.options import with_options, without_options
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.zoo import Workload, build
+from planner import api, options
+from planner.runtime import measure
+from planner.runtime.executor import Executor
+from solvers.policies.store_all import store_all
+
+SEED = 0
+_VOCAB, _PERIOD = 64, 4
+_CLASSES, _NOISE = 10, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and what it learns.
+
+    Attributes:
+        recipe: how it is trained; its `make` is called with nothing.
+        data: called with a batch, a count of batches and a seed: so many batches of the same shapes.
+    """
+
+    recipe: Recipe
+    data: Callable[[Batch, int, int], Iterator[Batch]]
+
+
+def patterns(like: Batch, count: int, seed: int) -> Iterator[Batch]:
+    """Sequences that repeat _PERIOD random tokens, each with the tokens that follow: after one period all can be known."""
+    size, seq = like[0].shape
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        pattern = torch.randint(_VOCAB, (size, _PERIOD), generator=generator)
+        tokens = pattern[:, torch.arange(seq + 1) % _PERIOD]
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def noisy_classes(like: Batch, count: int, seed: int) -> Iterator[Batch]:
+    """Images with their classes: an image of each class, and normal noise on it that is _NOISE times as strong."""
+    images, classes = like
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.randn(_CLASSES, *images.shape[1:], generator=generator)
+    for _ in range(count):
+        target = torch.randint(_CLASSES, classes.shape, generator=generator)
+        yield centers[target] + _NOISE * torch.randn(images.shape, generator=generator), target
+
+
+# So small that 300 steps of all curves take one to two minutes, with most activations above the 2048 elements from which on a
+# tensor can be kept compressed.
+CASES = {
+    "gpt2": Case(
+        Recipe(partial(build, "gpt2", layers=2, width=64, heads=4, vocab=_VOCAB, batch=8, seq=32), "adamw", rate=1e-3), patterns
+    ),
+    "resnet18": Case(
+        Recipe(partial(build, "resnet18", width=8, size=32, classes=_CLASSES, batch=32), "adamw", rate=3e-3), noisy_classes
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One way to keep what the backward pass reads.
+
+    Attributes:
+        loop: at its beginning.
+        predicted_peak_bytes, peak_bytes: of a step, as simulated and as measured; static bytes included.
+        predicted_error, error: of the gradients of the first step, as a part of their norm, as predicted and as measured.
+    """
+
+    loop: Loop
+    predicted_peak_bytes: int
+    peak_bytes: int
+    predicted_error: float
+    error: float
+
+
+def curves(name: str, case: Case, steps: int) -> Iterator[Row]:
+    """The rows of one model, `steps` for each of BITS and OTHER_WEIGHTS."""
+    torch.manual_seed(SEED)
+    workload = case.recipe.make()
+    data = list(case.data(workload.batch, steps, SEED))
+    workload = workload._replace(batch=data[0])
+    begun = begin(workload, case.recipe)
+    turns = [{bits: curve.loop.timed(batch) for bits, curve in begun.items()} for batch in data]
+    exact = begun[EXACT]
+    for bits in (*BITS, OTHER_WEIGHTS):
+        curve = begun[bits]
+        for step, turn in enumerate(turns):
+            loss, time_s, _ = turn[bits]
+            exact_loss, exact_s, _ = turn[EXACT]
+            yield Row(
+                model=name,
+                bits=bits,
+                step=step,
+                loss=loss,
+                exact_loss=exact_loss,
+                time_s=time_s,
+                exact_s=exact_s,
+                predicted_peak_bytes=curve.predicted_peak_bytes,
+                peak_bytes=curve.peak_bytes,
+                exact_peak_bytes=exact.peak_bytes,
+                predicted_error=curve.predicted_error,
+                error=curve.error,
+                seed=SEED,
+                **provenance(),
+            )
+
+
+def begin(workload: Workload, recipe: Recipe) -> dict[str, Curve]:
+    """The curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
+    captured = api.capture_profiled(*workload, optimizer=recipe.optimizer, accumulate=False, passes=1, options=["compress"])
+    program = without_options(captured.graph)
+    offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
+    keeping = replace(captured, graph=program), store_all(program)
+    wanted = measure.outcome(executor(*keeping, workload), workload.model, workload.batch, seed=SEED)
+    ways = {EXACT: keeping, OTHER_WEIGHTS: keeping} | {
+        bits: (replace(captured, graph=offered), all_compressed(offered, bits)) for bits in BITS
+    }
+    start = copy.deepcopy(workload.model.state_dict())
+    torch.manual_seed(SEED + 1)
+    other_start = recipe.make().model.state_dict()
+    begun = {}
+    for bits, (capture, schedule) in ways.items():
+        own = workload._replace(model=copy.deepcopy(workload.model))
+        step = executor(capture, schedule, own)
+        peak_bytes = api.measured_peak(capture, step, TrainingStep(own.model, own.loss_fn), own.batch).peak_bytes
+        found = measure.outcome(step, own.model, own.batch, seed=SEED)
+        begun[bits] = Curve(
+            loop=Loop(own.model, step, recipe, other_start if bits == OTHER_WEIGHTS else start, seed=SEED),
+            predicted_peak_bytes=simulate(capture.graph, schedule).peak_bytes,
+            peak_bytes=peak_bytes,
+            predicted_error=math.sqrt(capture.graph.variance(schedule.computed)),
+            error=wanted.gradient_error(found),
+        )
+    return begun
+
+
+def executor(capture: Capture, schedule: Schedule, workload: Workload) -> Executor:
+    """What runs `schedule` with the model of `workload`."""
+    return Executor(capture, schedule, workload.model, workload.loss_fn)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Train all models; write rows, table and figure. 1 if a loss is not what it must be."""
+    parser = command_line(__doc__, models=CASES, out="results/compression")
+    parser.add_argument("--steps", type=options.count, default=300, help="of each curve (default: %(default)s)")
+    arguments = parser.parse_args(words)
+    one_thread()
+    rows = [row for name in arguments.models for row in curves(name, CASES[name], arguments.steps)]
+    write(arguments.out, COLUMNS, map(asdict, rows), table(rows))
+    plot(rows, arguments.out / "curves.png")
+    failed = failures(rows)
+    for line in failed:
+        print(line, file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

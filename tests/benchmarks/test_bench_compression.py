@@ -1,0 +1,118 @@
+"""The bench of training with compression: what it measures is so, and what must not be is noticed."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.compression import CASES, SEED, Case, curves, noisy_classes, patterns
+from benchmarks.compression_table import (
+    BITS,
+    COLUMNS,
+    OTHER_WEIGHTS,
+    Row,
+    curves_of,
+    failures,
+    largest_difference,
+    plot,
+    read_rows,
+    smoothed,
+    table,
+)
+from benchmarks.training_loop import Recipe
+from graphs.capture.signature import Batch
+from graphs.zoo import build
+from planner.studies.rows import write_csv
+
+COMMITTED = Path(__file__).parents[2] / "results" / "compression"
+STEPS = 3
+
+
+def points(like: Batch, count: int, seed: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(like[0].shape, generator=generator)
+        yield x, x[:, :10].argmax(1)
+
+
+CASE = Case(Recipe(partial(build, "mlp", layers=2, width=32, batch=256, classes=10, dropout=0.1), "adamw", rate=1e-2), points)
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[Row]:
+    return list(curves("mlp", CASE, STEPS))
+
+
+def test_curves_begin_alike_need_less_memory_and_part(trained: list[Row]) -> None:
+    assert failures(trained) == []
+    found = curves_of(trained)
+    assert list(found) == [("mlp", bits) for bits in (*BITS, OTHER_WEIGHTS)]
+    assert all([row.step for row in curve] == list(range(STEPS)) for curve in found.values())
+    eight, four = (found["mlp", bits] for bits in BITS)
+    assert four[0].peak_bytes < eight[0].peak_bytes < eight[0].exact_peak_bytes
+    for curve in (eight, four):
+        one = curve[0]
+        assert one.loss == one.exact_loss and all(row.loss != row.exact_loss for row in curve[1:])
+        assert one.predicted_peak_bytes - one.peak_bytes in (0, 4)  # autograd lets the gradient of the loss go
+        assert one.predicted_error / 2 < one.error < 2 * one.predicted_error
+    assert eight[0].error < four[0].error
+    other = found["mlp", OTHER_WEIGHTS]
+    assert other[0].loss != other[0].exact_loss and other[0].error == 0
+
+
+def test_exact_losses_are_those_of_a_plain_loop(trained: list[Row]) -> None:
+    torch.manual_seed(SEED)
+    model, loss_fn, batch = CASE.recipe.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=CASE.recipe.rate)
+    data = list(points(batch, STEPS, SEED))
+    losses = []
+    torch.manual_seed(SEED)
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == [row.exact_loss for row in trained[:STEPS]]
+
+
+def test_first_losses_that_are_not_exact_and_losses_without_end_are_noticed(trained: list[Row]) -> None:
+    spoiled = [replace(trained[0], loss=trained[0].loss + 1), replace(trained[1], loss=math.nan), *trained[2:]]
+    assert [said.partition(" is ")[0] for said in failures(spoiled)] == [
+        "mlp, 8 bits: the loss of the first step",
+        "mlp, 8 bits: the loss of step 1",
+    ]
+
+
+def test_smoothed_losses_and_their_largest_difference(trained: list[Row]) -> None:
+    assert smoothed([1.0, 2.0, 6.0]) == [3.0]
+    assert smoothed([0.0] * 20 + [20.0] * 2) == [0.0, 1.0, 2.0]
+    curve = [replace(trained[0], step=i, loss=2.0 - (i == 21), exact_loss=2.0) for i in range(22)]
+    assert largest_difference(curve) == pytest.approx(1 / 40)
+
+
+def test_tokens_follow_from_a_period_and_images_from_their_class() -> None:
+    like = torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 12, dtype=torch.int64)
+    first, second = patterns(like, 2, SEED)
+    for tokens, following in (first, second):
+        assert torch.equal(tokens[:, 1:], following[:, :-1]) and torch.equal(tokens[:, 4:], tokens[:, :-4])
+    assert not torch.equal(first[0], second[0])
+    like = torch.zeros(500, 3, 4, 4), torch.zeros(500, dtype=torch.int64)
+    (images, classes), (again, others) = noisy_classes(like, 2, SEED)
+    means = [torch.stack([x[y == c].mean(0) for c in range(10)]).flatten() for x, y in ((images, classes), (again, others))]
+    assert torch.corrcoef(torch.stack(means))[0, 1] > 0.7
+
+
+def test_the_committed_table_is_what_its_rows_say(tmp_path: Path) -> None:
+    rows = read_rows(COMMITTED / "rows.csv")
+    assert {row.model for row in rows} == set(CASES)
+    assert table(rows) == (COMMITTED / "table.md").read_text()
+    assert failures(rows) == []
+    write_csv(tmp_path / "rows.csv", COLUMNS, map(asdict, rows[:5]))
+    assert read_rows(tmp_path / "rows.csv") == rows[:5]
+    plot(rows, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 0

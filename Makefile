@@ -50,7 +50,7 @@ bench-options: $(STAMP) ## what options gain, each alone and together, and what 
 bench-placement: $(STAMP) ## ops on two devices: either alone, XEngine's serial optimum, side by side, into results/placement
 	$(BIN)/python -m benchmarks.placement $(ARGS)
 
-bench-compression: $(STAMP) ## 300 steps with all that can be kept compressed in 8 and 4 bits, beside exact ones, into results/compression
+bench-compression: $(STAMP) ## 300 steps with all that can be kept compressed in 8 and 4 bits, beside exact ones, into results/compression (ARGS='--models gpt2 --steps 100')
 	$(BIN)/python -m benchmarks.compression $(ARGS)
 
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)

@@ -31,7 +31,6 @@ from planner.runtime import measure
 from planner.runtime.executor import Executor
 from solvers.policies.store_all import store_all
 
-SEED = 0
 _VOCAB, _PERIOD = 64, 4
 _CLASSES, _NOISE = 10, 3.0
 
@@ -98,13 +97,13 @@ class Curve:
     error: float
 
 
-def curves(name: str, case: Case, steps: int) -> Iterator[Row]:
+def curves(name: str, case: Case, steps: int, seed: int) -> Iterator[Row]:
     """The rows of one model, `steps` for each of BITS and OTHER_WEIGHTS."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     workload = case.recipe.make()
-    data = list(case.data(workload.batch, steps, SEED))
+    data = list(case.data(workload.batch, steps, seed))
     workload = workload._replace(batch=data[0])
-    begun = begin(workload, case.recipe)
+    begun = begin(workload, case.recipe, seed)
     turns = [{bits: curve.loop.timed(batch) for bits, curve in begun.items()} for batch in data]
     exact = begun[EXACT]
     for bits in (*BITS, OTHER_WEIGHTS):
@@ -125,32 +124,32 @@ def curves(name: str, case: Case, steps: int) -> Iterator[Row]:
                 exact_peak_bytes=exact.peak_bytes,
                 predicted_error=curve.predicted_error,
                 error=curve.error,
-                seed=SEED,
+                seed=seed,
                 **provenance(),
             )
 
 
-def begin(workload: Workload, recipe: Recipe) -> dict[str, Curve]:
+def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     """The curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
     captured = api.capture_profiled(*workload, optimizer=recipe.optimizer, accumulate=False, passes=1, options=["compress"])
     program = without_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), store_all(program)
-    wanted = measure.outcome(executor(*keeping, workload), workload.model, workload.batch, seed=SEED)
+    wanted = measure.outcome(executor(*keeping, workload), workload.model, workload.batch, seed=seed)
     ways = {EXACT: keeping, OTHER_WEIGHTS: keeping} | {
         bits: (replace(captured, graph=offered), all_compressed(offered, bits)) for bits in BITS
     }
     start = copy.deepcopy(workload.model.state_dict())
-    torch.manual_seed(SEED + 1)
+    torch.manual_seed(seed + 1)
     other_start = recipe.make().model.state_dict()
     begun = {}
     for bits, (capture, schedule) in ways.items():
         own = workload._replace(model=copy.deepcopy(workload.model))
         step = executor(capture, schedule, own)
         peak_bytes = api.measured_peak(capture, step, TrainingStep(own.model, own.loss_fn), own.batch).peak_bytes
-        found = measure.outcome(step, own.model, own.batch, seed=SEED)
+        found = measure.outcome(step, own.model, own.batch, seed=seed)
         begun[bits] = Curve(
-            loop=Loop(own.model, step, recipe, other_start if bits == OTHER_WEIGHTS else start, seed=SEED),
+            loop=Loop(own.model, step, recipe, other_start if bits == OTHER_WEIGHTS else start, seed=seed),
             predicted_peak_bytes=simulate(capture.graph, schedule).peak_bytes,
             peak_bytes=peak_bytes,
             predicted_error=math.sqrt(capture.graph.variance(schedule.computed)),
@@ -168,9 +167,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """Train all models; write rows, table and figure. 1 if a loss is not what it must be."""
     parser = command_line(__doc__, models=CASES, out="results/compression")
     parser.add_argument("--steps", type=options.count, default=300, help="of each curve (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and random state (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
-    rows = [row for name in arguments.models for row in curves(name, CASES[name], arguments.steps)]
+    rows = [row for name in arguments.models for row in curves(name, CASES[name], arguments.steps, arguments.seed)]
     write(arguments.out, COLUMNS, map(asdict, rows), table(rows))
     plot(rows, arguments.out / "curves.png")
     failed = failures(rows)

@@ -17,6 +17,7 @@ class RoundTripParams:
         least_gain: and that takes less time by this share.
         prices: of the channels' time, for rules of eviction, the last so high that only what cannot be made again is copied;
         rules_limit: for all of these while nothing else looks for schedules, and once more for rules that are drawn;
+        without_copies: of the time, that is for the graph without round trips;
         guided_limit, runs: for rules with guides, and of others at a time.
     """
 
@@ -32,6 +33,7 @@ class RoundTripParams:
     least_gain: float = 1e-6
     prices: tuple[float, ...] = (0.03, 0.0, 0.1, 1e3)
     rules_limit: float = 3.0
+    without_copies: float = 0.05
     guided_limit: float = 2.0
     runs: int = 4
 
@@ -43,9 +45,11 @@ class CommitmentParams:
     Attributes:
         at_a_time: so many in turn,
         share: each to this share of the tolerance.
-        without_copies: of the time, that is first for the graph without its round trips to the host.
+        program: of the time, that is first for the program alone;
+        without_copies: that is first for the graph without its round trips to the host.
     """
 
     at_a_time: int = 3
     share: float = 0.25
+    program: float = 0.25
     without_copies: float = 0.35

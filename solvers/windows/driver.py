@@ -12,7 +12,7 @@ from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.commitments import run_with_options
+from solvers.windows.heuristics.commitments import run_with_options, run_without_copies
 from solvers.windows.heuristics.evicted import evicted, with_prices
 from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.heuristics.sending import sending_orders
@@ -68,6 +68,8 @@ def _run(search: Search) -> None:
         if search.best is None:
             _evict(search)
         imitate(search)
+        if search.problem.copies is not None and not (search.solved() or search.stopped()):
+            run_without_copies(search, _run)
         _bound(search, detail)
         while beside.running and not search.enough():
             search.tell()

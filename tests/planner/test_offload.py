@@ -160,8 +160,8 @@ def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Pat
 
 
 def test_what_is_refused(step: Graph) -> None:
-    with pytest.raises(PlannerError, match="there is no option 'compress': choose of offload"):
-        solve(step, "60%", options=["compress"])
+    with pytest.raises(PlannerError, match="there is no option 'shrink' of a graph: choose of offload"):
+        solve(step, "60%", options=["shrink"])
     with pytest.raises(PlannerError, match="link and host_budget given, but no option that copies"):
         solve(step, "60%", link=1e9, host_budget=GB)
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):

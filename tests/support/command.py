@@ -1,6 +1,7 @@
 """The command, called in this process."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -50,3 +51,7 @@ class FakeReport:
     measured_host_bytes: int | None = None
     eager_differences: tuple[str, ...] = ()
     differs: tuple[str, ...] = ()
+    predicted_pools_bytes: Mapping[str, int] = field(default_factory=dict)
+    measured_pools_bytes: Mapping[str, int] = field(default_factory=dict)
+    predicted_gradient_error: float | None = None
+    measured_gradient_error: float | None = None

@@ -61,6 +61,8 @@ def run_with_options(search: Search, run: Run) -> None:
     limit, bounded = params.first_slice, False
     if search.best is None and search.problem.copies is None:
         found.try_least(limit)
+    if search.problem.copies is None:
+        found.work_on_program()
     while not (search.solved() or search.stopped()):
         if not bounded:
             detail, exhausted = refine(search, detail, limit, is_relaxation=True)
@@ -71,6 +73,33 @@ def run_with_options(search: Search, run: Run) -> None:
         if not found.work(limit) and bounded:
             break
         limit *= params.longer
+
+
+def run_without_copies(search: Search, run: Run) -> None:
+    """Look for schedules without round trips to the host, for with them nothing is to be slower.
+
+    Not before those with them were looked for: beside a good schedule that sends nothing, a rough one that does, and would come
+    to more when improved, is given up.
+    """
+    limit = search.params.round_trips.without_copies * left(search.clock)
+    sub = part(search, search.problem.graph, limit)
+    run(sub)
+    if sub.best is not None:
+        search.keep(sub.best)
+
+
+def part(search: Search, graph: Graph, limit: float, on_stop: Callable[[], None] = lambda: None) -> Search:
+    """A search in `graph`, a part of the choices, that ends when it is of no use; `on_stop` is called when it asks for that."""
+
+    def stop() -> bool:
+        on_stop()
+        search.tell(f"in a part of the choices: {sub.activity}")
+        return search.stopped() or search.solved() or sub.bound_s >= search.best_s()
+
+    tolerance = Tolerance.of(search.params.commitments.share * search.tolerance)
+    clock = search.clock.part(limit)
+    sub = Search(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
+    return sub
 
 
 class _Commitments:
@@ -98,6 +127,11 @@ class _Commitments:
         if order is not None:
             self.add(order)
             self.search.offer(order, self.whole)
+
+    def work_on_program(self) -> None:
+        """Solve the program alone first: what it comes to is a start for all else, and with options nothing is to be slower."""
+        program = next(iter(self.all.values()))
+        self.solve(program, self.search.params.commitments.program * left(self.search.clock))
 
     def learn(self) -> None:
         """Commit to what the solutions do that have come in, and the best schedule."""
@@ -134,7 +168,7 @@ class _Commitments:
             return
         if before is None:  # what they come to is a start for all else, and no schedule with them is to be worse
             limit = max(limit, search.params.commitments.without_copies * left(search.clock))
-        sub = self.without_copies = self.part(search.problem.graph, limit, lambda: None)
+        sub = self.without_copies = part(search, search.problem.graph, limit)
         if before is not None and before.best is not None:
             sub.offer(before.best.order, self.whole)
         run_with_options(sub, self.run)
@@ -144,7 +178,7 @@ class _Commitments:
 
     def solve(self, commitment: Commitment, limit: float) -> None:
         """Solve a plain graph, offering its schedules."""
-        sub = self.part(commitment.plain.graph, limit, lambda: self.take(commitment, sub.best))
+        sub = part(self.search, commitment.plain.graph, limit, lambda: self.take(commitment, sub.best))
         whole = Discretization((sub.problem.ops - 1,))
         best = commitment.best
         sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
@@ -152,20 +186,6 @@ class _Commitments:
         self.take(commitment, sub.best)
         commitment.runs += 1
         commitment.closed = self.is_done(sub)
-
-    def part(self, graph: Graph, limit: float, on_stop: Callable[[], None]) -> Search:
-        """A search in `graph` that ends when it is of no use any more; `on_stop` is called whenever it asks for that."""
-        search = self.search
-
-        def stop() -> bool:
-            on_stop()
-            search.tell(f"in a part of the choices: {sub.activity}")
-            return search.stopped() or search.solved() or sub.bound_s >= search.best_s()
-
-        tolerance = Tolerance.of(search.params.commitments.share * search.tolerance)
-        clock = search.clock.part(limit)
-        sub = Search(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
-        return sub
 
     def is_done(self, sub: Search) -> bool:
         """Whether a search need not be gone on with."""

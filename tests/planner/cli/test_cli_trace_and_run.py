@@ -60,6 +60,7 @@ def test_trace_passes_its_options_on(api: Any, tmp_path: Path, capsys: pytest.Ca
                 "measure_link": False,
                 "name": TINY,
                 "options": ("chunks",),
+                "other_devices": (),
             },
         ),
     ]
@@ -67,7 +68,7 @@ def test_trace_passes_its_options_on(api: Any, tmp_path: Path, capsys: pytest.Ca
     assert data["ops"] == 12
     assert data["output"] == str(path)
     usual = {"optimizer": "none", "accumulate": False, "roofline": None, "passes": 5}
-    assert api.calls[1][1] == {**usual, "measure_link": True, "name": TINY, "options": ()}
+    assert api.calls[1][1] == {**usual, "measure_link": True, "name": TINY, "options": (), "other_devices": ()}
 
 
 def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

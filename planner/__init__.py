@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from graphs.errors import PlannerError
     from planner.api import trace
     from planner.running import RunReport, run
     from planner.solving import solve
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from planner.training.dynamic import DynamicStep
     from planner.training.step import PlannedStep
 
-__all__ = ["DynamicStep", "PlannedStep", "RunReport", "compile", "run", "solve", "trace"]
+__all__ = ["DynamicStep", "PlannedStep", "PlannerError", "RunReport", "compile", "run", "solve", "trace"]
 
 
 def _refuse_shadows() -> None:
@@ -39,6 +40,7 @@ def __getattr__(name: str) -> object:
     modules = {
         "DynamicStep": "planner.training.dynamic",
         "PlannedStep": "planner.training.step",
+        "PlannerError": "graphs.errors",
         "RunReport": "planner.running",
         "compile": "planner.training.compile",
         "run": "planner.running",

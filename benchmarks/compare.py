@@ -27,7 +27,7 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.registry import SOLVERS
 
 # Their programs grow with the square of the ops: of hundreds of ops they are not even written in the time given.
-FOR_SMALL_GRAPHS = frozenset({"checkmate", "rounding", "xengine", "xengine-overlapped"})
+FOR_SMALL_GRAPHS = frozenset({"checkmate", "monet", "rounding", "xengine", "xengine-overlapped"})
 LARGE = ",".join(name for name in SOLVERS if name not in FOR_SMALL_GRAPHS)
 
 # What is replayed, and of these names what PyTorch has itself.

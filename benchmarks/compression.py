@@ -29,6 +29,7 @@ from graphs.zoo import Workload, build
 from planner import api, options
 from planner.runtime import measure
 from planner.runtime.executor import Executor
+from planner.runtime.pool_memory import measured_peak
 from solvers.policies.store_all import store_all
 
 _VOCAB, _PERIOD = 64, 4
@@ -146,7 +147,7 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     for bits, (capture, schedule) in ways.items():
         own = workload._replace(model=copy.deepcopy(workload.model))
         step = executor(capture, schedule, own)
-        peak_bytes = api.measured_peak(capture, step, TrainingStep(own.model, own.loss_fn), own.batch).peak_bytes
+        peak_bytes = measured_peak(capture, step, TrainingStep(own.model, own.loss_fn), own.batch).peak_bytes
         found = measure.outcome(step, own.model, own.batch, seed=seed)
         begun[bits] = Curve(
             loop=Loop(own.model, step, recipe, other_start if bits == OTHER_WEIGHTS else start, seed=seed),

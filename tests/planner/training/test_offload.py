@@ -19,7 +19,7 @@ from graphs.zoo import Workload, build
 from planner.runtime.executor import Executor
 from planner.solving import solve
 from planner.training import compile as train
-from planner.training import dynamic
+from planner.training import predicted_sizes
 from tests.support.command import call
 from tests.support.steps import make
 
@@ -175,11 +175,11 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
 def test_a_plan_for_larger_sizes_is_not_used_where_fewer_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = capture(*small()).graph
     plan = solve(plain, "75%", options=["offload"], link=1e12, time_limit_s=3.0)
-    assert dynamic._on(plain, plan, plain) == replace(plan, status="feasible")
+    assert predicted_sizes._on(plain, plan, plain) == replace(plan, status="feasible")
     smaller = replace(plain, tensors=tuple(replace(t, size_bytes=t.size_bytes // 2) for t in plain.tensors))
     largest = max(t.size_bytes for t in smaller.tensors if not t.static)
     monkeypatch.setattr("graphs.options.offload.LEAST_BYTES", largest + 1)  # where all are small, all may be copied
-    assert dynamic._on(smaller, plan, plain) is None
+    assert predicted_sizes._on(smaller, plan, plain) is None
 
 
 @pytest.mark.parametrize(

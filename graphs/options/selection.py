@@ -10,8 +10,6 @@ from graphs.pools import COMPUTE
 
 TRACED = "options"  # of the provenance: the choices that a graph was traced with
 LEFT_OUT = "left_out"  # likewise: names of ops of theirs that were found to be of no use
-
-
 IN_PLACE = "in-place"  # the choice that adds no op, but ``Op.overwrites``
 
 
@@ -44,23 +42,23 @@ def holding(graph: Graph, names: Collection[str]) -> Graph:
     if left := [name for name in traced_with(graph) if name in names]:
         provenance[TRACED] = left
     graph = graph.out_of_place() if IN_PLACE in dropped else graph
-    kept = without(graph, lambda op: _kind(op) in dropped)
+    kept = without(graph, lambda op: option_of(op) in dropped)
     return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
 
 
 def exact_ops(graph: Graph) -> list[str]:
     """Names of the optional ops that were found when `graph` was traced, and differ from the program in not a bit."""
-    return [op.name for op in graph.ops if op.optional and op.exact and _kind(op) in traced_with(graph)]
+    return [op.name for op in graph.ops if op.optional and op.exact and option_of(op) in traced_with(graph)]
 
 
 def holding_ops(graph: Graph, names: Collection[str]) -> Graph:
     """`graph` without the optional ops that were found when it was traced and are not called one of `names`."""
-    found = [op.name for op in graph.ops if op.optional and _kind(op) in traced_with(graph)]
+    found = [op.name for op in graph.ops if op.optional and option_of(op) in traced_with(graph)]
     dropped = set(found).difference(names)
     return without(graph, lambda op: op.name in dropped) if dropped else graph
 
 
-def _kind(op: Op) -> str:
+def option_of(op: Op) -> str:
     """The choice that an optional op is of."""
     return op.target.partition(".")[0]
 

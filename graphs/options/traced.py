@@ -13,7 +13,7 @@ from graphs.options import check_options, chunks, kernels, packing, traced_optio
 from graphs.options.compression import compressed
 from graphs.options.in_place import in_place
 from graphs.options.kernels.worth import needless
-from graphs.options.selection import IN_PLACE, LEFT_OUT, TRACED, traced_with, without
+from graphs.options.selection import IN_PLACE, LEFT_OUT, TRACED, option_of, traced_with, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def may_be_exact(op: Op) -> bool:
 
 
 def _of(op: Op) -> Traced:
-    return REWRITES[op.target.partition(".")[0]]
+    return REWRITES[option_of(op)]
 
 
 def with_graph(capture: Capture, graph: Graph) -> Capture:

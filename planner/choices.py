@@ -72,7 +72,7 @@ class Choices:
     @property
     def places(self) -> bool:
         """Whether ops may run on other devices."""
-        return "placement" in self.options
+        return any(OPTIONS[name].places for name, _ in map(parsed, self.options))
 
     @property
     def named(self) -> str:

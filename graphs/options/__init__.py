@@ -5,7 +5,8 @@ then on, and those that are not wanted are left out of it again. A name may come
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from types import MappingProxyType
 
 from graphs.checks import check_plain
@@ -21,6 +22,14 @@ from graphs.pools import DEVICE
 Rewrite = Callable[[Graph, Surroundings], Graph]  # the graph with more optional ops
 
 
+class Setting(StrEnum):
+    """How a step is captured and run, where not every choice goes with that; as users are told."""
+
+    TORCH_COMPILE = "torch.compile"
+    VARYING_SIZES = "dynamic=True"
+    INDUCTOR = "Inductor's kernels"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """A choice.
@@ -29,27 +38,58 @@ class Option:
         description: one line about it.
         rewrite: what adds it to a graph; None for one that is found when a step is traced (``graphs.options.traced``).
         copies: whether it copies over the link to the host.
+        places: whether it runs ops on other devices.
         lossy: whether solving needs to know to how many bits the whole may be compressed, as in ``compress:4``.
+        refused: what it does not go with, and for each why and what to do.
     """
 
     description: str
     rewrite: Rewrite | None = None
     copies: bool = False
+    places: bool = False
     lossy: bool = False
+    refused: Mapping[Setting, str] = field(default_factory=dict)
 
+
+_OF_EAGER = {Setting.INDUCTOR: "it is found among those of eager PyTorch; leave it out, or take those"}
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         "offload": Option("tensors may go to the host and come back, beside the computation", offloaded, copies=True),
-        "chunks": Option("loss heads, and other large stretches that are row by row, may be computed in 2 to 16 chunks"),
-        "pack": Option("masks, indices and what activations read may be kept in bits and bytes, exactly"),
-        "kernels": Option("convolutions, attention and losses may be computed by other kernels, with other workspaces"),
-        "in-place": Option("ops may write element by element over an input that goes with them"),
+        "chunks": Option(
+            "loss heads, and other large stretches that are row by row, may be computed in 2 to 16 chunks", refused=_OF_EAGER
+        ),
+        "pack": Option("masks, indices and what activations read may be kept in bits and bytes, exactly", refused=_OF_EAGER),
+        "kernels": Option(
+            "convolutions, attention and losses may be computed by other kernels, with other workspaces", refused=_OF_EAGER
+        ),
+        "in-place": Option(
+            "ops may write element by element over an input that goes with them",
+            refused={
+                **_OF_EAGER,
+                Setting.TORCH_COMPILE: "graphs there write over no input; leave it out, or take planner.compile",
+                Setting.VARYING_SIZES: "which op may write over an input is known for one size; leave one of them out",
+            },
+        ),
         "compress": Option(
             "what the backward pass reads may be kept in 1 to 8 bits, with the gradient error of 4 bits for all: compress:4",
             lossy=True,
+            refused={
+                **_OF_EAGER,
+                Setting.TORCH_COMPILE: "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
+                Setting.VARYING_SIZES: "how lossy a step may be is measured at one size; leave one of them out",
+            },
         ),
-        "placement": Option("ops may run on other devices, with copies between", placed),
+        "placement": Option(
+            "ops may run on other devices, with copies between",
+            placed,
+            places=True,
+            refused={
+                Setting.INDUCTOR: "they run on one device; leave it out, or take those of eager PyTorch",
+                Setting.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
+                Setting.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
+            },
+        ),
     }
 )
 
@@ -100,6 +140,17 @@ def check_complete(names: Sequence[str]) -> None:
                 f"the option {name!r} needs to know how lossy the whole may be, as bits from {LEAST_BITS} to {MOST_BITS}: write "
                 f"'{name}:{REFERENCE_BITS}'"
             )
+
+
+def check_goes_with(names: Sequence[str], setting: Setting) -> None:
+    """Refuse what does not go with how a step is captured and run.
+
+    Raises:
+        GraphError: there is no such choice, or one does not; says why, and what to do.
+    """
+    for name, _ in map(parsed, names):
+        if (reason := OPTIONS[name].refused.get(setting)) is not None:
+            raise GraphError(f"the option {name!r} does not go with {setting}: {reason}")
 
 
 def traced_options(names: Sequence[str]) -> tuple[str, ...]:

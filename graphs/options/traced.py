@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 from graphs.capture.lower import Capture
 from graphs.capture.program import Call, Launches, variable
-from graphs.errors import TraceError
 from graphs.ir import Graph, Op
-from graphs.options import check_options, chunks, kernels, packing, traced_options
+from graphs.options import Setting, check_goes_with, check_options, chunks, kernels, packing, traced_options
 from graphs.options.compression import compressed
 from graphs.options.in_place import in_place
 from graphs.options.kernels.worth import needless
@@ -81,16 +80,13 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
     """`capture` with those of the choices `names` that are found in what was captured; their times are not measured.
 
     Raises:
-        GraphError: there is no such choice.
-        TraceError: the kernels are not those of eager PyTorch.
+        GraphError: there is no such choice, or it does not go with the kernels that were captured.
     """
     check_options(names)
     if not (wanted := traced_options(names)):
         return capture
     if capture.whole is not None:
-        raise TraceError(
-            f"the option {wanted[0]!r} is found among the kernels of eager PyTorch: leave it out, or kernels='inductor'"
-        )
+        check_goes_with(wanted, Setting.INDUCTOR)
     for name in wanted:
         capture = REWRITES[name].rewrite(capture)
     graph = capture.graph

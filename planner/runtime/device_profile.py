@@ -16,6 +16,7 @@ from graphs.cost.others import NamedDevice, named_device
 from graphs.cost.replay import RealStep
 from graphs.errors import CopyError, GraphError
 from graphs.ir import Op
+from graphs.options import Setting, check_goes_with
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
 from planner.runtime.devices import place_of
@@ -42,9 +43,7 @@ def other_devices(real: RealStep, names: Sequence[str], *, passes: int) -> tuple
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if not all(isinstance(call, Call) for call in real.capture.program.calls):
-        raise GraphError(
-            "ops are placed on other devices with eager PyTorch's kernels only: leave out other devices, or kernels="
-        )
+        check_goes_with(("placement",), Setting.INDUCTOR)
     return tuple(_Profile(real, named_device(name)).device(passes) for name in names)
 
 

@@ -16,7 +16,6 @@ from torch import fx
 from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
 from graphs.cost.devices import DEVICES, Device, device_called, get_device
 from graphs.errors import PlannerError
-from graphs.options.selection import IN_PLACE
 from graphs.torch_private.capture import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -173,10 +172,6 @@ def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:
         raise PlannerError(f"option 'compile' is {given['compile']!r}: choose from {', '.join(_COMPILERS)}")
     if given.get("compile") == "inductor" and "roofline" in given:
         raise PlannerError("option 'roofline' models ATen's ops, and Inductor's kernels are measured: leave it out")
-    if isinstance(named := given.get("options"), list | tuple) and IN_PLACE in named:
-        raise PlannerError(f"graphs under torch.compile write over no input: leave {IN_PLACE!r} out of option 'options'")
-    if isinstance(named, list | tuple) and any(isinstance(name, str) and name.startswith("compress") for name in named):
-        raise PlannerError("how lossy a graph under torch.compile is cannot be measured: take planner.compile for 'compress'")
     if not isinstance(given.get("budget"), str | int):
         raise PlannerError(
             'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'

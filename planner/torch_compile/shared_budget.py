@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.capture.lower import Capture
-from graphs.errors import InfeasibleError, LimitError, PlannerError
-from graphs.options import traced_options
+from graphs.errors import InfeasibleError, LimitError
+from graphs.options import Setting, check_goes_with, traced_options
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
@@ -59,10 +59,10 @@ class SharedBudget:
     def __init__(self, options: Mapping[str, Any], solve: Solve) -> None:
         self.options = options
         choices = choices_of(options.get("options", ()), options.get("link"), options.get("host_budget"))
-        if options.get("compile") == "inductor" and choices is not None and (traced := traced_options(choices.options)):
-            raise PlannerError(
-                f"{traced[0]} are found among the kernels of eager PyTorch, not of inductor: leave them out, or 'compile'"
-            )
+        if choices is not None:
+            check_goes_with(choices.options, Setting.TORCH_COMPILE)
+            if options.get("compile") == "inductor":
+                check_goes_with(choices.options, Setting.INDUCTOR)
         if choices is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             check_amount(options.get("host_budget"))
         self._choices = choices

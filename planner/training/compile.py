@@ -11,8 +11,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
-from graphs.options import OPTIONS, parsed, traced_options
-from graphs.options.selection import IN_PLACE
+from graphs.options import Setting, check_goes_with
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
@@ -115,7 +114,9 @@ def compile(  # noqa: A001
     choices = choices_of(options, link, host_budget, exact=exact)
     if choices is not None:
         solved = partial(solved, options=choices.options, exact=exact)
-        _check_traced(choices.options, kernels)
+        for setting, given in ((Setting.VARYING_SIZES, dynamic), (Setting.INDUCTOR, kernels == "inductor")):
+            if given:
+                check_goes_with(choices.options, setting)
     if choices is not None and choices.host_bytes is not None:
         if type(wrapper) is not Unwrapped:
             check_amount(host_budget)
@@ -126,10 +127,10 @@ def compile(  # noqa: A001
     places = choices is not None and choices.places
     if places != bool(other_devices):
         raise PlannerError("other_devices= and options=['placement'] go together: give both, or leave both out")
-    if places and (dynamic or cuda_graph or type(wrapper) is not Unwrapped):
+    if places and (cuda_graph or type(wrapper) is not Unwrapped):
         raise PlannerError(
-            "ops are placed on other devices for steps of one size, in one process and run op by op: leave out dynamic=True, "
-            "cuda_graph=True and the wrapper, or options=['placement']"
+            "ops are placed on other devices in one process and run op by op: leave out cuda_graph=True and the wrapper, or "
+            "options=['placement']"
         )
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
@@ -152,10 +153,6 @@ def compile(  # noqa: A001
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
     if dynamic and cache is not None:
         raise PlannerError("plans for varying sizes are not kept in a folder: leave out cache=, or dynamic=True")
-    if dynamic and choices is not None and IN_PLACE in choices.options:
-        raise PlannerError(f"which op may write over an input is known for one size: leave out {IN_PLACE!r}, or dynamic=True")
-    if dynamic and choices is not None and any(OPTIONS[parsed(name)[0]].lossy for name in choices.options):
-        raise PlannerError("how lossy keeping is compressed is measured at one size: leave out 'compress', or dynamic=True")
     if replan and cuda_graph:
         raise PlannerError("a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True")
     if dynamic and type(wrapper) is not Unwrapped:
@@ -239,14 +236,6 @@ def _makers_of(kernels: str) -> tuple[type[Compiler], MakeOtherSizes]:
     from planner.training.inductor_compiler import InductorCompiler
 
     return InductorCompiler, CompiledSizes
-
-
-def _check_traced(options: Sequence[str], kernels: str) -> None:
-    """Refuse what is found in the calls of a step where they are not at hand."""
-    if kernels != "eager" and (traced := traced_options(options)):
-        raise PlannerError(
-            f"{traced[0]} are found among the kernels of eager PyTorch, not of {kernels}: leave out options=, or kernels="
-        )
 
 
 def _as_bytes(budget: str | int) -> str | int:

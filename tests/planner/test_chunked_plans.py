@@ -149,11 +149,6 @@ def test_what_was_not_named_is_not_offered(graph: Graph, workload: Workload) -> 
         solve(graph, "100%", options=["chunks"], link=1e9)
 
 
-def test_what_does_not_go_with_it_is_refused(workload: Workload) -> None:
-    with pytest.raises(PlannerError, match="among the kernels of eager PyTorch, not of inductor"):
-        training.compile(*workload, budget="1GB", options=["chunks"], kernels="inductor")
-
-
 def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:
     facts, program = graph_facts(graph), without_options(graph)
     assert facts.summary.optional_ops == 12 == len(optional_ops(graph, kind="forward", chunks=2)) * 12

@@ -90,8 +90,8 @@ def test_compiled() -> None:
     assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))
     with pytest.raises(PlannerError, match=r"other_devices= and options=\['placement'\] go together"):
         planner.compile(model, nn.MSELoss(), batch, budget="100%", other_devices=[SECOND])
-    with pytest.raises(PlannerError, match="leave out dynamic=True, cuda_graph=True"):
-        planner.compile(model, nn.MSELoss(), batch, budget="100%", options=["placement"], other_devices=[SECOND], dynamic=True)
+    with pytest.raises(PlannerError, match="leave out cuda_graph=True and the wrapper"):
+        planner.compile(model, nn.MSELoss(), batch, budget="100%", options=["placement"], other_devices=[SECOND], cuda_graph=True)
 
 
 def test_a_graph_without_other_devices_says_how_to_get_them() -> None:

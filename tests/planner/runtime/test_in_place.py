@@ -5,11 +5,10 @@ from functools import cache
 import pytest
 import torch
 
-import planner
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.cost.replay import written_by
-from graphs.errors import GraphError, PlannerError
+from graphs.errors import GraphError
 from graphs.options.in_place import with_out, working_in_place
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -132,5 +131,3 @@ def test_other_choices_are_refused_beside_it() -> None:
         api.trace(*chunked, roofline="cpu", options=["in-place", "chunks"])
     with pytest.raises(GraphError, match="was traced without the option 'in-place'"):
         solve(api.trace(*workload, roofline="cpu"), "90%", options=["in-place"])
-    with pytest.raises(PlannerError, match="is known for one size: leave out 'in-place', or dynamic=True"):
-        planner.compile(*workload, budget="90%", optimizer="none", options=["in-place"], dynamic=True)

@@ -214,8 +214,6 @@ def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]
     [
         (None, "the backend planner needs a budget"),
         ({"tolerance": 0.1}, "the backend planner needs a budget"),
-        ({"budget": "1GB", "options": ["compress:4"]}, "take planner.compile for 'compress'"),
-        ({"budget": "1GB", "options": ["in-place"]}, "graphs under torch.compile write over no input: leave 'in-place' out"),
         ({"budget": "1GB", "speed": 3}, "unknown option 'speed' of the backend planner: choose from budget"),
         ({"budget": "1GB", "time_limit": "x"}, "option 'time_limit' is 'x': must be a number"),
         ({"budget": "1GB", "compile": "gcc"}, "option 'compile' is 'gcc': choose from eager, inductor"),

@@ -33,7 +33,7 @@ class Writer:
             match step:
                 case Compute(op):
                     wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
-                    lines += self._compute(op, frozenset(wanted), _freed_after(steps, place))
+                    lines += self._compute(op, frozenset(wanted), freed_after(steps, place))
                     self._done.add(op)
                     self.live.update(dict.fromkeys(wanted))
                 case Free(tensor):
@@ -83,7 +83,7 @@ class Writer:
         ]
 
 
-def _freed_after(steps: Sequence[Step], place: int) -> set[int]:
+def freed_after(steps: Sequence[Step], place: int) -> set[int]:
     """What is freed behind the execution at `place`, before the next."""
     behind = takewhile(lambda step: isinstance(step, Free), islice(steps, place + 1, None))
     return {step.tensor for step in behind if isinstance(step, Free)}

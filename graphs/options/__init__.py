@@ -67,7 +67,6 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             "ops may write element by element over an input that goes with them",
             refused={
                 **_OF_EAGER,
-                Setting.TORCH_COMPILE: "graphs there write over no input; leave it out, or take planner.compile",
                 Setting.VARYING_SIZES: "which op may write over an input is known for one size; leave one of them out",
             },
         ),

@@ -46,6 +46,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's 
 
 # What autograd has saved is read by the node that runs.
 current_autograd_node = torch._C._current_autograd_node
+# What a backward pass may write over, where it does not come again.
+backward_comes_again = torch._C._autograd._get_current_graph_task_keep_graph
 # A kernel that stands for an op calls the op itself, without coming back to itself.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # What is called inside a capture, or a custom operator, runs as it would outside: with the keys that were set there.

@@ -1,7 +1,7 @@
 """Parts of a schedule as FX graphs, which AOTAutograd calls as forward and backward."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,6 +16,7 @@ from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import ignored_inputs
 from graphs.capture.program import Call, Composed, variable
+from graphs.capture.writer import freed_after
 from graphs.ir import Op
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST
 from graphs.schedule import Compute, Step
@@ -96,7 +97,7 @@ class Emitter:
 
     def run(self, steps: Sequence[Step]) -> None:
         """Write `steps`."""
-        for step in steps:
+        for place, step in enumerate(steps):
             if not isinstance(step, Compute):
                 freed = self.env.pop(step.tensor, None)
                 if self.captured.graph.tensors[step.tensor].pool == HOST:
@@ -110,24 +111,25 @@ class Emitter:
                     self._transfer(step.op)
             elif (node := self.captured.nodes[step.op]) is not None:
                 self._wait(self.under_way.before_reading(self.captured.graph.ops[step.op].inputs))
-                self._compute(step.op, node)
+                self._compute(op, node, freed_after(steps, place))
 
     def _compose(self, op: Op) -> None:
         """Call an optional op, which runs several operators: its arguments are source over variables, as in programs."""
         call = self.captured.program.calls[op.id]
         assert isinstance(call, Call)
         assert call.composed is not None
-        recording = GraphAppendingTracer(self.graph)
-        read = {variable(t): fx.Proxy(self._held(t), recording) for t in op.inputs}
         arguments = call.expression.partition("(")[2].removesuffix(")")
-        given = eval(f"({arguments},)", dict(self.captured.program.namespace), read)
-        made = self.graph.call_function(
-            _function(call.composed),
-            map_aggregate(given, lambda v: v.node if isinstance(v, fx.Proxy) else v),
-        )
+        made = self.graph.call_function(_function(call.composed), self._written(f"({arguments},)", op))
         for tensor, path in call.outputs:
             if tensor not in self.env:
                 self.env[tensor] = self.graph.call_function(operator.getitem, (made, int(path[1:-1])))
+
+    def _written(self, expression: str, op: Op) -> Any:
+        """What stands for the value of `expression`, which reads inputs of `op`."""
+        recording = GraphAppendingTracer(self.graph)
+        read = {variable(t): fx.Proxy(self._held(t), recording) for t in op.inputs}
+        value = eval(expression, dict(self.captured.program.namespace), read)
+        return map_aggregate(value, lambda v: v.node if isinstance(v, fx.Proxy) else v)
 
     def _held(self, tensor: int) -> fx.Node:
         """What holds a tensor; constants are taken when they are first read."""
@@ -164,17 +166,27 @@ class Emitter:
         if value is not None:
             self.graph.call_function(_held, (value,))
 
-    def _compute(self, op: int, node: fx.Node) -> None:
+    def _compute(self, op: Op, node: fx.Node, freed: Container[int]) -> None:
+        """Call an op of the program, behind which `freed` is freed."""
+        call = self.captured.program.calls[op.id]
+        if any(t in freed for _, t in op.overwrites):
+            assert isinstance(call, Call)
+            assert call.in_place is not None
+            made = self._written(call.in_place, op)
+        else:
+            made = self._called(node)
+        made.meta = dict(node.meta)
+        for tensor, path in call.outputs:
+            gone = made.target is called(aten._native_batch_norm_legit.no_stats) and path in _NEW_STATISTICS
+            if tensor not in self.env and not gone:
+                self.env[tensor] = self._item(made, path)
+
+    def _called(self, node: fx.Node) -> fx.Node:
         target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
         args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node)))
         if drawn := drawn_in_place(node):
             target, args = drawn[0], (self.graph.call_function(to_be_filled, (args[0], tuple(drawn[1]))), *args[1:])
-        made = self.graph.call_function(called(target), args, kwargs)
-        made.meta = dict(node.meta)
-        for tensor, path in self.captured.program.calls[op].outputs:
-            gone = target is aten._native_batch_norm_legit.no_stats and path in _NEW_STATISTICS
-            if tensor not in self.env and not gone:
-                self.env[tensor] = self._item(made, path)
+        return self.graph.call_function(called(target), args, kwargs)
 
     def _read(self, strides: Mapping[fx.Node, Sequence[int]], arg: fx.Node) -> fx.Node:
         """What an op reads of `arg`, in the layout that it is to have."""

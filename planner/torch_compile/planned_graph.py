@@ -18,9 +18,10 @@ from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.torch_private.capture import boxed_nop
+from graphs.torch_private.core import backward_comes_again
 from planner.runtime.channels import Channels
 from planner.torch_compile import partition
-from planner.torch_compile.rest_of_step import kept_bytes
+from planner.torch_compile.rest_of_step import kept_bytes, writes_over_kept
 
 # Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
 # over besides tensors: what is on the host, and copies that may be under way.
@@ -49,6 +50,7 @@ class PlannedGraph(ABC):
         self.lean: Schedule | None = None
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
         self._handing_over: set[int] = set()  # plans whose forward passes hand over more than tensors
+        self._writing_over: set[int] = set()  # plans whose backward passes write over what was saved for them
         self._passes: list[tuple[Forward, Backward]] = []
 
     @abstractmethod
@@ -69,6 +71,8 @@ class PlannedGraph(ABC):
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
+        if writes_over_kept(self.captured.graph, schedule):
+            self._writing_over.add(len(self._passes))
         self._passes.append(self.passes(schedule))
         self._schedule = schedule
 
@@ -104,7 +108,8 @@ class PlannedGraph(ABC):
         """A backward pass as AOTAutograd calls it; empties `args`.
 
         Raises:
-            PlannerError: hooks have put other tensors in the place of those that were saved.
+            PlannerError: hooks have put other tensors in the place of those that were saved; or the backward pass is to come
+                again, and writes over what it reads.
         """
         plan = args.pop(len(self.slots))
         number, handed_over = plan.shape[0], getattr(plan.untyped_storage(), "handed_over", [])
@@ -112,6 +117,10 @@ class PlannedGraph(ABC):
             raise PlannerError(
                 "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied what a planned graph "
                 "saves for its backward pass: leave them out, for the plan says what is kept where"
+            )
+        if number in self._writing_over and backward_comes_again():
+            raise PlannerError(
+                "backward(retain_graph=True) keeps what the plan writes over: leave it out, or the option 'in-place' of the graph"
             )
         args += handed_over
         del plan, handed_over  # with what is on the host, unless the backward pass may come again

@@ -7,6 +7,7 @@ how much must be left for them. Its outputs are the gradients that come back.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from graphs.capture.writer import freed_after
 from graphs.ir import Graph, Op, Phase
 from graphs.options import without_options
 from graphs.pools import DEVICE
@@ -55,13 +56,33 @@ def keeping_all(graph: Graph) -> Schedule:
 
 def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
     """What is in memory between the forward and the backward pass, static bytes left out."""
+    live = _live(graph, schedule.steps[: boundary(graph, schedule)])
+    return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
+
+
+def writes_over_kept(graph: Graph, schedule: Schedule) -> bool:
+    """Whether the backward pass writes over what is in memory between the passes, so that it cannot come again."""
+    cut = boundary(graph, schedule)
+    kept, steps = _live(graph, schedule.steps[:cut]), schedule.steps[cut:]
+    for place, step in enumerate(steps):
+        if isinstance(step, Compute):
+            over = {t for _, t in graph.ops[step.op].overwrites}
+            if not kept.intersection(over).isdisjoint(freed_after(steps, place)):
+                return True
+        else:
+            kept.discard(step.tensor)  # what is made again is another one
+    return False
+
+
+def _live(graph: Graph, steps: Iterable[Step]) -> set[int]:
+    """What ops have made that is in memory behind `steps`, the first ones of a schedule."""
     live: set[int] = set()
-    for step in schedule.steps[: boundary(graph, schedule)]:
+    for step in steps:
         if isinstance(step, Compute):
             live.update(graph.ops[step.op].outputs)
         else:
             live.discard(step.tensor)
-    return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
+    return live
 
 
 def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:

@@ -41,7 +41,7 @@ class Fit:
     With n sizes that vary, an amount is a sum of products of their powers: up to the first where there are two of each
     size, up to the square where there are three. Bytes of tensors go exactly through what was captured. Times and
     workspaces are measured, and would swing: their coefficients are not negative, and a workspace is raised until none
-    that was measured is above it.
+    that was measured is above it. An op may write over an input where it may at all sizes.
 
     Attributes:
         graphs: by their sizes; two or three of each in all combinations.
@@ -70,8 +70,8 @@ class Fit:
         workspaces, times = np.ceil(self._workspaces @ [*at, 1.0]).astype(np.int64), self._times @ at
         tensors = tuple(replace(t, size_bytes=max(0, int(size))) for t, size in zip(first.tensors, tensor_bytes, strict=True))
         ops = tuple(
-            replace(op, workspace_bytes=int(workspace), time_s=float(time_s))
-            for op, workspace, time_s in zip(first.ops, workspaces, times, strict=True)
+            replace(op, workspace_bytes=int(workspace), time_s=float(time_s), overwrites=pairs)
+            for op, workspace, time_s, pairs in zip(first.ops, workspaces, times, self._overwrites, strict=True)
         )
         made = {"fitted_at_sizes": [list(known) for known in self.graphs], "fitted_to_sizes": list(sizes)}
         return Graph(ops, tensors, first.kept, {**first.provenance, **made})
@@ -98,6 +98,12 @@ class Fit:
         return np.linalg.solve(self._known, amounts).astype(np.float64)
 
     @cached_property
+    def _overwrites(self) -> list[tuple[tuple[int, int], ...]]:
+        """``Op.overwrites`` that each op has at all sizes."""
+        same = zip(*(graph.ops for graph in self.graphs.values()), strict=True)
+        return [tuple(p for p in ops[0].overwrites if all(p in op.overwrites for op in ops)) for ops in same]
+
+    @cached_property
     def _times(self) -> Floats:
         """Coefficients of the seconds of each op, in rows."""
         amounts = np.array([[op.time_s for op in graph.ops] for graph in self.graphs.values()])
@@ -115,7 +121,7 @@ class Fit:
 
 
 def same_ops(one: Graph, other: Graph) -> bool:
-    """Whether two graphs differ in sizes, times and names only."""
+    """Whether two graphs differ in sizes, times, names and what may be written over only."""
     return _structure(one) == _structure(other)
 
 

@@ -11,7 +11,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
 from graphs.cost.scaling import Fit, Sizes, same_ops, sample_sizes
 from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 from graphs.options.selection import differences, holding_ops
 from graphs.options.traced import with_graph
 from graphs.plan import Plan
@@ -43,7 +43,7 @@ class PredictedSizes(OtherSizes):
         self._budget_bytes = budget_bytes
         self._varying = Varying.of(shapes_of(batch))
         self._fit: Fit | None = None
-        self._schedules: LRUCache[Sizes, Plan | None] = LRUCache(max_plans)
+        self._schedules: LRUCache[Sizes, tuple[Graph, Plan | None]] = LRUCache(max_plans)
 
     def step(self, batch: Batch) -> tuple[Capture, PlannedStep, Sizes]:
         """See ``OtherSizes``: a schedule for larger sizes, where it is good for these; else one of their own."""
@@ -61,8 +61,8 @@ class PredictedSizes(OtherSizes):
                 "for: make a plan of its own, without dynamic=True"
             )
         captured = replace(captured, graph=_at_least(here, captured.graph))
-        plan = self._schedules.use(upper, lambda: self._solved(above))
-        on = None if plan is None else _on(captured.graph, plan, above)
+        solved, plan = self._schedules.use(upper, lambda: (above, self._solved(above)))
+        on = None if plan is None else _on(captured.graph, plan, solved)
         try:
             if on is not None and on.peak_bytes <= self._budget_bytes:
                 return captured, self._compiler.reuse(captured, batch, on, captured.graph), upper
@@ -94,11 +94,12 @@ class PredictedSizes(OtherSizes):
     def _predicted(self, sizes: Sizes, captured: Graph) -> Graph:
         """The graph at `sizes`, with the optional ops of one that was `captured`, which says what they differ by.
 
-        What was exact at one size need not be at another, where other kernels are chosen.
+        What was exact at one size need not be at another, where other kernels are chosen; nor may an op write over an input that
+        is laid out otherwise there.
         """
         assert self._fit is not None
-        graph, differs = holding_ops(self._fit.graph(sizes), _optional(captured)), {op.name: op.differs for op in captured.ops}
-        ops = tuple(replace(op, differs=differs[op.name]) if op.optional else op for op in graph.ops)
+        graph, known = holding_ops(self._fit.graph(sizes), _optional(captured)), {op.name: op for op in captured.ops}
+        ops = tuple(replace(op, differs=known[op.name].differs) if op.optional else _over(op, known[op.name]) for op in graph.ops)
         return Graph(ops, graph.tensors, graph.kept, graph.provenance)
 
     def _solved(self, graph: Graph) -> Plan | None:
@@ -118,6 +119,11 @@ def rounded_up(size: int) -> int:
 def _optional(graph: Graph) -> set[str]:
     """Names of the optional ops of `graph`."""
     return {op.name for op in graph.ops if op.optional}
+
+
+def _over(op: Op, known: Op) -> Op:
+    """`op` that writes over no input that `known`, the same op at other sizes, does not."""
+    return replace(op, overwrites=tuple(pair for pair in op.overwrites if pair in known.overwrites))
 
 
 def _at_least(predicted: Graph, captured: Graph) -> Graph:

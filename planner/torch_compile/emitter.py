@@ -75,7 +75,7 @@ class Emitter:
         if value is None:
             self.graph.placeholder(f"not_saved_{tensor}")
             return
-        name = value.name if value.op == "placeholder" else f"saved_{value.name}"
+        name = value.name if self.captured.graph.tensors[tensor].static else f"saved_{tensor}"
         self.env[tensor] = self.graph.placeholder(name)
         self.env[tensor].meta = dict(value.meta)
 

@@ -61,7 +61,8 @@ def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool, opti
     layouts_as_eager(module.graph)
     statics = Placeholders(placeholders, where)
     generator = torch.default_generator
-    lowered = lower(module.graph, statics, Signature.of((), pytree.tree_structure(())), generator=generator, provenance={})
+    signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
+    lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on)
     captured = with_traced(drawn_once(lowered), options)
     graph = profile_ops(captured, where, device) if measure else model_times(captured, device)
     return replace(captured, graph=once(graph, mutated_inputs(module, statics)))
@@ -184,9 +185,8 @@ def slots(module: fx.GraphModule, captured: Capture) -> tuple[int, ...]:
     for op, node in zip(graph.program, captured.nodes, strict=False):
         if op.phase is Phase.FORWARD and node is not None:
             found += op.outputs
-    for op in graph.ops[len(graph.program) :]:
-        if op.phase is Phase.FORWARD and op.stream == COMPUTE:
-            found += [t for t in op.outputs if t not in found]
+    made = {t for op in graph.program for t in op.outputs}
+    found += dict.fromkeys(t for op in graph.ops if op.optional and op.stream == COMPUTE for t in op.outputs if t not in made)
     return tuple(found)
 
 

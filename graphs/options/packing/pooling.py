@@ -47,10 +47,14 @@ class Windows:
         return found if found.columns <= width * down and found.rows * found.columns <= _VALUES else None
 
     def first(self, like: torch.Tensor) -> torch.Tensor:
-        """For each element of a plane of results, on the device of `like`, the index of the first element of its window."""
+        """For each element of a plane of results, on the device of `like`, the index of where its window begins.
+
+        That is inside of the plane, where a window begins in the padding: place 0 is an element for whoever makes up places.
+        """
         high, wide = (torch.arange(size, device=like.device) for size in like.shape[-2:])
-        top = high * (self.stride[0] * self.width) - self.padding[0] * self.width
-        return top[:, None] + (wide * self.stride[1] - self.padding[1])
+        top, left = high * self.stride[0] - self.padding[0], wide * self.stride[1] - self.padding[1]
+        top = torch.where(top < 0, top % self.down, top)
+        return top[:, None] * self.width + left.clamp_(min=0)
 
     def encode(self, indices: torch.Tensor, first: torch.Tensor, places: torch.Tensor) -> None:
         """Write to `places` where in its window each of `indices` is."""

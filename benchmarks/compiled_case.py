@@ -17,7 +17,7 @@ from benchmarks.kept_captures import KeptCaptures
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.units import format_bytes
 from graphs.zoo import Workload
-from planner import api
+from planner import tracing
 from planner.runtime.machine import commit
 from planner.runtime.measure import device_name
 from planner.solving import order_for
@@ -176,7 +176,8 @@ class _Comparison:
         """The least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
         if method not in self._least:
             graphs = [
-                api.with_times(captured, *self._workload, passes=1).graph for captured in self._models[method].captures.values()
+                tracing.with_times(captured, *self._workload, passes=1).graph
+                for captured in self._models[method].captures.values()
             ]
             orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
             self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)

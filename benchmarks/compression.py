@@ -26,7 +26,7 @@ from graphs.options import with_options, without_options
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
-from planner import api, options
+from planner import options, tracing
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
@@ -132,7 +132,7 @@ def curves(name: str, case: Case, steps: int, seed: int) -> Iterator[Row]:
 
 def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     """The curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
-    captured = api.capture_profiled(*workload, optimizer=recipe.optimizer, accumulate=False, passes=1, options=["compress"])
+    captured = tracing.capture_profiled(*workload, optimizer=recipe.optimizer, accumulate=False, passes=1, options=["compress"])
     program = without_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), store_all(program)

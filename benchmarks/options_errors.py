@@ -14,7 +14,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.options import with_options, without_options
 from graphs.zoo import Workload, build
-from planner import api
+from planner import tracing
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
@@ -112,7 +112,7 @@ def error_rows(model: str, option: str, clock: Callable[[], Clock]) -> Iterator[
     """
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
-    captured = api.capture_profiled(*workload, optimizer="none", accumulate=False, passes=_REPEATS, options=[option])
+    captured = tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=_REPEATS, options=[option])
     blank = ErrorRow(
         model=model,
         option=option,

@@ -27,7 +27,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
-from planner import api
+from planner import tracing
 from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
@@ -128,7 +128,7 @@ def pair_of(step: Step, pair: str) -> Pair:
         captured = capture(*step)
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
-    measured = api.capture_profiled(*step, optimizer="none", accumulate=False, passes=9, other_devices=(MEASURED[pair],))
+    measured = tracing.capture_profiled(*step, optimizer="none", accumulate=False, passes=9, other_devices=(MEASURED[pair],))
     (second,) = known_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 

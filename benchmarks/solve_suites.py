@@ -154,11 +154,11 @@ def between(share: float) -> Budget:
 
 def trace(spec: str) -> Graph:
     """A zoo model's graph for an H200; torch is imported only here."""
-    from planner import api
+    from planner import tracing
     from planner.models import workload
 
     built = workload.load(workload.parse_spec(spec), fake=True)
-    return api.trace(*built, roofline="h200", name=spec)
+    return tracing.trace(*built, roofline="h200", name=spec)
 
 
 def _half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:

@@ -23,7 +23,7 @@ from benchmarks.training_table import COLUMNS, EAGER, PLANNED, Row, failures, ha
 from graphs.capture.signature import Batch
 from graphs.capture.step import TrainingStep
 from graphs.zoo import Workload, build
-from planner import api, options
+from planner import options, tracing
 from planner.runtime.measure import Step
 from planner.solving import order_for
 from solvers.clock import WallClock
@@ -123,7 +123,7 @@ def rows_of(way: str, alone: Seen, together: Seen, about: Mapping[str, Any]) -> 
 def least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
     """The least budget that a schedule is found for in some seconds."""
     with recipe.precision(device):
-        graph = api.trace(*workload, optimizer=recipe.optimizer, passes=1)
+        graph = tracing.trace(*workload, optimizer=recipe.optimizer, passes=1)
     order = order_for(graph, "windows", reorder=None)
     return least_budget(order.graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
 

@@ -20,7 +20,7 @@ from benchmarks.runner import SEED, Runner, whole_step
 from graphs.errors import PlannerError
 from graphs.io.files import write_text
 from graphs.zoo import Workload
-from planner import api
+from planner import tracing
 from planner.runtime.measure import turn_times
 from planner.solving import order_for, summarize
 from planner.studies import baselines
@@ -111,7 +111,7 @@ class Trial:
             return
         workload = self._fresh()
         try:
-            graph = api.trace(*workload, passes=1)
+            graph = tracing.trace(*workload, passes=1)
             least = least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
             self._say(PLANNED, _failed(self._row, error))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphs.errors import PlannerError
-    from planner.api import trace
     from planner.running import RunReport, run
     from planner.solving import solve
+    from planner.tracing import trace
     from planner.training.compile import compile  # noqa: A004
     from planner.training.dynamic import DynamicStep
     from planner.training.step import PlannedStep
@@ -45,6 +45,6 @@ def __getattr__(name: str) -> object:
         "compile": "planner.training.compile",
         "run": "planner.running",
         "solve": "planner.solving",
-        "trace": "planner.api",
+        "trace": "planner.tracing",
     }
     return getattr(import_module(modules[name]), name)

@@ -13,12 +13,12 @@ from graphs.options import without_options
 from graphs.options.traced import offered_as, with_graph
 from graphs.plan import Plan
 from graphs.pools import HOST
-from planner.api import capture_real
 from planner.choices import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.tracing import capture_real
 from solvers.policies.store_all import store_all
 
 

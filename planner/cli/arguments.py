@@ -180,7 +180,7 @@ def trace_model(
     measure_link: bool = False,
     other_devices: tuple[str, ...] = (),
 ) -> "Graph":
-    """Build and trace `model`, as the options of ``add_how_to_trace`` say; the rest as in ``api.trace``."""
+    """Build and trace `model`, as the options of ``add_how_to_trace`` say; the rest as in ``tracing.trace``."""
     progress.say(f"building and tracing {model}")
     return replace(tracing(arguments), measure_link=measure_link, other_devices=other_devices).graph(model)
 

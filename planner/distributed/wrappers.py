@@ -18,10 +18,10 @@ from graphs.capture.signature import Batch
 from graphs.capture.step import LossFn
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Graph, Kind
-from planner.api import capture_real
 from planner.distributed.ranks import Ranks, SingleProcess
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor, open_channels
+from planner.tracing import capture_real
 
 if TYPE_CHECKING:
     from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
@@ -56,7 +56,7 @@ class Unwrapped:
         """The step, with all memory that this process holds throughout. Called inside ``opened``.
 
         Args:
-            loss_fn, batch, optimizer, accumulate, variant: as in ``planner.api.capture_real``.
+            loss_fn, batch, optimizer, accumulate, variant: as in ``planner.tracing.capture_real``.
         """
         return capture_real(self.module, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
 

@@ -16,7 +16,7 @@ class Tracing:
 
     Attributes:
         device, seed: as in ``workload.load``.
-        roofline, optimizer, accumulate, passes, measure_link, options, other_devices: as in ``api.trace``; with a roofline
+        roofline, optimizer, accumulate, passes, measure_link, options, other_devices: as in ``tracing.trace``; with a roofline
             nothing is allocated.
     """
 
@@ -38,9 +38,9 @@ class Tracing:
             TraceError: the step cannot be captured.
         """
         built = workload.load(model, device=self.device, seed=self.seed, fake=self.roofline is not None)
-        from planner import api
+        from planner import tracing
 
-        return api.trace(
+        return tracing.trace(
             *built,
             optimizer=self.optimizer,
             accumulate=self.accumulate,

@@ -16,7 +16,7 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
 from graphs.options.traced import with_graph
 from graphs.zoo import Workload
-from planner import api
+from planner import tracing
 from planner.choices import Choices
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
@@ -66,13 +66,13 @@ def profiled(
     """
     path = folder / "graph.json"
     if not path.exists():
-        captured = api.capture_profiled(
+        captured = tracing.capture_profiled(
             *workload, optimizer=optimizer, accumulate=accumulate, passes=passes, measure_link=measure_link, name=name
         )
         folder.mkdir(parents=True, exist_ok=True)
         write_graph(captured.graph, path)
         return captured
-    captured = api.capture_real(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
+    captured = tracing.capture_real(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
     known = read_graph(path)
     check_same_graph(summarize(known), summarize(captured.graph))
     return replace(captured, graph=known)

@@ -17,7 +17,6 @@ from graphs.options.variance import SENSITIVITY
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
-from planner.api import with_times
 from planner.choices import with_recorded
 from planner.distributed.wrappers import Unwrapped
 from planner.runtime.channels import Channels
@@ -25,6 +24,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import check_same_graph, summarize
+from planner.tracing import with_times
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.step import PlannedStep
 

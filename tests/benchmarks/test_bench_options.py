@@ -16,7 +16,7 @@ from graphs.ir import Op
 from graphs.options import OPTIONS
 from graphs.units import format_ratio
 from graphs.zoo import build
-from planner import api
+from planner import tracing
 from planner.models.workload import parse_spec
 from planner.studies.rows import read_rows
 from solvers.clock import WorkClock
@@ -32,7 +32,7 @@ def offer(option: str, ops: int, bits: Bits) -> Offer:
 @pytest.fixture(scope="module")
 def case() -> Case:
     workload = build("mlp", batch=64, width=32, layers=2, classes=2000)
-    traced = api.trace(*workload, roofline="h200", options=["chunks"])
+    traced = tracing.trace(*workload, roofline="h200", options=["chunks"])
     return Case("step", traced, ("offload", "chunks"), partial(WorkClock, 3.0), 1e-3)
 
 

@@ -15,7 +15,7 @@ from benchmarks.training_loop import Recipe, batches
 from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, pairs, read_rows, table
 from graphs.capture.step import TrainingStep
 from graphs.zoo import Workload, build
-from planner import api
+from planner import tracing
 from planner.runtime.measure import loss_of
 from planner.solving import solve
 from planner.training.step import PlannedStep
@@ -65,7 +65,7 @@ def noticed(spoil: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.M
 
     def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> PlannedStep:
         eager = TrainingStep(workload.model, workload.loss_fn)
-        found = solve(api.trace(*workload, passes=1), "100%", solver="store_all")
+        found = solve(tracing.trace(*workload, passes=1), "100%", solver="store_all")
         return PlannedStep(replace(found, budget_bytes=budget_bytes), lambda *batch: spoil(loss_of(eager(*batch))), None)
 
     monkeypatch.setattr(training, "plan", plan)

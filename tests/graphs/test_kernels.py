@@ -16,7 +16,7 @@ from graphs.options import with_options, without_options
 from graphs.options.traced import offered_as, with_traced
 from graphs.torch_private.core import FakeTensorMode
 from graphs.zoo import Workload, build
-from planner import api
+from planner import tracing
 from tests.support.stand_ins import make
 
 
@@ -49,7 +49,9 @@ def test_a_convolution_is_offered_by_each_kernel_that_can_compute_it() -> None:
 
 
 def test_a_roofline_has_the_same_time_for_all_kernels_of_a_convolution() -> None:
-    graph = api.trace(*image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3))), roofline="h200", options=["kernels"])
+    graph = tracing.trace(
+        *image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3))), roofline="h200", options=["kernels"]
+    )
     left_out = graph.provenance["left_out"]
     assert isinstance(left_out, list)
     assert {"convolution_1_native", "convolution_1_channels_last", "convolution_backward_native"} <= set(left_out)
@@ -135,7 +137,7 @@ def test_attention_is_written_out_or_by_the_other_fused_kernel_of_cuda() -> None
 def test_a_roofline_keeps_what_it_says_is_smaller() -> None:
     with FakeTensorMode():
         workload = build("gpt2", layers=1, width=64, heads=2, vocab=5000, seq=64, batch=8, dropout=0.0)
-    graph = api.trace(*workload, roofline="h200", options=["kernels"])
+    graph = tracing.trace(*workload, roofline="h200", options=["kernels"])
     assert {"mm_in_place", "nll_loss_backward_in_place"} <= {op.name for op in graph.ops if op.optional}
     assert all(op.differs for op in graph.ops if op.optional)  # nothing was run
     assert graph.provenance["left_out"]
@@ -143,7 +145,7 @@ def test_a_roofline_keeps_what_it_says_is_smaller() -> None:
 
 def test_a_graph_gives_up_what_is_not_named() -> None:
     workload = make("smoothed")
-    found = api.trace(*workload, roofline="cpu", options=["chunks", "kernels"])
+    found = tracing.trace(*workload, roofline="cpu", options=["chunks", "kernels"])
     plain = capture(*workload).graph
     assert with_options(found, ()).fingerprint == without_options(found).fingerprint == plain.fingerprint
     assert graph_from_dict(graph_to_dict(found)) == found
@@ -155,8 +157,8 @@ def test_a_graph_gives_up_what_is_not_named() -> None:
 
 def test_the_same_step_offers_the_same_when_it_is_captured_again() -> None:
     workload = image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3)))
-    measured = api.trace(*workload, passes=1, options=["kernels"])
-    captured = api.capture_real(*workload, optimizer="none", accumulate=False, options=["kernels"])
+    measured = tracing.trace(*workload, passes=1, options=["kernels"])
+    captured = tracing.capture_real(*workload, optimizer="none", accumulate=False, options=["kernels"])
     again = offered_as(captured, measured.provenance)
     assert again.graph.fingerprint == measured.fingerprint
 

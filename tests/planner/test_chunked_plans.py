@@ -17,7 +17,7 @@ from graphs.options import with_options, without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
-from planner import api, running, solve
+from planner import running, solve, tracing
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_facts import graph_facts, graph_text
@@ -34,7 +34,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def graph(workload: Workload) -> Graph:
-    return api.trace(*workload, passes=1, options=["chunks"])
+    return tracing.trace(*workload, passes=1, options=["chunks"])
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_more_than_rounding_is_warned_of(difference: Difference, warned: bool, p
 
 
 def test_what_was_not_named_is_not_offered(graph: Graph, workload: Workload) -> None:
-    plain = api.trace(*workload, passes=1)
+    plain = tracing.trace(*workload, passes=1)
     plan = solve(graph, "100%", time_limit_s=20)
     assert plan.graph.fingerprint == plain.fingerprint and "options" not in plan.settings and plan.differs == ()
     check_sizes(plain, plan)
@@ -182,12 +182,12 @@ def test_facts_say_what_is_offered_and_what_it_could_gain(graph: Graph) -> None:
 
 def test_a_budget_that_is_known_to_do_is_met() -> None:
     workload = build("gpt2", layers=2, width=32, heads=2, vocab=1000, batch=4, seq=64, attention="written")
-    graph = api.trace(*workload, roofline="cpu", options=["chunks"])
+    graph = tracing.trace(*workload, roofline="cpu", options=["chunks"])
     least = graph_facts(graph).traced["chunks"].least_budget_found_bytes
     assert solve(graph, least, options=["chunks"], work_limit=2.0).peak_bytes <= least
 
 
 def test_facts_say_where_nothing_is_found() -> None:
     mlp = build("mlp", batch=4, width=64, layers=2, classes=8)
-    said = graph_text(graph_facts(api.trace(*mlp, roofline="cpu", options=["chunks"])))
+    said = graph_text(graph_facts(tracing.trace(*mlp, roofline="cpu", options=["chunks"])))
     assert any(line.startswith("with chunks") and "nothing to choose" in line for line in said.splitlines())

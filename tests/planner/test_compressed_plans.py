@@ -17,7 +17,7 @@ from graphs.options import with_options, without_options
 from graphs.options.variance import COMPRESS, KEEP, RESTORE
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
-from planner import api, running
+from planner import running, tracing
 from planner.plan_check import check_plan
 from planner.runtime import measure
 from planner.runtime.executor import Executor
@@ -37,7 +37,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def captured(workload: Workload) -> Capture:
-    return api.capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["compress"])
+    return tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["compress"])
 
 
 def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:

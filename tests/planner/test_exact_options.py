@@ -10,7 +10,7 @@ from graphs.io.formats import read_plan, write_graph, write_plan
 from graphs.ir import Graph
 from graphs.options.traced import with_graph
 from graphs.zoo import Workload
-from planner import api, running, solve
+from planner import running, solve, tracing
 from planner.choices import choices_of, with_recorded
 from planner.plan_check import check_plan
 from tests.support.command import call, refused
@@ -25,7 +25,7 @@ def workload() -> Workload:
 @pytest.fixture(scope="module")
 def graph(workload: Workload) -> Graph:
     """Traced, as on a machine where the backward passes in 4 and 8 chunks came out exact."""
-    found = api.trace(*workload, passes=1, options=["chunks"])
+    found = tracing.trace(*workload, passes=1, options=["chunks"])
     exact = [op.name for op in found.ops if op.optional and "backward" in op.target and op.target.endswith((".4", ".8"))]
     ops = (replace(op, differs="" if op.name in exact else op.differs or "rounding") if op.optional else op for op in found.ops)
     return replace(found, ops=tuple(ops))
@@ -56,7 +56,7 @@ def test_it_is_run_on_what_is_captured_again(graph: Graph, workload: Workload) -
 
 
 def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
-    captured = api.capture_real(*workload, optimizer="none", accumulate=False, options=["chunks"])
+    captured = tracing.capture_real(*workload, optimizer="none", accumulate=False, options=["chunks"])
     names = [op.name for op in graph.ops if op.optional and op.exact]
     held = with_graph(captured, with_recorded(captured.graph, {"options": ["chunks"], "exact": names}))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))

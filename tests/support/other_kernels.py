@@ -14,7 +14,7 @@ from graphs.cost.replay import RealStep
 from graphs.ir import Graph, Op
 from graphs.schedule import Schedule, schedule_of
 from graphs.zoo import Workload, build
-from planner.api import capture_real
+from planner.tracing import capture_real
 from tests.support.stand_ins import make
 
 

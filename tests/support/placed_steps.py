@@ -11,8 +11,8 @@ from graphs.options.placement import Placement, placement_of
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
-from planner.api import capture_real, with_times
 from planner.runtime.executor import Executor
+from planner.tracing import capture_real, with_times
 from tests.support.steps import make
 
 SECOND = "cpu:1"

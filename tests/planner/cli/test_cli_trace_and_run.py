@@ -17,11 +17,11 @@ from tests.support.command_process import ROOT, chain
 
 
 @pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """In place of the modules that trace and run, one that notes what it is asked for."""
     import planner
 
-    module = types.ModuleType("api")
+    module = types.ModuleType("asked")
     module.calls = []  # type: ignore[attr-defined]
 
     def trace(*workload: object, **options: object) -> Graph:
@@ -33,7 +33,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         return FakeReport(identical=options["seed"] == 0, differences=() if options["seed"] == 0 else ("gradient of 'w'",))
 
     module.trace, module.run = trace, run  # type: ignore[attr-defined]
-    for name in ("api", "running"):
+    for name in ("tracing", "running"):
         monkeypatch.setitem(sys.modules, f"planner.{name}", module)
         monkeypatch.setattr(planner, name, module, raising=False)
     return module
@@ -42,14 +42,14 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 TINY = "zoo:mlp,batch=2,layers=1,width=4,classes=3"
 
 
-def test_trace_passes_its_options_on(api: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_passes_its_options_on(asked: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.json"
     how = ("--optimizer", "adamw", "--accumulate", "--roofline", "h200", "--passes", "3", "--options", "chunks")
     said = call(capsys, "trace", TINY, "-o", path, *how)
     assert (said.code, said.err) == (0, "")
     assert said.out.startswith(f"{path}: 12 ops and 0 optional ones, 13 tensors, step time 12 ms")
     assert read_graph(path) == chain()
-    assert api.calls == [
+    assert asked.calls == [
         (
             3,
             {
@@ -68,7 +68,7 @@ def test_trace_passes_its_options_on(api: Any, tmp_path: Path, capsys: pytest.Ca
     assert data["ops"] == 12
     assert data["output"] == str(path)
     usual = {"optimizer": "none", "accumulate": False, "roofline": None, "passes": 5}
-    assert api.calls[1][1] == {**usual, "measure_link": True, "name": TINY, "options": (), "other_devices": ()}
+    assert asked.calls[1][1] == {**usual, "measure_link": True, "name": TINY, "options": (), "other_devices": ()}
 
 
 def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_run_reports_and_has_a_code_for_gradients_that_differ(
-    api: Any, graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: Any, graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan_file = tmp_path / "plan.json"
     assert call(capsys, "solve", graph_file, "--budget", "100%", "-o", plan_file).code == 0
@@ -93,7 +93,7 @@ def test_run_reports_and_has_a_code_for_gradients_that_differ(
         "identical to keeping",
     ):
         assert words in same.out
-    assert api.calls == [(3, {"repeats": 2, "seed": 0})]
+    assert asked.calls == [(3, {"repeats": 2, "seed": 0})]
     other = call(capsys, "run", plan_file, "--model", TINY, "--seed", "1")
     assert other.code == 6
     assert "DIFFERENT from keeping everything:\n  gradient of 'w'" in other.out

@@ -15,10 +15,10 @@ from graphs.options.chunks import CHUNKS
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner.api import capture_profiled
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, outcome
 from planner.runtime.pool_memory import measured_peak
+from planner.tracing import capture_profiled
 from solvers.policies.store_all import store_all
 from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 

@@ -9,11 +9,11 @@ import torch
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.simulate import simulate
-from planner.api import with_times
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.runtime.pool_memory import measured_peak
+from planner.tracing import with_times
 from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.copies import offering, with_random_copies

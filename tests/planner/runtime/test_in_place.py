@@ -13,11 +13,11 @@ from graphs.options.in_place import with_out, working_in_place
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner import api, running, solve
-from planner.api import capture_profiled
+from planner import running, solve, tracing
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, outcome
 from planner.runtime.pool_memory import measured_peak
+from planner.tracing import capture_profiled
 from solvers.policies.store_all import store_all
 from tests.support.budgets import on_the_way
 from tests.support.steps import make, random_schedule, solve_for
@@ -109,7 +109,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
 
 def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pytorch() -> None:
     workload = make("unet")
-    graph = api.trace(*workload, passes=1, options=["in-place"])
+    graph = tracing.trace(*workload, passes=1, options=["in-place"])
     (budget,) = on_the_way(graph.out_of_place(), 0.2)
     plan = solve(graph, budget, options=["in-place"], tolerance=0.5)
     without = solve(graph, budget, tolerance=0.5)
@@ -128,6 +128,6 @@ def test_other_choices_are_refused_beside_it() -> None:
         solve(capture.graph, "90%", options=["in-place", "offload"], link="25GB/s")
     chunked = make("gpt2_sdpa")
     with pytest.raises(GraphError, match="'in-place' is for graphs without other choices"):
-        api.trace(*chunked, roofline="cpu", options=["in-place", "chunks"])
+        tracing.trace(*chunked, roofline="cpu", options=["in-place", "chunks"])
     with pytest.raises(GraphError, match="was traced without the option 'in-place'"):
-        solve(api.trace(*workload, roofline="cpu"), "90%", options=["in-place"])
+        solve(tracing.trace(*workload, roofline="cpu"), "90%", options=["in-place"])

@@ -19,7 +19,7 @@ from graphs.options.traced import without_needless
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner import api, running
+from planner import running, tracing
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, outcome
 from planner.runtime.pool_memory import measured_peak
@@ -158,8 +158,8 @@ def test_gradients_of_a_convolution_one_at_a_time_need_not_have_its_input_beside
 def test_plans_choose_of_them_and_run_as_they_say(options: list[str]) -> None:
     _, workload = with_all_ways("causal")
     traced = [name for name in options if name != "offload"]
-    graph = api.trace(*workload, passes=1, options=traced)
-    plain = api.trace(*workload, passes=1)
+    graph = tracing.trace(*workload, passes=1, options=traced)
+    plain = tracing.trace(*workload, passes=1)
     budget = between(plain)
     plan = solve(graph, budget, options=options, tolerance=0.05)
     assert plan.peak_bytes <= budget
@@ -172,7 +172,7 @@ def test_plans_choose_of_them_and_run_as_they_say(options: list[str]) -> None:
 def test_training_takes_them_and_finds_its_plan_again(tmp_path: Path) -> None:
     _, (model, loss_fn, batch) = with_all_ways("causal")
     model = copy.deepcopy(model)
-    plain = api.trace(model, loss_fn, batch, passes=1)
+    plain = tracing.trace(model, loss_fn, batch, passes=1)
     how = {"budget": between(plain), "options": ["kernels"], "passes": 1, "cache": tmp_path, "tolerance": 0.05}
     step = training.compile(model, loss_fn, batch, **how)
     again = training.compile(model, loss_fn, batch, **how)

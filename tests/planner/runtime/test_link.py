@@ -16,10 +16,10 @@ from graphs.cost.replay import RealStep
 from graphs.errors import TraceError
 from graphs.options.surroundings import Link
 from graphs.zoo import Workload
-from planner.api import trace
 from planner.runtime import link
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.link import link_beside
+from planner.tracing import trace
 from tests.support.cuda_stand_in import cuda_stand_in
 from tests.support.steps import make
 

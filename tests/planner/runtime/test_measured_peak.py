@@ -4,10 +4,10 @@ import pytest
 
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
-from planner.api import with_times
 from planner.running import run
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
+from planner.tracing import with_times
 from tests.support.budgets import on_the_way
 from tests.support.steps import STEPS, make, solve_for
 

@@ -18,12 +18,12 @@ from graphs.ir import Kind
 from graphs.options.offload import without_copies
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
-from planner.api import with_times
 from planner.runtime import channels
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
+from planner.tracing import with_times
 from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way

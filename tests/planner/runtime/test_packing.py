@@ -14,10 +14,10 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
-from planner.api import capture_profiled
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
+from planner.tracing import capture_profiled
 from solvers.bounds import least_budget_bound
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way

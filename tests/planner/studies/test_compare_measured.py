@@ -10,7 +10,6 @@ from torch import nn
 
 from graphs.errors import MismatchError
 from graphs.zoo import Workload
-from planner.api import trace
 from planner.cli.main import main
 from planner.models import workload
 from planner.report.comparisons import (
@@ -34,6 +33,7 @@ from planner.studies.baselines import (
 from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import Settings, compare_measured, profiled
 from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
+from planner.tracing import trace
 from solvers.policies.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between

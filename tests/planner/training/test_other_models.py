@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner.api import trace
 from planner.running import run
+from planner.tracing import trace
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from tests.support.norms import Call, classes, norm_twice

@@ -13,7 +13,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.zoo import build
-from planner.api import trace
+from planner.tracing import trace
 from solvers.policies import sac
 from solvers.policies.checkpoint_blocks import block_of, blockings, checkpoint_blocks, levels, solve
 from solvers.policies.module_tree import ModuleTree

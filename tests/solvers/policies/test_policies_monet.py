@@ -10,8 +10,8 @@ from graphs.errors import GraphError, PlannerError
 from graphs.ir import Graph, Phase, Tensor
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
-from planner.api import trace
 from planner.solving import solve
+from planner.tracing import trace
 from solvers.bounds import least_budget_bound
 from solvers.policies import monet
 from solvers.policies.store_all import store_all

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphs.errors import InfeasibleError
 from graphs.ir import Graph, Kind
 from graphs.zoo import build
-from planner.api import trace
 from planner.solving import solve, summarize
+from planner.tracing import trace
 from solvers.bounds import least_budget_bound
 
 

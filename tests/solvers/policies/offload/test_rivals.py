@@ -8,7 +8,7 @@ from graphs.options.offload import without_copies
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from graphs.zoo import build
-from planner.api import trace
+from planner.tracing import trace
 from solvers.policies.offload.deepspeed import DeepSpeedParams
 from solvers.policies.offload.offload_activations import OffloadActivationsParams
 from solvers.policies.store_all import store_all

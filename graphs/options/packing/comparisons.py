@@ -11,7 +11,7 @@ from torch import fx
 from graphs.capture.outputs import fake
 from graphs.ir import Phase
 from graphs.options.packing import bits
-from graphs.options.packing.finder import Finder, is_dense, same_layout
+from graphs.options.packing.finder import Finder, is_dense, room_for, same_layout
 from graphs.options.packing.results import is_of_type, needed_result
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ class FromBits:
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The gradient, laid out as the kernel's."""
         gradient, packed = given
-        result = gradient.new_empty_strided(self.result.shape, self.result.stride())
+        result = room_for(self.result, gradient)
         order = bits.order_of(self.result)
         came, goes = bits.in_order(gradient, order), bits.in_order(result, order)
         zero = gradient.new_zeros(())

@@ -114,6 +114,11 @@ class Finder:
         return self.graph.ops[op].phase is Phase.BACKWARD
 
 
+def room_for(value: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as `value`, a fake one, with nothing in it yet, on the device of `near`."""
+    return near.new_empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
 def is_dense(value: torch.Tensor) -> bool:
     """Whether the elements of `value` fill its storage, each with a place of its own."""
     whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()

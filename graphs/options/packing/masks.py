@@ -7,7 +7,7 @@ import torch
 from graphs.capture.outputs import tensors_in
 from graphs.options.added import value_of
 from graphs.options.packing import bits
-from graphs.options.packing.finder import Finder, is_dense
+from graphs.options.packing.finder import Finder, is_dense, room_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class UnpackBits:
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The mask."""
-        mask = given[0].new_empty_strided(self.mask.shape, self.mask.stride())
-        bits.unpack_to(given[0], bits.in_order(mask, bits.order_of(self.mask)), self.size)
-        return (mask.view(torch.bool),)
+        mask = room_for(self.mask, given[0])
+        bits.unpack_to(given[0], bits.in_order(mask.view(torch.uint8), bits.order_of(self.mask)), self.size)
+        return (mask,)
 
 
 def offer(finder: Finder) -> None:

@@ -8,7 +8,7 @@ from torch import fx
 
 from graphs.capture.outputs import fake
 from graphs.ir import Phase
-from graphs.options.packing.finder import Finder, is_dense
+from graphs.options.packing.finder import Finder, is_dense, room_for
 from graphs.options.packing.shapes import OfShape, of_shape
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class ToPlaces:
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The places."""
         (indices,) = given
-        places = indices.new_empty_strided(self.places.shape, self.places.stride(), dtype=torch.uint8)
+        places = room_for(self.places, indices)
         first = self.windows.first(indices)
         for part, room in zip(_parts(indices), _parts(places), strict=True):
             self.windows.encode(part, first, room)
@@ -123,7 +123,7 @@ class FromPlaces:
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The gradient."""
         gradient, places = given
-        result = gradient.new_empty_strided(self.whole.result.shape, self.whole.result.stride())
+        result = room_for(self.whole.result, gradient)
         first = self.windows.first(places)
         for room, came, place in zip(_parts(result), _parts(gradient), _parts(places), strict=True):
             self.whole.write(room, came, self.windows.decode(place, first))

@@ -11,7 +11,7 @@ from torch import fx
 from graphs.capture.outputs import fake
 from graphs.ir import Phase
 from graphs.options.added import value_of
-from graphs.options.packing.finder import Finder, is_dense
+from graphs.options.packing.finder import Finder, is_dense, room_for
 
 aten = torch.ops.aten
 
@@ -77,8 +77,7 @@ class Cast:
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The same numbers."""
-        result = given[0].new_empty_strided(self.result.shape, self.result.stride(), dtype=self.result.dtype)
-        return (result.copy_(given[0]),)
+        return (room_for(self.result, given[0]).copy_(given[0]),)
 
 
 def offer(finder: Finder) -> None:

@@ -8,7 +8,7 @@ from graphs.capture.program import Call
 from graphs.capture.redraw import drawing_from
 from graphs.ir import Phase
 from graphs.options.added import value_of
-from graphs.options.packing.finder import Finder, is_dense
+from graphs.options.packing.finder import Finder, is_dense, room_for
 from graphs.torch_private.core import FakeTensor
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ class Redraw:
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The mask; the generator that others draw from is not touched."""
         (state,) = given
-        mask = state.new_empty_strided(self.mask.shape, self.mask.stride(), dtype=torch.bool)
+        mask = room_for(self.mask, state)
         generator = torch.Generator()
         if not isinstance(state, FakeTensor):
             generator.set_state(state)

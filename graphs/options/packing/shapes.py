@@ -10,7 +10,7 @@ from torch import fx
 
 from graphs.capture.outputs import fake
 from graphs.ir import Phase
-from graphs.options.packing.finder import Finder
+from graphs.options.packing.finder import Finder, room_for
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class OfShape:
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The gradient."""
-        result = given[0].new_empty_strided(self.result.shape, self.result.stride())
+        result = room_for(self.result, given[0])
         self.write(result, *given)
         return (result,)
 

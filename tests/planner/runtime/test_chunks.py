@@ -7,19 +7,13 @@ import pytest
 import torch
 
 from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
-from graphs.cost.replay import written_by
-from graphs.ir import Op
 from graphs.options import without_options
 from graphs.options.chunks import CHUNKS
-from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
-from planner.runtime.executor import Executor
-from planner.runtime.measure import StepOutcome, outcome
-from planner.runtime.pool_memory import measured_peak
 from planner.tracing import capture_profiled
 from solvers.policies.store_all import store_all
+from tests.support.executed import executed, may_differ
 from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 
 _HALF = ("llama", "transformers llama", "feed_forward", "shifted")  # in bfloat16
@@ -32,32 +26,16 @@ def captured(name: str) -> tuple[Capture, Workload]:
     return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["chunks"]), workload
 
 
-def run(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[StepOutcome, int]:
-    """What the step leaves behind, and its measured peak."""
-    model, loss_fn, batch = workload
-    step = TrainingStep(model, loss_fn)
-    executor = Executor(capture, schedule, model, loss_fn)
-    found = outcome(executor, model, batch, seed=0, written=written_by(capture, step, batch))
-    return found, measured_peak(capture, executor, step, batch).peak_bytes
-
-
-def may_differ(capture: Capture, op: Op) -> set[str]:
-    """Names of the results of the step that may differ by `op`, as ``StepOutcome`` has them."""
-    said = op.differs.partition("(")[2].removesuffix(")")
-    gradients = [f"gradient of {capture.graph.tensors[t].name.removeprefix('model.')}" for t, _ in capture.program.gradients]
-    return {name.removeprefix("the ") for name in said.split(", ")}.union(gradients if said.endswith("gradients") else ())
-
-
 @pytest.mark.parametrize("name", [*STEPS, "transformers gpt2", "transformers llama"])
 def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str) -> None:
     capture, workload = captured(name)
     program = replace(capture, graph=without_options(capture.graph))
     keeping = store_all(program.graph)
-    wanted, kept_bytes = run(program, keeping, workload)
+    wanted, kept_bytes = executed(program, keeping, workload)
     ops = in_chunks(capture.graph, 4)
     assert len(ops) >= 2
     schedule = schedule_with(capture.graph, ops)
-    found, peak_bytes = run(capture, schedule, workload)
+    found, peak_bytes = executed(capture, schedule, workload)
     predicted_bytes = simulate(capture.graph, schedule).peak_bytes
     assert peak_bytes < kept_bytes
     if name == "squares":  # the CPU's kernel returns its scalar in a storage as large as its input, and a chunk's does not
@@ -79,26 +57,26 @@ def test_more_chunks_take_less_memory(chunks: int) -> None:
     for kind, tensors in (("forward", 2), ("backward", 3), ("backward_kept", 2)):
         head = optional_ops(capture.graph, kind=kind, chunks=chunks)[-1]
         assert head.workspace_bytes == pytest.approx(tensors * rows / chunks * 501 * 4, rel=0.05), kind
-    found, _ = run(capture, schedule_with(capture.graph, in_chunks(capture.graph, chunks)), workload)
-    wanted, _ = run(capture, schedule_with(capture.graph, ()), workload)
+    found, _ = executed(capture, schedule_with(capture.graph, in_chunks(capture.graph, chunks)), workload)
+    wanted, _ = executed(capture, schedule_with(capture.graph, ()), workload)
     assert torch.allclose(*(torch.as_tensor(outcome.values["loss"]) for outcome in (found, wanted)), rtol=1e-6)
 
 
 def test_rows_that_do_not_divide_are_all_computed() -> None:
     capture, workload = captured("smoothed")
-    wanted, _ = run(capture, schedule_with(capture.graph, ()), workload)
+    wanted, _ = executed(capture, schedule_with(capture.graph, ()), workload)
     for chunks in (2, 16):  # 27 and 26; 13 times 4 and 1
-        found, _ = run(capture, schedule_with(capture.graph, in_chunks(capture.graph, chunks)), workload)
+        found, _ = executed(capture, schedule_with(capture.graph, in_chunks(capture.graph, chunks)), workload)
         loss, whole = found.values["loss"], wanted.values["loss"]
         assert loss is not None and whole is not None and torch.allclose(loss, whole, rtol=1e-6)
 
 
 def test_what_is_kept_is_read_in_chunks() -> None:
     capture, workload = captured("smoothed")
-    wanted, kept_bytes = run(capture, schedule_with(capture.graph, ()), workload)
+    wanted, kept_bytes = executed(capture, schedule_with(capture.graph, ()), workload)
     ops = optional_ops(capture.graph, kind="backward_kept", chunks=4)
     schedule = schedule_with(capture.graph, ops)
-    found, peak_bytes = run(capture, schedule, workload)
+    found, peak_bytes = executed(capture, schedule, workload)
     assert peak_bytes < kept_bytes
     assert set(wanted.differences(found)) <= set().union(*(may_differ(capture, op) for op in ops))
 
@@ -108,6 +86,6 @@ def test_attention_in_chunks_of_heads_is_exact_where_the_kernels_are() -> None:
     capture, workload = captured("attention")
     ops = [op for op in in_chunks(capture.graph, 4) if op.name.startswith("bmm")]
     assert len(ops) == 2 and all(op.exact for op in ops)
-    wanted, kept_bytes = run(capture, schedule_with(capture.graph, ()), workload)
-    found, peak_bytes = run(capture, schedule_with(capture.graph, ops), workload)
+    wanted, kept_bytes = executed(capture, schedule_with(capture.graph, ()), workload)
+    found, peak_bytes = executed(capture, schedule_with(capture.graph, ops), workload)
     assert wanted.differences(found) == () and peak_bytes < 0.7 * kept_bytes

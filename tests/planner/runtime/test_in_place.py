@@ -10,16 +10,15 @@ from graphs.capture.step import TrainingStep
 from graphs.cost.replay import written_by
 from graphs.errors import GraphError
 from graphs.options.in_place import with_out, working_in_place
-from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner import running, solve, tracing
 from planner.runtime.executor import Executor
-from planner.runtime.measure import StepOutcome, outcome
-from planner.runtime.pool_memory import measured_peak
+from planner.runtime.measure import outcome
 from planner.tracing import capture_profiled
 from solvers.policies.store_all import store_all
 from tests.support.budgets import on_the_way
+from tests.support.executed import executed
 from tests.support.steps import make, random_schedule, solve_for
 
 aten = torch.ops.aten
@@ -78,15 +77,6 @@ def captured(name: str) -> tuple[Capture, Workload]:
     return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["in-place"]), workload
 
 
-def run(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[StepOutcome, int]:
-    """What the step leaves behind, and its measured peak."""
-    model, loss_fn, batch = workload
-    step = TrainingStep(model, loss_fn)
-    executor = Executor(capture, schedule, model, loss_fn)
-    found = outcome(executor, model, batch, seed=0, written=written_by(capture, step, batch))
-    return found, measured_peak(capture, executor, step, batch).peak_bytes
-
-
 @pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "tied", "shared_gradient", "unet"])
 def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     capture, workload = captured(name)
@@ -99,7 +89,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     schedules += [solve_for(0.0, graph, budget).schedule for budget in on_the_way(graph, 0.5, 0.1)]
     over = 0
     for schedule in schedules:
-        found, peak_bytes = run(capture, schedule, workload)
+        found, peak_bytes = executed(capture, schedule, workload)
         assert not eager.differences(found)
         assert peak_bytes == simulate(graph, schedule).peak_bytes
         source = Executor(capture, schedule, model, loss_fn).code.source

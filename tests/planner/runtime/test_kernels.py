@@ -11,22 +11,19 @@ import planner.training.compile as training
 from graphs.capture.lower import Capture
 from graphs.capture.program import Call, variable
 from graphs.capture.step import TrainingStep
-from graphs.cost.replay import RealStep, written_by
+from graphs.cost.replay import RealStep
 from graphs.ir import Op, Phase
 from graphs.options import without_options
 from graphs.options.kernels.worth import needless
 from graphs.options.traced import without_needless
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
-from graphs.zoo import Workload
 from planner import running, tracing
-from planner.runtime.executor import Executor
-from planner.runtime.measure import StepOutcome, outcome
-from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import between
+from tests.support.executed import executed, may_differ
 from tests.support.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways
 
 _WAYS = [
@@ -50,15 +47,6 @@ _WAYS = [
 _OPTIONS = [["kernels"], *(pytest.param(["kernels", other], marks=pytest.mark.slow) for other in ("chunks", "offload"))]
 
 
-def run(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[StepOutcome, int]:
-    """What the step leaves behind, and its measured peak."""
-    model, loss_fn, batch = workload
-    step = TrainingStep(model, loss_fn)
-    executor = Executor(capture, schedule, model, loss_fn)
-    found = outcome(executor, model, batch, seed=0, written=written_by(capture, step, batch))
-    return found, measured_peak(capture, executor, step, batch).peak_bytes
-
-
 def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
     """Of the peak; the gradient of the loss, which counts as there throughout, is not there yet in the forward pass."""
     found = simulate(capture.graph, schedule)
@@ -69,22 +57,15 @@ def predicted_bytes(capture: Capture, schedule: Schedule) -> int:
     return found.peak_bytes - (tangent.size_bytes if forward else 0)
 
 
-def may_differ(capture: Capture, op: Op) -> set[str]:
-    """Names of the results of the step that may differ by `op`, as ``StepOutcome`` has them."""
-    said = op.differs.partition("(")[2].removesuffix(")")
-    gradients = [f"gradient of {capture.graph.tensors[t].name.removeprefix('model.')}" for t, _ in capture.program.gradients]
-    return {name.removeprefix("the ") for name in said.split(", ")}.union(gradients if said.endswith("gradients") else ())
-
-
 @pytest.mark.parametrize(("name", "way"), _WAYS)
 def test_a_step_by_other_kernels_is_the_step_but_for_rounding_in_the_memory_that_was_predicted(name: str, way: str) -> None:
     capture, workload = with_all_ways(name)
     ops = ops_by(capture.graph, way)
     assert ops
     program = replace(capture, graph=without_options(capture.graph))
-    wanted, _ = run(program, store_all(program.graph), workload)
+    wanted, _ = executed(program, store_all(program.graph), workload)
     schedule = schedule_by(capture.graph, ops)
-    found, peak_bytes = run(capture, schedule, workload)
+    found, peak_bytes = executed(capture, schedule, workload)
     assert peak_bytes == predicted_bytes(capture, schedule)
     different = wanted.differences(found)
     assert set(different) <= set().union(*(may_differ(capture, op) for op in ops))

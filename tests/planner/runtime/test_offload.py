@@ -28,6 +28,7 @@ from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.copies import copying_step, offering, with_random_copies
+from tests.support.executed import assert_alike_in_threads, late_copies
 from tests.support.steps import STEPS, make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -68,14 +69,7 @@ def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> 
 
 
 def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    makers = set()
-
-    def slow(target: Any, source: Any) -> None:
-        makers.add(threading.current_thread().name)
-        time.sleep(0.001)
-        target[:] = source
-
-    monkeypatch.setattr(np, "copyto", slow)
+    makers = late_copies(monkeypatch)
     for name in ("mutated", "tied"):
         workload = make(name)
         offered = offering(capture(*workload))
@@ -166,21 +160,7 @@ def test_a_loss_that_is_dropped_leaves_nothing() -> None:
 def test_several_threads_may_step_one_plan() -> None:
     _, _, step = copying_step("tied", 3)
     batch = make("tied").batch
-    parameters = list(step._step.parameters())
-    expected = torch.autograd.grad(step(*batch), parameters)
-    wrong = []
-
-    def steps() -> None:
-        for _ in range(20):
-            found = torch.autograd.grad(step(*batch), parameters)
-            wrong.extend(not torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-    threads = [threading.Thread(target=steps) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(wrong) == 60 * len(parameters) and not any(wrong)
+    assert_alike_in_threads(step, batch, rounds=20)
     assert step.channels.memory.used_bytes == 0  # type: ignore[union-attr]
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from planner.runtime import devices, transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from tests.support.adamw import assert_same, train
+from tests.support.executed import assert_alike_in_threads, late_copies
 from tests.support.placed_steps import SECOND, on_pools, placed_at_random, placed_step, profiled
 from tests.support.steps import make
 
@@ -90,17 +90,10 @@ def test_devices_and_channels_work_side_by_side() -> None:
 
 
 def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    makers = set()
-
-    def slow(target: Any, source: Any) -> None:
-        makers.add(threading.current_thread().name)
-        time.sleep(0.001)
-        target[:] = source
-
     workload = make("mutated")
     eager = train(workload, None)
     offered, schedule, _ = placed_step("mutated", 1)
-    monkeypatch.setattr(np, "copyto", slow)
+    makers = late_copies(monkeypatch)
     assert_same(eager, train(workload, (offered, schedule)))
     assert makers == {f"planner: device to {SECOND}", f"planner: {SECOND} to device"}
 
@@ -126,19 +119,7 @@ def test_two_forwards_before_one_backward_and_several_threads() -> None:
     expected = torch.autograd.grad(step(*batch), parameters)
     both = torch.autograd.grad(step(*batch) + 2 * step(*batch), parameters)
     assert all(torch.equal(3 * a, b) or torch.allclose(3 * a, b) for a, b in zip(expected, both, strict=True))
-    wrong = []
-
-    def steps() -> None:
-        for _ in range(5):
-            found = torch.autograd.grad(step(*batch), parameters)
-            wrong.extend(not torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-    threads = [threading.Thread(target=steps) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(wrong) == 15 * len(parameters) and not any(wrong)
+    assert_alike_in_threads(step, batch, rounds=5)
 
 
 def state(step: Executor) -> dict[str, torch.Tensor]:

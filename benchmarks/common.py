@@ -1,7 +1,9 @@
 """What the benchmarks of steps share: their command line, what their rows are made on and with, and what they write."""
 
 import argparse
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -37,6 +39,18 @@ def one_thread() -> None:
 def provenance(device: torch.device | None = None) -> dict[str, str]:
     """The cells of PROVENANCE, of what runs on `device` (None: the CPU)."""
     return {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
+
+
+def columns_of(kind: type) -> tuple[str, ...]:
+    """Of a CSV whose rows are the dataclass `kind`."""
+    return tuple(field.name for field in fields(kind))
+
+
+def exit_code(failures: Sequence[str]) -> int:
+    """What a benchmark ends with that found `failures` among its rows, which are said: 1, or 0 for none."""
+    for line in failures:
+        print(line, file=sys.stderr)
+    return 1 if failures else 0
 
 
 def write(folder: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]], table: str) -> None:

@@ -8,13 +8,13 @@ out where transformers is not installed.
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 
-from benchmarks.common import command_line, one_thread, write
+from benchmarks.common import columns_of, command_line, one_thread, write
 from benchmarks.compiled_case import Settings, compare_compiled
 from benchmarks.compiled_rows import Row
 from benchmarks.compiled_table import table
@@ -24,7 +24,7 @@ from graphs.zoo import Workload, build
 from planner import options
 from planner.studies.rows import read_rows, write_csv
 
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = columns_of(Row)
 _GPT2 = partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128)
 
 # At sizes of which a step takes 10 to 100 ms on one thread.

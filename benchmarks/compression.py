@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from benchmarks.all_compressed import all_compressed
-from benchmarks.common import command_line, one_thread, provenance, write
-from benchmarks.compression_table import BITS, COLUMNS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
+from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
+from benchmarks.compression_table import BITS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
 from benchmarks.training_loop import Loop, Recipe
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
@@ -172,12 +172,9 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     one_thread()
     rows = [row for name in arguments.models for row in curves(name, CASES[name], arguments.steps, arguments.seed)]
-    write(arguments.out, COLUMNS, map(asdict, rows), table(rows))
+    write(arguments.out, columns_of(Row), map(asdict, rows), table(rows))
     plot(rows, arguments.out / "curves.png")
-    failed = failures(rows)
-    for line in failed:
-        print(line, file=sys.stderr)
-    return 1 if failed else 0
+    return exit_code(failures(rows))
 
 
 if __name__ == "__main__":

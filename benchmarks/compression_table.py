@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -10,7 +10,6 @@ from statistics import median
 from graphs.units import format_bytes, format_ratio
 from planner.report.plots import new_figure, save_figure
 from planner.report.tables import as_markdown
-from planner.studies import rows as tables
 
 EXACT = "exact"
 BITS = ("8", "4")
@@ -51,14 +50,6 @@ class Row:
     machine: str
     commit: str
     torch: str
-
-
-COLUMNS = tuple(field.name for field in fields(Row))
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV; none where there is no file."""
-    return tables.read_rows(path, Row)
 
 
 def curves_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:

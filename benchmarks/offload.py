@@ -5,10 +5,10 @@ it can be stopped and taken up: all of it is some hours.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.common import command_line, write
+from benchmarks.common import columns_of, command_line, write
 from benchmarks.offload_case import METHODS, Case
 from benchmarks.offload_rows import Row
 from benchmarks.offload_table import table
@@ -54,7 +54,7 @@ SUITES: Mapping[str, Suite] = {
 HOST = "256GB"
 LIMIT_S = 60.0
 TOLERANCE = 1e-3
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = columns_of(Row)
 
 
 def _place(row: Row) -> tuple[int, ...]:

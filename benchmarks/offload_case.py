@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common import provenance
 from benchmarks.offload_rows import BOTH, OFFLOAD, OURS, RECOMPUTE, Row
-from graphs.errors import BudgetError, PlannerError
+from benchmarks.solved import solved
+from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.choices import Choices
 from planner.solving import budget_in_bytes, summarize
 from solvers.clock import WallClock
 from solvers.least import least_budget
-from solvers.registry import SOLVERS, get_solver
+from solvers.registry import SOLVERS
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 
@@ -77,22 +78,9 @@ class Case:
             link=str(self.choices.link(self.graph.provenance)),
             **provenance(),
         )
-        solve = get_solver("windows" if method in OURS else method)
-        try:
-            result = solve(Request(graph, blank.budget_bytes, Tolerance.of(self.tolerance), WallClock(self.limit_s)))
-        except PlannerError as error:
-            return replace(blank, message=str(error))
-        row = replace(
-            blank,
-            status=str(result.status),
-            reason=str(result.reason or ""),
-            message=" ".join(result.message.split()),
-            time_s=result.time_s,
-            bound_s=result.bound_s,
-            peak_bytes=result.peak_bytes,
-            seconds=result.seconds,
-        )
-        if result.schedule is None:
+        request = Request(graph, blank.budget_bytes, Tolerance.of(self.tolerance), WallClock(self.limit_s))
+        row, result = solved(blank, "windows" if method in OURS else method, request)
+        if result is None or result.schedule is None:
             return row
         judged = simulate(graph, result.schedule)
         copies = sum(graph.ops[op].optional for op in result.schedule.computed)

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from benchmarks.solved import Solved
+
 RECOMPUTE, OFFLOAD, BOTH = "recompute only", "offload only", "both"
 OURS = (RECOMPUTE, OFFLOAD, BOTH)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Solved):
     """One method at one budget; what is unknown is None.
 
     Attributes:
@@ -52,13 +54,3 @@ class Row:
     def key(self) -> tuple[str, str, str, str]:
         """Tells it from other rows."""
         return self.suite, self.model, self.budget, self.method
-
-    @property
-    def overhead(self) -> float | None:
-        """Over the step that keeps everything."""
-        return None if self.time_s is None else self.time_s / self.base_s - 1
-
-    @property
-    def gap(self) -> float | None:
-        """Of the time over the bound."""
-        return None if self.time_s is None or not self.bound_s else self.time_s / self.bound_s - 1

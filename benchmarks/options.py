@@ -6,12 +6,12 @@ not made again, so that it can be stopped and taken up: all of it is some hours.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from benchmarks import offload
-from benchmarks.common import command_line, one_thread, write
+from benchmarks.common import columns_of, command_line, one_thread, write
 from benchmarks.options_case import BUDGETS, Case, sets_of
 from benchmarks.options_errors import MEASURED, error_rows
 from benchmarks.options_rows import ErrorRow, Offer, Row, set_name
@@ -39,9 +39,9 @@ MODELS: Mapping[str, str] = {
 NAMES = tuple(name for name in OPTIONS if name != "placement")
 LIMIT_S = 60.0
 TOLERANCE = 1e-3
-COLUMNS = tuple(field.name for field in fields(Row))
-OFFER_COLUMNS = tuple(field.name for field in fields(Offer))
-ERROR_COLUMNS = tuple(field.name for field in fields(ErrorRow))
+COLUMNS = columns_of(Row)
+OFFER_COLUMNS = columns_of(Offer)
+ERROR_COLUMNS = columns_of(ErrorRow)
 
 
 def solve_model(model: str, names: Sequence[str], clock: Callable[[], Clock], folder: Path) -> None:

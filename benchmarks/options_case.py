@@ -8,7 +8,7 @@ from functools import cached_property
 from benchmarks.common import provenance
 from benchmarks.offload import HOST
 from benchmarks.options_rows import LEAST, Bits, Offer, Row, bits_of, set_name
-from graphs.errors import PlannerError
+from benchmarks.solved import solved
 from graphs.ir import Graph
 from graphs.options import OPTIONS, traced_options, with_options
 from graphs.options.selection import holding
@@ -18,7 +18,6 @@ from planner.solving import budget_in_bytes, summarize
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered
-from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import Tolerance
@@ -109,21 +108,8 @@ class Case:
             return self._least(graph, blank)
         blank = replace(blank, budget_bytes=budget_in_bytes(blank.budget, blank.base_peak_bytes))
         assert blank.budget_bytes is not None
-        solve = get_solver("windows")
-        try:
-            result = solve(Request(graph, blank.budget_bytes, Tolerance.of(self.tolerance), self.clock()))
-        except PlannerError as error:
-            return replace(blank, message=str(error))
-        return replace(
-            blank,
-            status=str(result.status),
-            reason=str(result.reason or ""),
-            message=" ".join(result.message.split()),
-            time_s=result.time_s,
-            bound_s=result.bound_s,
-            peak_bytes=result.peak_bytes,
-            seconds=result.seconds,
-        )
+        row, _ = solved(blank, "windows", Request(graph, blank.budget_bytes, Tolerance.of(self.tolerance), self.clock()))
+        return row
 
     def _least(self, graph: Graph, blank: Row) -> Row:
         begin = time.monotonic()

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from benchmarks.solved import Solved
 from graphs.ir import Op
 
 NONE = "none"  # the set without an option
@@ -53,7 +54,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Solved):
     """One set of options at one budget; what is unknown is None.
 
     Attributes:
@@ -101,16 +102,6 @@ class Row:
     def names(self) -> frozenset[str]:
         """The options of the set."""
         return frozenset() if self.options == NONE else frozenset(self.options.split("+"))
-
-    @property
-    def overhead(self) -> float | None:
-        """Over the step that keeps everything."""
-        return None if self.time_s is None else self.time_s / self.base_s - 1
-
-    @property
-    def gap(self) -> float | None:
-        """Of the time over the bound; what floating point makes of none is 0."""
-        return None if self.time_s is None or not self.bound_s else max(0.0, self.time_s / self.bound_s - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import planner
-from benchmarks.common import command_line, one_thread, provenance, write
+from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
 from benchmarks.training_loop import Loop, Recipe, batches
-from benchmarks.training_table import COLUMNS, EAGER, PLANNED, Row, failures, half_or_half_way, table
+from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, table
 from graphs.capture.signature import Batch
 from graphs.capture.step import TrainingStep
 from graphs.zoo import Workload, build
@@ -155,11 +155,8 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = []
     for name in arguments.models:
         rows += train(name, RECIPES[arguments.device][name], device, arguments.steps)
-    write(arguments.out / arguments.device, COLUMNS, map(asdict, rows), table(rows))
-    failed = failures(rows)
-    for line in failed:
-        print(line, file=sys.stderr)
-    return 1 if failed else 0
+    write(arguments.out / arguments.device, columns_of(Row), map(asdict, rows), table(rows))
+    return exit_code(failures(rows))
 
 
 if __name__ == "__main__":

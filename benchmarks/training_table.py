@@ -1,15 +1,13 @@
 """What was seen in training loops: the rows, what in them must not be, and the table they make."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 from statistics import median
 
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.tables import as_markdown
-from planner.studies import rows as tables
 
 EAGER, PLANNED = "eager", "planned"
 
@@ -56,14 +54,6 @@ class Row:
     machine: str
     commit: str
     torch: str
-
-
-COLUMNS = tuple(field.name for field in fields(Row))
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV; none where there is no file."""
-    return tables.read_rows(path, Row)
 
 
 def half_or_half_way(peak_bytes: int, least_bytes: int) -> int:

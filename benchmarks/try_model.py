@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import planner
-from benchmarks.common import one_thread
+from benchmarks.common import columns_of, one_thread
 from benchmarks.runner import SEED, Runner, whole_step
 from graphs.errors import PlannerError
 from graphs.io.files import write_text
@@ -79,7 +79,7 @@ class Row:
     seed: int = SEED
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = columns_of(Row)
 
 
 class Trial:

@@ -9,24 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.common import columns_of
 from benchmarks.compression import CASES, Case, curves, noisy_classes, patterns
 from benchmarks.compression_table import (
     BITS,
-    COLUMNS,
     OTHER_WEIGHTS,
     Row,
     curves_of,
     failures,
     largest_difference,
     plot,
-    read_rows,
     smoothed,
     table,
 )
 from benchmarks.training_loop import Recipe
 from graphs.capture.signature import Batch
 from graphs.zoo import build
-from planner.studies.rows import write_csv
+from planner.studies.rows import read_rows, write_csv
 
 COMMITTED = Path(__file__).parents[2] / "results" / "compression"
 STEPS, SEED = 3, 5
@@ -108,11 +107,11 @@ def test_tokens_follow_from_a_period_and_images_from_their_class() -> None:
 
 
 def test_the_committed_table_is_what_its_rows_say(tmp_path: Path) -> None:
-    rows = read_rows(COMMITTED / "rows.csv")
+    rows = read_rows(COMMITTED / "rows.csv", Row)
     assert {row.model for row in rows} == set(CASES)
     assert table(rows) == (COMMITTED / "table.md").read_text()
     assert failures(rows) == []
-    write_csv(tmp_path / "rows.csv", COLUMNS, map(asdict, rows[:5]))
-    assert read_rows(tmp_path / "rows.csv") == rows[:5]
+    write_csv(tmp_path / "rows.csv", columns_of(Row), map(asdict, rows[:5]))
+    assert read_rows(tmp_path / "rows.csv", Row) == rows[:5]
     plot(rows, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 0

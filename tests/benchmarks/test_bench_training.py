@@ -12,12 +12,13 @@ import torch
 from benchmarks import training
 from benchmarks.training import main, train
 from benchmarks.training_loop import Recipe, batches
-from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, pairs, read_rows, table
+from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, pairs, table
 from graphs.capture.step import TrainingStep
 from graphs.zoo import Workload, build
 from planner import tracing
 from planner.runtime.measure import loss_of
 from planner.solving import solve
+from planner.studies.rows import read_rows
 from planner.training.step import PlannedStep
 from tests.support.steps import mutated
 
@@ -135,7 +136,7 @@ def test_the_files_hold_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixt
     finally:
         torch.set_num_threads(threads)
     said = capsys.readouterr()
-    rows = read_rows(tmp_path / "cpu" / "rows.csv")
+    rows = read_rows(tmp_path / "cpu" / "rows.csv", Row)
     assert failures(rows) == []
     assert said.out == (tmp_path / "cpu" / "table.md").read_text() == table(rows)
 
@@ -153,7 +154,7 @@ def test_a_model_that_is_not_there_is_one_error(capsys: pytest.CaptureFixture[st
 
 
 def test_the_committed_rows_keep_every_promise() -> None:
-    rows = read_rows(COMMITTED / "rows.csv")
+    rows = read_rows(COMMITTED / "rows.csv", Row)
     assert failures(rows) == []
     assert {(model, len(pair.planned)) for model, pair in pairs(rows).items()} == {("gpt2", 50), ("resnet50", 50)}
     assert (COMMITTED / "table.md").read_text() == table(rows)

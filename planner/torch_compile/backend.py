@@ -49,10 +49,10 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (as in ``planner.compile``);
             and ``options``, ``link`` and ``host_budget``, likewise: with ``["offload"]`` tensors also go to the host and
             come back, and all graphs share the host's memory; with ``["chunks"]`` loss heads that are in a graph may be
-            computed in chunks.
+            computed in chunks, and ``pack``, ``kernels`` and ``in-place`` are found in each graph likewise.
 
     Raises:
-        PlannerError: unknown options, or no budget.
+        PlannerError: unknown options, options of graphs that do not go with this (``graphs.options``), or no budget.
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
     budget = _budget(_checked(options))

@@ -15,6 +15,8 @@ import planner
 from benchmarks.compiled_rows import ATEN, OURS, PEAK_OF, REFERENCE, Row
 from benchmarks.kept_captures import KeptCaptures
 from graphs.errors import BudgetError, LimitError, PlannerError
+from graphs.options.selection import IN_PLACE
+from graphs.options.traced import with_traced
 from graphs.units import format_bytes
 from graphs.zoo import Workload
 from planner import tracing
@@ -175,10 +177,9 @@ class _Comparison:
     def _least_bytes(self, method: str) -> int:
         """The least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
         if method not in self._least:
-            graphs = [
-                tracing.with_times(captured, *self._workload, passes=1).graph
-                for captured in self._models[method].captures.values()
-            ]
+            captures = self._models[method].captures.values()
+            timed = (tracing.with_times(captured, *self._workload, passes=1) for captured in captures)
+            graphs = [(with_traced(captured, (IN_PLACE,)) if method == OURS else captured).graph for captured in timed]
             orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
             self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)
         return self._least[method]

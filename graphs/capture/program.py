@@ -8,7 +8,7 @@ holds a storage. Targets, generators and other objects are names in the program'
 import linecache
 import re
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
@@ -102,8 +102,15 @@ class Call:
     composed: "Composed | None" = None
     in_place: str | None = None
 
-    def bind(self, wanted: Container[int]) -> list[str]:
-        """The lines that execute it and bind the outputs in `wanted` to their variables."""
+    def bind(self, wanted: Container[int], over: Collection[tuple[int, int]] = ()) -> list[str]:
+        """The lines that execute it and bind the outputs in `wanted` to their variables.
+
+        Args:
+            over: the output, and the input that it is written over; nothing where it is not.
+        """
+        if over:
+            assert self.in_place is not None
+            return self.bind_to(self.in_place, wanted)
         return self.bind_to(self.expression, wanted)
 
     def bind_to(self, expression: str, wanted: Container[int]) -> list[str]:
@@ -123,10 +130,13 @@ class Launches:
     Attributes:
         lines: Python source over variables and namespace names, which binds the variables of all outputs.
         made: ids of the output tensors.
+        over: ids of outputs and of the inputs that they may be written over, with the line that binds the output then, in place
+            of the one that allocates it.
     """
 
     lines: tuple[str, ...]
     made: tuple[int, ...]
+    over: tuple[tuple[int, int, str], ...] = ()
     random_state: ClassVar[None] = None  # what draws is executed once
     composed: ClassVar[None] = None
 
@@ -135,10 +145,15 @@ class Launches:
         """As in ``Call``: each output is a variable of its own."""
         return tuple((t, "") for t in self.made)
 
-    def bind(self, wanted: Container[int]) -> list[str]:
-        """The lines that execute it and bind the outputs in `wanted`; the others are made beside what is there of them."""
+    def bind(self, wanted: Container[int], over: Collection[tuple[int, int]] = ()) -> list[str]:
+        """The lines that execute it and bind the outputs in `wanted`; the others are made beside what is there of them.
+
+        Args:
+            over: outputs, and the inputs that they are written over.
+        """
         others = [t for t in self.made if t not in wanted]
-        lines = list(self.lines)
+        instead = {f"{variable(o)} = ": line for o, t, line in self.over if (o, t) in over}
+        lines = [next((instead[begin] for begin in instead if line.startswith(begin)), line) for line in self.lines]
         for t in others:
             lines = [re.sub(rf"\b{variable(t)}\b", f"_{variable(t)}", line) for line in lines]
         return lines + ([f"del {', '.join(f'_{variable(t)}' for t in others)}"] if others else [])

@@ -50,12 +50,9 @@ class Writer:
     def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
         """The lines that execute `op`, behind which `freed` is freed."""
         call = self.program.calls[op]
-        if any(t in freed for _, t in self.graph.ops[op].overwrites):
-            assert isinstance(call, Call)
-            assert call.in_place is not None
-            return call.bind_to(call.in_place, wanted)
+        over = [pair for pair in self.graph.ops[op].overwrites if pair[1] in freed]
         if call.random_state is None:
-            return call.bind(wanted)
+            return call.bind(wanted, over)
         assert isinstance(call, Call)
         return [f"with {self.program.lock}:", *(f"    {line}" for line in self._draw(op, call, call.random_state, wanted))]
 

@@ -63,7 +63,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "kernels": Option(
             "convolutions, attention and losses may be computed by other kernels, with other workspaces", refused=_OF_EAGER
         ),
-        "in-place": Option("ops may write element by element over an input that goes with them", refused=_OF_EAGER),
+        "in-place": Option("ops may write element by element over an input that goes with them"),
         "compress": Option(
             "what the backward pass reads may be kept in 1 to 8 bits, with the gradient error of 4 bits for all: compress:4",
             lossy=True,

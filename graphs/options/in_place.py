@@ -2,6 +2,7 @@
 
 No op is added, but ``Op.overwrites`` for the ops of the program, and to their calls the expression that does it: PyTorch's own
 variant of the operator with ``out=``, or the one that works in place. Both run the kernel that allocates its output otherwise.
+Inductor's kernels are given their outputs; what was captured says of which inputs they may be given the memory.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch import fx
 
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import fake, ignored_inputs, is_random, storage
-from graphs.capture.program import Call
+from graphs.capture.program import Call, Launches
 from graphs.capture.render import LAID_OUT
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op
@@ -30,12 +31,18 @@ def in_place(capture: Capture) -> Capture:
     if not graph.plain:
         raise GraphError(f"the option {IN_PLACE!r} is for graphs without other choices: leave those out")
     finding = _Finding(capture)
-    found = [finding.of(op) for op in graph.ops]
-    ops = [op if pair is None else replace(op, overwrites=(pair[:2],)) for op, pair in zip(graph.ops, found, strict=True)]
-    calls = [
-        replace(call, in_place=pair[2]) if pair is not None and isinstance(call, Call) else call
-        for call, pair in zip(program.calls, found, strict=True)
-    ]
+    ops: list[Op] = []
+    calls: list[Call | Launches] = []
+    for op, call in zip(graph.ops, program.calls, strict=True):
+        if isinstance(call, Launches):
+            ops.append(replace(op, overwrites=finding.launched(call)))
+            calls.append(call)
+        elif (found := finding.of(op)) is None:
+            ops.append(op)
+            calls.append(call)
+        else:
+            ops.append(replace(op, overwrites=(found[:2],)))
+            calls.append(replace(call, in_place=found[2]))
     return replace(
         capture,
         graph=Graph(tuple(ops), graph.tensors, graph.kept, graph.provenance),
@@ -84,11 +91,26 @@ class _Finding:
                 return o, t, f"{self._name(function)}({arguments}"
         return None
 
+    def launched(self, call: Launches) -> tuple[tuple[int, int], ...]:
+        """Outputs of kernels and the inputs that they may be written over, each once: of several, as in ``of``."""
+        readers = self.capture.graph.consumers
+        found: dict[int, int] = {}
+        for o, t, _ in sorted(call.over, key=lambda pair: (readers[pair[1]][-1], len(readers[pair[1]]), pair[:2])):
+            if self._may_go(o, t) and o not in found and t not in found.values():
+                found[o] = t
+        return tuple(found.items())
+
+    def _may_go(self, o: int, t: int) -> bool:
+        """Whether t does not stay, and has as many bytes as o."""
+        graph = self.capture.graph
+        read, made = graph.tensors[t], graph.tensors[o]
+        alone = all(other is None for tensor in (read, made) for other in (tensor.view_of, tensor.held_for))
+        return alone and not read.static and t not in graph.kept and read.size_bytes == made.size_bytes > 0
+
     def _whole(self, node: fx.Node, o: int, t: int) -> fx.Node | None:
         """The argument that is all of t, laid out as the output o; None if t stays, or is read in another order as well."""
-        graph, made = self.capture.graph, fake(node)
-        read = graph.tensors[t]
-        if read.static or t in graph.kept or read.size_bytes != graph.tensors[o].size_bytes or read.kind is Kind.RANDOM_STATE:
+        made = fake(node)
+        if not self._may_go(o, t) or self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE:
             return None
         values = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
         of_t = [value for value in values if self._tensor_of.get(storage(fake(value))) == t]

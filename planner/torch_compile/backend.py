@@ -104,7 +104,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 
     if not _trains(module):
         return compile_fx(module, inputs)  # type: ignore[return-value]
-    captured, add = capture_kernels(module, inputs), _adding(module, inputs, budget)
+    captured, add = capture_kernels(module, inputs, budget.traced), _adding(module, inputs, budget)
     planned: list[PlannedKernels] = []
 
     def partition(

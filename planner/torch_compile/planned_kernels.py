@@ -20,6 +20,7 @@ from graphs.capture.signature import Signature
 from graphs.cost.profile import profile
 from graphs.cost.replay import RealStep, with_real_sizes
 from graphs.ir import Kind, Phase
+from graphs.options.traced import with_traced
 from graphs.schedule import Schedule
 from graphs.torch_private.capture import (
     BufferAOTInput,
@@ -40,13 +41,14 @@ from planner.torch_compile.planned_graph import Backward, Forward, PlannedGraph
 _PASSES = 3
 
 
-def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any]) -> Capture:
+def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequence[str] = ()) -> Capture:
     """`module` as the kernels that Inductor compiles it to, with the time and memory of each op.
 
     They are run in place, everything kept, on the inputs and on gradients that are made up; what they write is undone.
 
     Args:
         module, inputs: what Dynamo captured, real tensors.
+        options: choices that are found in what was captured.
 
     Raises:
         TraceError: Inductor's code is none that can be planned.
@@ -68,7 +70,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any]) -> Capture:
         static = {s.tensor: given[s.name] if s.name in given else constants[s.name] for s in captured.program.sources}
         values, written = list(static.values()), [static[t] for op in graph.ops for t in op.mutates]
         sized = with_real_sizes(RealStep(replace(captured, graph=graph), values, written))
-        return replace(sized, graph=profile(RealStep(sized, values, written), passes=_PASSES))
+        return with_traced(replace(sized, graph=profile(RealStep(sized, values, written), passes=_PASSES)), options)
 
 
 def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
 from graphs.options import Setting, check_goes_with
+from graphs.options.selection import IN_PLACE
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
@@ -77,7 +78,8 @@ def compile(  # noqa: A001
             `host_budget` is in bytes, or ``8GB``, there. With ``options=["chunks"]`` loss heads, and other large stretches by
             rows, may be computed in chunks: what is added up over rows is then rounded otherwise, and ``plan.differs`` says what.
             With ``options=["kernels"]`` convolutions, attention and rows of ops may be computed by other kernels, likewise.
-            With ``options=["pack"]`` masks, indices and signs may be kept in bits and bytes, exactly.
+            With ``options=["pack"]`` masks, indices and signs may be kept in bits and bytes, exactly. Over Inductor's kernels
+            the option is ``in-place`` where none is named, as it is for ``torch.compile``.
         exact: of the options, offer only ops that differ in not a bit: with ``dynamic`` these are of the first size.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
@@ -111,6 +113,8 @@ def compile(  # noqa: A001
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     channels, asked = None, {}
+    if kernels == "inductor" and not options and not exact:
+        options = (IN_PLACE,)  # as Inductor's kernels do under torch.compile
     choices = choices_of(options, link, host_budget, exact=exact)
     if choices is not None:
         solved = partial(solved, options=choices.options, exact=exact)

@@ -12,6 +12,7 @@ from graphs.cost.launch_by_launch import profile_launches
 from graphs.cost.replay import RealStep
 from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from graphs.ir import Graph
+from graphs.options.traced import with_traced
 from graphs.plan import Plan
 from planner.solving import budget_in_bytes, summarize
 from planner.training.cache import SHARES_OF
@@ -35,7 +36,7 @@ class InductorCompiler(Compiler):
         captured = capture_kernels(
             model, self.loss_fn, batch, variant=variant, optimizer=self.optimizer, accumulate=self.accumulate
         )
-        return profile_launches(RealStep.of(captured, TrainingStep(model, self.loss_fn), batch))
+        return with_traced(profile_launches(RealStep.of(captured, TrainingStep(model, self.loss_fn), batch)), self.options)
 
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """The step on `batch` with the kernels of `plan`; `captured` is what ``capture`` returned."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.compiler import config as compiler_config
 
 from graphs.capture.failures import first_line
+from graphs.capture.kernels.in_place import note_pairs
 from graphs.capture.kernels.variants import Variant
 from graphs.capture.signature import put_together
 from graphs.capture.step import TrainingStep
@@ -39,15 +41,17 @@ from graphs.torch_private.inductor import (
 )
 
 # What makes the code around kernels a list of launches. Memory is taken and given back as a schedule says, so that Inductor need
-# not do so; neither change a kernel's arithmetic.
+# not do so; neither changes a kernel's arithmetic.
 _PLAIN_CODE = {
     "allow_buffer_reuse": False,
     "graph_partition": False,
-    "inplace_buffers": False,
     "size_asserts": False,
     "alignment_asserts": False,
     "triton.cudagraphs": False,
 }
+
+# Part of the keys of Inductor's cache: what is kept there was generated with all that is changed in here.
+_GENERATED = "planner: kernels apart, with what may be written over"
 
 _NOTHING = "the step computes nothing that Inductor could compile: plan with kernels='eager'"
 
@@ -142,7 +146,13 @@ def compile_halves(
 
     context = TracingContext.try_get()
     assert context is not None
-    with _settings(), variant.chosen(), V.set_fake_mode(context.fake_mode), disable_compiled_autograd(), kernels_apart():
+    with (
+        _settings(),
+        variant.chosen(),
+        V.set_fake_mode(context.fake_mode),
+        disable_compiled_autograd(),
+        kernels_apart(note_pairs),
+    ):
         module = run_pre_grad_passes(module, args)  # type: ignore[arg-type]  # nests too
         joint = export(
             stack,
@@ -165,6 +175,7 @@ def compile_halves(
 @contextmanager
 def _settings() -> Iterator[None]:
     with (
+        compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag + _GENERATED),  # type: ignore[attr-defined]
         inductor_config.patch(_PLAIN_CODE),
         functorch_config.patch(force_non_lazy_backward_lowering=True, unlift_effect_tokens=True),
     ):

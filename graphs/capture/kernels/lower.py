@@ -9,7 +9,8 @@ import torch
 
 from graphs.capture.kernels.halves import Half, Halves
 from graphs.capture.kernels.merge import Group, grouped
-from graphs.capture.kernels.wrapper import Launch, Value, Wrapper, numbers, with_variables
+from graphs.capture.kernels.values import numbers, with_variables
+from graphs.capture.kernels.wrapper import Launch, Value, Wrapper
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import check_outputs, keeps_layout, memory_format
 from graphs.capture.program import Launches, Program, variable
@@ -235,7 +236,8 @@ class _Lowering:
                     mutates=tuple(self.static[v] for v in sorted(group.writes) if v in self.static),
                 )
             )
-            calls.append(Launches(tuple(lines), tuple(outputs)))
+            over = ((self.tensor_of[made], self.tensor_of[read], self._renamed(line)) for made, read, line in group.over)
+            calls.append(Launches(tuple(lines), tuple(outputs), tuple(over)))
         return ops, calls
 
     def _aligning(self, ops: Sequence[Op]) -> list[str]:

@@ -40,6 +40,12 @@ class Group:
         return {value for launch in self.launches for value in launch.reads} - self.makes
 
     @property
+    def over(self) -> list[tuple[int, int, str]]:
+        """As of its launches, where of them no other reads or writes the memory that is written over."""
+        touched = [value for launch in self.launches for value in {*launch.reads, *launch.writes}]
+        return [pair for launch in self.launches for pair in launch.over if touched.count(pair[1]) == 1]
+
+    @property
     def random(self) -> bool:
         """Whether it draws from the generator."""
         return any(launch.random for launch in self.launches)

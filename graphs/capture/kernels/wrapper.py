@@ -6,17 +6,17 @@ calls, deletions, and what is returned. Views are inlined into what reads them, 
 
 import ast
 import copy
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from graphs.capture.kernels.in_place import noted
+from graphs.capture.kernels.values import VALUE, Inline, items, number_of, numbers, variable_of
 from graphs.capture.kernels.writes import Kernels, Writes
 from graphs.errors import TraceError
 from graphs.ir import Phase
 
 _IGNORED = ("args.clear", "assert_size_stride", "assert_alignment", "torch.cuda.set_device")
 _SETUP = ("get_raw_stream",)  # its result is no tensor, and is asked for at each step
-_VALUE = "_v"  # the name of a value's variable begins with it; those of Inductor's do not
 
 
 @dataclass(slots=True)
@@ -43,6 +43,8 @@ class Launch:
         reads: numbers of those that it reads.
         writes: numbers of those that were there before, which it writes to.
         random: whether it draws from the generator.
+        over: numbers of values that it makes and of those that it may write them over, with the line for it, in place of the
+            one that allocates.
     """
 
     target: str
@@ -52,6 +54,7 @@ class Launch:
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     random: bool = False
+    over: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 class Wrapper:
@@ -75,7 +78,7 @@ class Wrapper:
     def new(self, value: Value) -> ast.expr:
         """The expression of a value that is there before the launches."""
         self.values.append(value)
-        return _variable(len(self.values) - 1)
+        return variable_of(len(self.values) - 1)
 
     def read(
         self,
@@ -121,10 +124,14 @@ class _Reader:
         self.names: dict[str, str] = {}  # of globals, in the wrapper's namespace
         self.bound: dict[str, ast.expr] = dict(constants)  # what the variables of the module stand for
         self.allocated: dict[int, ast.expr] = {}  # values that are written to by nobody yet, and how they are allocated
+        self.layouts: dict[str, str] = {}  # sizes and strides of what is allocated, by variable
+        self.over: dict[str, dict[str, None]] = {}  # for variables the inputs of their kernel that they may be written over
 
     def read(self, inputs: Sequence[ast.expr | None]) -> list[ast.expr]:
         statements = list(self._flat(self.body))
-        self.items = _items(statements)
+        self.items = items(statements)
+        for read, made in filter(None, (noted(s.value) for s in statements if isinstance(s, ast.Expr))):
+            self.over.setdefault(made, {})[read] = None  # Inductor generates a kernel several times, and says so each time
         for statement in statements:
             match statement:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
@@ -140,6 +147,8 @@ class _Reader:
                     return [self._inlined(value) for value in values]
                 case ast.Delete() | ast.Pass():
                     pass
+                case ast.Expr(value=value) if noted(value):
+                    pass
                 case _:
                     self._refuse(statement)
         raise AssertionError("no value is returned")
@@ -149,7 +158,8 @@ class _Reader:
             case ast.Call(func=ast.Name(id=function), args=args) if function.startswith("empty_strided"):
                 shape, dtype = ast.literal_eval(args[0]), ast.unparse(args[2]).removeprefix("torch.")
                 self.bound[name] = self.wrapper.new(Value(shape, dtype))
-                self.allocated[_number(self.bound[name])] = self._inlined(value)
+                self.allocated[number_of(self.bound[name])] = self._inlined(value)
+                self.layouts[name] = f"{ast.unparse(args[0])}, {ast.unparse(args[1])}"
             case ast.Call(func=ast.Name(id=function)) if function in _SETUP:
                 self.bound[name] = ast.Name(id=name)
                 line = f"{name} = {ast.unparse(self._inlined(value))}"
@@ -171,14 +181,14 @@ class _Reader:
         launch = Launch(target, self.phase, [], random=writes.random)
         for value in sorted(written):
             if value in self.allocated:
-                launch.lines.append(f"{_VALUE}{value} = {ast.unparse(self.allocated.pop(value))}")
+                launch.lines.append(f"{VALUE}{value} = {ast.unparse(self.allocated.pop(value))}")
                 launch.makes.append(value)
             else:
                 launch.writes.add(value)
         inlined = self._inlined(call)
         for value in numbers(inlined):
             if value in self.allocated:  # nobody has written to it, nor does this: what is in it does not matter
-                launch.lines.append(f"{_VALUE}{value} = {ast.unparse(self.allocated.pop(value))}")
+                launch.lines.append(f"{VALUE}{value} = {ast.unparse(self.allocated.pop(value))}")
                 launch.makes.append(value)
             elif value not in launch.makes:
                 launch.reads.add(value)
@@ -192,7 +202,21 @@ class _Reader:
             return
         else:
             self._bind(name, source, launch)
+        launch.over = list(self._written_over(call, launch))
         self.wrapper.launches.append(launch)
+
+    def _written_over(self, call: ast.Call, launch: Launch) -> Iterator[tuple[int, int, str]]:
+        """See ``Launch.over``. What `call` is given twice is left out: it may be read where it is not written."""
+        given = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
+        owners = [value for argument in call.args for value in set(numbers(self._inlined(argument)))]
+        for made in given:
+            for read in self.over.get(made, ()):
+                if read not in given or made not in self.layouts or len(numbers(self.bound[read])) != 1:
+                    continue
+                (value,), (source,) = numbers(self.bound[made]), numbers(self.bound[read])
+                if value in launch.makes and source in launch.reads and owners.count(source) == 1:
+                    view = ast.unparse(self._inlined(ast.Name(id="reinterpret_tensor")))
+                    yield value, source, f"{VALUE}{value} = {view}({VALUE}{source}, {self.layouts[made]}, 0)"
 
     def _bind(self, name: str, source: str, launch: Launch) -> None:
         """Let `launch` make what the call at `source` returns."""
@@ -200,7 +224,7 @@ class _Reader:
         for path in paths:
             value = self.wrapper.new(Value())
             self.bound[name + path] = value
-            launch.makes.append(_number(value))
+            launch.makes.append(number_of(value))
         if paths == [""]:
             launch.lines.append(f"{ast.unparse(self.bound[name])} = {source}")
         else:
@@ -225,7 +249,7 @@ class _Reader:
 
     def _inlined(self, expression: ast.expr) -> ast.expr:
         """`expression` with values for the module's variables, and the wrapper's names for what it defines."""
-        inlined: ast.expr = _Inline(self._name_of).visit(copy.deepcopy(expression))
+        inlined: ast.expr = Inline(self._name_of).visit(copy.deepcopy(expression))
         return inlined
 
     def _flat(self, body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -256,44 +280,3 @@ class _Reader:
             f"Inductor's code has the statement {ast.unparse(statement)!r}, which a static graph cannot hold: shapes and "
             "control flow must not depend on data; or plan with kernels='eager'"
         )
-
-
-class _Inline(ast.NodeTransformer):
-    def __init__(self, name_of: Callable[[str], ast.expr | None]) -> None:
-        self._name_of = name_of
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """What the name stands for; a name of Python's own stays."""
-        found = self._name_of(node.id)
-        return node if found is None else found
-
-
-def _items(statements: Iterable[ast.stmt]) -> dict[str, list[str]]:
-    """For each variable that is taken apart, the subscripts by which it is."""
-    found: dict[str, list[str]] = {}
-    for statement in statements:
-        match statement:
-            case ast.Assign(value=ast.Subscript(value=ast.Name(id=name), slice=index)):
-                found.setdefault(name, []).append(f"[{ast.unparse(index)}]")
-    return found
-
-
-def _variable(number: int) -> ast.Name:
-    return ast.Name(id=f"{_VALUE}{number}")
-
-
-def _number(variable: ast.expr) -> int:
-    assert isinstance(variable, ast.Name)
-    return int(variable.id.removeprefix(_VALUE))
-
-
-def with_variables(source: str, variable: Callable[[int], str]) -> str:
-    """`source` with the variables that `variable` names for the numbers of values."""
-    return re.sub(rf"\b{_VALUE}(\d+)\b", lambda found: variable(int(found[1])), source)
-
-
-def numbers(expression: ast.expr) -> list[int]:
-    """The values that `expression` names, in the order in which it does."""
-    names = (node.id for node in ast.walk(expression) if isinstance(node, ast.Name))
-    found = (name.removeprefix(_VALUE) for name in dict.fromkeys(names) if name.startswith(_VALUE))
-    return [int(number) for number in found if number.isdecimal()]

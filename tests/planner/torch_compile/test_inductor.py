@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,11 @@ from torch._inductor import config as inductor_config
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.plan import Plan
+from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.torch_compile import backend
+from solvers.policies.store_all import store_all
 from tests.support.budgets import between
 
 pytestmark = [
@@ -61,10 +63,11 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
     return found
 
 
-def run(workload: Workload, budget: str | int | None, *, steps: int = 2) -> tuple[StepOutcome, int]:
+def run(workload: Workload, budget: str | int | None, *, steps: int = 2, choices: Sequence[str] = ()) -> tuple[StepOutcome, int]:
     """What the last of some steps leaves behind, and its peak; None: of ``torch.compile`` itself."""
     model = copy.deepcopy(workload.model)
-    options: dict[str, Any] = {"backend": "planner", "options": {"budget": budget, "compile": "inductor"}}
+    planned = {"budget": budget, "compile": "inductor", "options": choices}
+    options: dict[str, Any] = {"backend": "planner", "options": planned}
     torch.compiler.reset()
     compiled: Callable[..., Any] = torch.compile(model, dynamic=False, **(options if budget is not None else {}))
 
@@ -91,6 +94,19 @@ def test_computing_again_leaves_the_bits_of_torch_compile(
     assert tight < whole
     # The loss function is not in the graph: a gradient and its input's size, besides.
     assert tight <= plan.budget_bytes + 2 * workload.batch[0].nbytes
+
+
+def test_outputs_written_over_inputs_leave_the_bits_of_torch_compile(solved: list[tuple[Graph, Plan]]) -> None:
+    workload = mlp()
+    wanted, _ = run(workload, None)
+    found, _ = run(workload, "100%", choices=["in-place"])
+    assert not wanted.differences(found)
+    graph = solved[0][0]
+    schedule = store_all(graph)
+    assert sum(simulate(graph, schedule).memory_bytes) < sum(simulate(graph.out_of_place(), schedule).memory_bytes)
+    found, tight = run(workload, between(graph), choices=["in-place"])
+    assert not wanted.differences(found)
+    assert tight <= solved[1][1].budget_bytes + 2 * workload.batch[0].nbytes
 
 
 @pytest.mark.slow

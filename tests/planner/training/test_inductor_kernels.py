@@ -5,14 +5,16 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import takewhile
 
 import pytest
 import torch
 
 from graphs.capture.kernels.variants import Variant
 from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Schedule
+from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
+from solvers.policies.store_all import store_all
 from tests.support.budgets import on_the_way
 from tests.support.kernel_steps import CASES, Prepared, differences, prepare
 
@@ -73,6 +75,27 @@ def test_what_is_computed_again_is_the_same(name: str) -> None:
     assert len(step.plan.schedule.computed) > step.plan.graph.ops
     assert all(count == 1 for op, count in again.items() if known.graph.ops[op].random or known.graph.ops[op].mutates)
     assert differences(known.wanted, known.found(step)) == []
+
+
+@pytest.mark.parametrize("name", marked(RECOMPUTES))
+def test_outputs_take_the_memory_of_inputs_that_go(name: str) -> None:
+    """Also where nothing is computed again: less is in memory than out of place, to the byte, with the same bits."""
+    known = prepared(name)
+    schedule = store_all(known.graph)
+    assert sum(len(over) for over in (freed_over(known.graph, schedule, i) for i in range(len(schedule.steps)))) > 0
+    budget = simulate(known.graph, schedule).peak_bytes
+    step = known.step(budget)
+    assert step.plan.measured_peak_bytes == measured_as_predicted(known.graph, step.plan.schedule) <= budget
+    assert differences(known.wanted, known.found(step)) == []
+
+
+def freed_over(graph: Graph, schedule: Schedule, place: int) -> set[int]:
+    """What the op at `place` of a schedule writes over."""
+    step = schedule.steps[place]
+    if not isinstance(step, Compute):
+        return set()
+    behind = takewhile(lambda later: isinstance(later, Free), schedule.steps[place + 1 :])
+    return {t for _, t in graph.ops[step.op].overwrites} & {free.tensor for free in behind if isinstance(free, Free)}
 
 
 def test_what_a_second_step_overwrites_is_not_read_by_the_backward_pass_of_the_first() -> None:

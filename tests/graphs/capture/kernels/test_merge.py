@@ -99,3 +99,14 @@ def test_readers_between_two_writers_follow_the_first() -> None:
     assert found == [[0], [1], [2], [3], [4]]
     assert [group.once for group in groups] == [True] * 5
     assert [group.follows for group in groups] == [set(), set(), {0, 1}, {2}, {2, 3}]
+
+
+def test_an_op_writes_over_what_one_launch_of_it_reads() -> None:
+    first, second = launch(2, reads="1"), launch(reads="12", writes="2")
+    first.over = [(2, 1, "line")]
+    (group,), _ = parts([first, second], static=(1,))
+    assert group.over == []
+    alone, other = launch(3, reads="1"), launch(4, reads="1")
+    alone.over = [(3, 1, "line")]
+    groups, _ = parts([alone, other], static=(1,))
+    assert [group.over for group in groups] == [[(3, 1, "line")], []]

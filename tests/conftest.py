@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +10,15 @@ from hypothesis import HealthCheck, settings
 # The same examples on every run, and no clock: the machine may be busy.
 settings.register_profile("project", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+# Inductor compiles programs that try out the vector instructions of the processor, in ten seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not go through it during each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The exact solver against all schedules of small graphs."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +18,11 @@ from solvers.windows.formulation.models import build_relaxation
 from tests.support.brute_force import fastest
 from tests.support.checked_results import SLACK, TOLERANCE, check
 
-EXACT = settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+EXACT = settings(max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+MANY = settings(EXACT, max_examples=4000)
 
 
-@EXACT
-@given(seed=st.integers(0, 10**6), ops=st.integers(1, 7), tightness=st.floats(0, 1))
-def test_equals_brute_force(seed: int, ops: int, tightness: float) -> None:
+def check_against_brute_force(seed: int, ops: int, tightness: float) -> None:
     graph = random_graph(seed, ops)
     least = least_budget_bound(graph).budget_bytes
     peak = simulate(graph, store_all(graph)).peak_bytes
@@ -31,7 +31,20 @@ def test_equals_brute_force(seed: int, ops: int, tightness: float) -> None:
     check(graph, budget, fastest(graph, budget))
 
 
-@settings(EXACT, max_examples=120)
+@EXACT
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 7), tightness=st.floats(0, 1))
+def test_equals_brute_force(seed: int, ops: int, tightness: float) -> None:
+    check_against_brute_force(seed, ops, tightness)
+
+
+@pytest.mark.slow
+@MANY
+@given(seed=st.integers(0, 10**6), ops=st.integers(1, 7), tightness=st.floats(0, 1))
+def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float) -> None:
+    check_against_brute_force(seed, ops, tightness)
+
+
+@settings(EXACT, max_examples=40)
 @given(seed=st.integers(0, 10**6), ops=st.integers(4, 7))
 def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
@@ -57,7 +70,7 @@ def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
     assert fastest(graph, bracket.found_bytes - 1) is None
 
 
-@settings(EXACT, max_examples=500)
+@settings(EXACT, max_examples=200)
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 7), share=st.floats(0, 1))
 def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float) -> None:
     """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""

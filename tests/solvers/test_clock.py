@@ -23,7 +23,7 @@ GRAPH = random_training_step(2, 80)
 # Between the least and the peak: a quarter of the way.
 _LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
-LIMIT = 4.0
+LIMIT = 2.0
 
 
 @pytest.mark.parametrize("make", [WallClock, WorkClock])

@@ -148,7 +148,7 @@ def test_a_smaller_part_of_the_budget_is_tried_only_if_nothing_fits() -> None:
 
 
 def test_the_seed_decides() -> None:
-    graph = random_training_step(14, 14)
+    graph = random_training_step(8, 8)
     budget = budget_at(graph, 0.5)
 
     def found(seed: int) -> float | None:

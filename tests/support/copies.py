@@ -4,7 +4,6 @@ from dataclasses import replace
 from random import Random
 
 from graphs.capture.lower import Capture
-from graphs.capture.trace import capture
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.offload import without_copies
@@ -13,7 +12,7 @@ from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.runtime.executor import Executor
 from solvers.policies.store_all import store_all
-from tests.support.steps import make
+from tests.support.steps import capture_of, make
 
 
 def offering(captured: Capture, *, host_bytes: int | None = None) -> Capture:
@@ -24,7 +23,7 @@ def offering(captured: Capture, *, host_bytes: int | None = None) -> Capture:
 def copying_step(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:
     """The step `name` with round trips, a schedule that makes some at random, and what runs it on a model of its own."""
     workload = make(name)
-    captured = capture(*workload)
+    captured = capture_of(name)
     offered = offering(captured)
     schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
     return offered, schedule, Executor(offered, schedule, workload.model, workload.loss_fn)

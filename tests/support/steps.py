@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from random import Random
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from graphs.capture.lower import Capture
+from graphs.capture.trace import capture
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.schedule import Schedule, schedule_of
@@ -121,6 +123,12 @@ def make(name: str) -> Workload:
     """The step `name`, the same every time."""
     torch.manual_seed(7)
     return STEPS[name]()
+
+
+@cache
+def capture_of(name: str) -> Capture:
+    """The step `name`, captured once: it holds for each model that ``make`` makes."""
+    return capture(*make(name))
 
 
 def random_schedule(graph: Graph, seed: int) -> Schedule:

@@ -18,7 +18,7 @@ from graphs.zoo import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
 from solvers.policies.store_all import store_all
-from tests.support.steps import STEPS, make, random_schedule
+from tests.support.steps import STEPS, capture_of, make, random_schedule
 
 
 def ops_called(graph: Graph, target: str) -> list[Op]:
@@ -82,14 +82,14 @@ def test_views_are_neither_ops_nor_tensors() -> None:
 
 
 def test_outputs_of_one_op_are_tensors_of_their_own() -> None:
-    graph = capture(*make("resnet18")).graph
+    graph = capture_of("resnet18").graph
     (first, *_) = ops_called(graph, "aten._native_batch_norm_legit_functional.default")
     assert len(first.outputs) == 5
     assert first.recomputable
 
 
 def test_what_reads_an_overwritten_buffer_is_not_recomputed() -> None:
-    graph = capture(*make("mutated")).graph
+    graph = capture_of("mutated").graph
     mean = next(t.id for t in graph.tensors if t.name.endswith("mean"))
     assert any(mean in op.mutates for op in graph.ops)
     readers = [op for op in graph.ops if mean in op.inputs]
@@ -98,7 +98,7 @@ def test_what_reads_an_overwritten_buffer_is_not_recomputed() -> None:
 
 
 def test_random_ops_are_marked_and_their_states_are_tensors() -> None:
-    graph = capture(*make("gpt2_sdpa")).graph
+    graph = capture_of("gpt2_sdpa").graph
     dropouts = ops_called(graph, "aten.native_dropout.default")
     assert dropouts
     for op in dropouts:
@@ -140,17 +140,17 @@ def test_optimizer_state_and_old_gradients_are_static(name: str) -> None:
 
 def test_the_fingerprint_is_of_structure_and_sizes() -> None:
     workload = make("vit")
-    captured = capture(*workload)
+    captured = capture_of("vit")
     again = capture(*make("vit"), optimizer="adamw")
     timed = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=1)
     assert captured.graph.fingerprint == again.graph.fingerprint == timed.fingerprint
-    assert captured.graph.fingerprint != capture(*make("llama")).graph.fingerprint
+    assert captured.graph.fingerprint != capture_of("llama").graph.fingerprint
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_profiling_leaves_the_model_as_it_was(name: str) -> None:
     workload = make(name)
-    captured = capture(*workload)
+    captured = capture_of(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     state = torch.get_rng_state()
     graph = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=2)

@@ -125,7 +125,7 @@ def check_ddp(rank: int) -> None:
     compiler.with_times = lambda *args, **kwargs: profiles.append(rank) or with_times(*args, **kwargs)
 
     eager, planned = pair(DistributedDataParallel)
-    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1, tolerance=0.05)
     assert profiles == ([0] if rank == 0 else [])
     assert all(p.grad is None for p in planned.parameters())
     assert_one_plan(step)
@@ -140,11 +140,11 @@ def check_ddp(rank: int) -> None:
 
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     eager, planned = pair(lambda model: DistributedDataParallel(model, **options), unused=True)
-    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, accumulate=True, passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, accumulate=True, passes=1, tolerance=0.05)
     assert_trains_as(eager, planned, step, batch, sync=sync)
 
     eager, planned = pair(lambda model: DistributedDataParallel(model, static_graph=True))
-    step = planner.compile(planned, F.cross_entropy, batch, budget="100%", passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget="100%", passes=1, tolerance=0.05)
     assert_trains_as(eager, planned, step, batch)
 
 
@@ -152,19 +152,19 @@ def check_errors(rank: int) -> None:
     model, batch = DistributedDataParallel(Net()), batch_of(rank)
     there = "rank 0: " if rank else ""
     with pytest.raises(InfeasibleError, match=f"^{there}budget 1.00 kB is below .*, the least"):
-        planner.compile(model, F.cross_entropy, batch, budget="1kB", passes=1)
+        planner.compile(model, F.cross_entropy, batch, budget="1kB", passes=1, tolerance=0.05)
 
     def fail(_: object) -> None:
         raise ZeroDivisionError("by chance")
 
     kind, said = (PlannerError, "rank 0: ZeroDivisionError: by chance") if rank else (ZeroDivisionError, "by chance")
     with pytest.raises(kind, match=said):
-        planner.compile(model, F.cross_entropy, batch, budget=HALF_WAY, passes=1, on_progress=fail)
+        planner.compile(model, F.cross_entropy, batch, budget=HALF_WAY, passes=1, tolerance=0.05, on_progress=fail)
     there = "" if rank else "rank 1: "
     with pytest.raises(MismatchError, match=f"^{there}the plan is for another graph .* inputs"):
-        planner.compile(model, F.cross_entropy, batch_of(rank, size=256 + rank), budget="100%", passes=1)
+        planner.compile(model, F.cross_entropy, batch_of(rank, size=256 + rank), budget="100%", passes=1, tolerance=0.05)
     # Nothing of it is left behind.
-    planner.compile(model, F.cross_entropy, batch, budget="100%", passes=1)(*batch).backward()
+    planner.compile(model, F.cross_entropy, batch, budget="100%", passes=1, tolerance=0.05)(*batch).backward()
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -177,7 +177,7 @@ def sharded(model: nn.Module) -> nn.Module:
 def check_fsdp2(rank: int) -> None:
     batch = batch_of(rank)
     eager, planned = pair(sharded)
-    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1, tolerance=0.05)
     assert all(isinstance(p, DTensor) and p.grad is None for p in planned.parameters())
     assert_one_plan(step)
     assert len(step.plan.schedule.computed) > step.plan.graph.ops
@@ -197,7 +197,7 @@ def check_fsdp2(rank: int) -> None:
         model.set_requires_gradient_sync(last)
 
     eager, planned = pair(sharded)
-    step = planner.compile(planned, F.cross_entropy, batch, budget="100%", accumulate=True, passes=1)
+    step = planner.compile(planned, F.cross_entropy, batch, budget="100%", accumulate=True, passes=1, tolerance=0.05)
     assert_trains_as(eager, planned, step, batch, sync=sync)
 
     blocks = Net()
@@ -214,7 +214,8 @@ def check_fsdp2(rank: int) -> None:
 
 def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module], **options: object) -> None:
     eager, planned = pair(wrap)
-    compiled = torch.compile(planned, backend="planner", dynamic=False, options={"budget": "100%", **options})
+    options = {"budget": "100%", "tolerance": 0.05, **options}
+    compiled = torch.compile(planned, backend="planner", dynamic=False, options=options)
     assert_trains_as(eager, planned, lambda x, y: F.cross_entropy(compiled(x), y), batch_of(rank))
 
 
@@ -228,7 +229,7 @@ def check_backend_with_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]
 def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     eager, planned = pair(wrap)
     batch = batch_of(rank)
-    asked: dict[str, Any] = {"budget": HALF_WAY, "passes": 1, "options": ["offload"], "link": 1e12}
+    asked: dict[str, Any] = {"budget": HALF_WAY, "passes": 1, "tolerance": 0.05, "options": ["offload"], "link": 1e12}
     with pytest.raises(PlannerError, match="host_budget is None, a part of the host's free memory, and each of several"):
         planner.compile(planned, F.cross_entropy, batch, **asked)
     step = planner.compile(planned, F.cross_entropy, batch, host_budget="1GB", **asked)
@@ -237,20 +238,13 @@ def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert_trains_as(eager, planned, step, batch)
 
 
-@pytest.mark.parametrize(
-    "checks",
-    [
-        tuple(
-            partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend_with_offload, check_backend)
-        ),
-        (check_ddp, check_errors),
-        tuple(partial(check, wrap=sharded) for check in (check_offload, check_backend)),
-        (check_fsdp2,),
-    ],
-    ids=["ddp with more", "ddp", "fsdp2 with more", "fsdp2"],
-)
-def test_two_processes_train_by_one_plan(checks: tuple[Callable[[int], None], ...], tmp_path: Path) -> None:
-    on_two(checks, tmp_path)
+def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
+    """One test of all, as starting the processes takes as long as several checks."""
+    with_ddp = (
+        partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend_with_offload, check_backend)
+    )
+    with_fsdp2 = (partial(check, wrap=sharded) for check in (check_offload, check_backend))
+    on_two((*with_ddp, check_errors, check_ddp, *with_fsdp2, check_fsdp2), tmp_path)
 
 
 def test_one_process_is_left_alone() -> None:

@@ -18,7 +18,7 @@ from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_stand_in import cuda_stand_in
-from tests.support.steps import make
+from tests.support.steps import capture_of, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["tied", "mutated", "unet"])
 def test_what_is_computed_waits_for_copies_and_copies_for_each_other(name: str) -> None:
     workload = make(name)
-    captured = capture(*workload)
+    captured = capture_of(name)
     offered = offering(captured)
     eager = [p.grad for p in trained(workload.model, workload).parameters()]
     for seed in range(4):

@@ -3,14 +3,13 @@
 import pytest
 
 from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.cost.profile import profile
 from graphs.cost.replay import RealStep
 from graphs.simulate import simulate
 from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
-from tests.support.steps import STEPS, make, random_schedule, solve_for
+from tests.support.steps import STEPS, capture_of, make, random_schedule, solve_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", STEPS)
 def test_every_schedule_trains_as_eager_does(name: str) -> None:
     workload = make(name)
-    captured = capture(*workload)
+    captured = capture_of(name)
     graph = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=1)
     eager = train(workload, None)
     assert_same(eager, train(workload, (captured, store_all(graph))))
@@ -36,7 +35,7 @@ def test_every_schedule_trains_as_eager_does(name: str) -> None:
 
 def test_recomputed_dropout_draws_what_it_drew() -> None:
     workload = make("gpt2_written")
-    captured = capture(*workload)
+    captured = capture_of("gpt2_written")
     dropouts = [op.id for op in captured.graph.ops if op.random and op.recomputable]
     schedule = random_schedule(captured.graph, 1)
     again = [op for op in dropouts if schedule.computed.count(op) > 1]

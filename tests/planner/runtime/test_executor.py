@@ -24,13 +24,12 @@ from planner.runtime.codegen import compile_schedule
 from planner.runtime.executor import Executor
 from solvers.policies.store_all import store_all
 from tests.support.budgets import HALF_WAY
-from tests.support.steps import make, random_schedule
+from tests.support.steps import capture_of, make, random_schedule
 
 
 @cache
 def captured_step(name: str) -> tuple[Workload, Capture]:
-    workload = make(name)
-    return workload, capture(*workload)
+    return make(name), capture_of(name)
 
 
 def executor(name: str = "gpt2_sdpa") -> tuple[Executor, tuple[torch.Tensor, ...]]:
@@ -63,7 +62,7 @@ def test_compile_refuses_an_impossible_budget() -> None:
 
 def test_a_graph_with_choices_is_refused() -> None:
     workload = make("vit")
-    captured = capture(*workload)
+    captured = capture_of("vit")
     graph, schedule = captured.graph, store_all(captured.graph)
     aside = replace(captured, graph=replace(graph, ops=(replace(graph.ops[0], stream="side"), *graph.ops[1:])))
     with pytest.raises(GraphError, match="the graph has 1 pools, 2 streams and 0 optional ops"):
@@ -104,7 +103,7 @@ def test_another_batch_is_refused(change, message: str) -> None:
 
 def test_another_mode_is_refused() -> None:
     workload = make("gpt2_sdpa")
-    captured = capture(*workload)
+    captured = capture_of("gpt2_sdpa")
     step = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
     workload.model.eval()
     with pytest.raises(MismatchError, match=r"train\(\) or eval\(\)"):
@@ -126,7 +125,7 @@ def test_a_second_backward_is_refused() -> None:
 
 def test_a_parameter_changed_before_backward_is_noticed() -> None:
     workload = make("gpt2_sdpa")
-    captured = capture(*workload)
+    captured = capture_of("gpt2_sdpa")
     loss = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)(*workload.batch)
     with torch.no_grad():
         for parameter in workload.model.parameters():
@@ -137,7 +136,7 @@ def test_a_parameter_changed_before_backward_is_noticed() -> None:
 
 def test_two_forwards_before_one_backward() -> None:
     workload = make("resnet18")
-    captured = capture(*workload)
+    captured = capture_of("resnet18")
     step = Executor(captured, random_schedule(captured.graph, 0), workload.model, workload.loss_fn)
     both = step(*workload.batch) + 2 * step(*workload.batch)
     both.backward()
@@ -179,7 +178,7 @@ def test_nothing_is_left_in_memory() -> None:
 
 
 def test_the_code_says_what_the_schedule_says() -> None:
-    captured = capture(*make("unet"))
+    captured = capture_of("unet")
     schedule = random_schedule(captured.graph, 2)
     source = compile_schedule(captured.graph, captured.program, schedule).source
     frees = re.findall(r"^    del t(\d+)$", source, flags=re.MULTILINE)
@@ -208,7 +207,7 @@ def test_the_source_of_a_step_is_there_for_tracebacks_as_long_as_the_step() -> N
 
 def test_an_invalid_schedule_is_refused() -> None:
     workload = make("frozen")
-    captured = capture(*workload)
+    captured = capture_of("frozen")
     broken = schedule_of(captured.graph, range(len(captured.graph.ops) - 1))
     with pytest.raises(ScheduleError, match="never computes"):
         Executor(captured, broken, workload.model, workload.loss_fn)
@@ -223,7 +222,7 @@ def test_a_plan_for_another_graph_is_refused() -> None:
 
 def test_a_module_that_is_replaced_is_trained_by_the_same_plan() -> None:
     workload = make("frozen")
-    captured = capture(*workload)
+    captured = capture_of("frozen")
     step = Executor(captured, schedule_of(captured.graph, range(len(captured.graph.ops))), workload.model, workload.loss_fn)
     workload.model.head = copy.deepcopy(workload.model.head)
     step(*workload.batch).backward()

@@ -3,19 +3,18 @@
 import pytest
 
 from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from planner.running import run
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.tracing import with_times
 from tests.support.budgets import on_the_way
-from tests.support.steps import STEPS, make, solve_for
+from tests.support.steps import STEPS, capture_of, make, solve_for
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     workload = make(name)
-    captured = with_times(capture(*workload), *workload, passes=1)
+    captured = with_times(capture_of(name), *workload, passes=1)
     step = TrainingStep(workload.model, workload.loss_fn)
     for budget in on_the_way(captured.graph, 1.0, 0.6, 0.3, 0.1):
         plan = solve_for(0.0, captured.graph, budget)

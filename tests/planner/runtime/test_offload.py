@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.ir import Kind
 from graphs.options.offload import without_copies
 from graphs.schedule import Compute, Free, Schedule, Step
@@ -29,7 +28,7 @@ from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.copies import copying_step, offering, with_random_copies
 from tests.support.executed import assert_alike_in_threads, late_copies
-from tests.support.steps import STEPS, make, random_schedule
+from tests.support.steps import STEPS, capture_of, make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -39,7 +38,7 @@ QUICK = ("gpt2_sdpa", "resnet18", "mutated")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
     workload = make(name)
-    captured = with_times(capture(*workload), *workload, passes=1)
+    captured = with_times(capture_of(name), *workload, passes=1)
     offered = offering(captured)
     eager = train(workload, None)
     tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
@@ -72,10 +71,10 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     makers = late_copies(monkeypatch)
     for name in ("mutated", "tied"):
         workload = make(name)
-        offered = offering(capture(*workload))
+        offered = offering(capture_of(name))
         eager = train(workload, None)
         for seed in range(3):
-            schedule = with_random_copies(offered.graph, store_all(capture(*workload).graph), seed)
+            schedule = with_random_copies(offered.graph, store_all(capture_of(name).graph), seed)
             assert_same(eager, train(workload, (offered, schedule)))
     assert makers == {"planner: device to host", "planner: host to device"}
 
@@ -98,7 +97,7 @@ def test_nothing_waits_before_it_must() -> None:
 
 
 def test_states_of_generators_stay_on_the_device() -> None:
-    captured = capture(*make("gpt2_written"))
+    captured = capture_of("gpt2_written")
     states = {t.id for t in captured.graph.tensors if t.kind is Kind.RANDOM_STATE and t.size_bytes}
     _, copies = without_copies(offering(captured).graph)
     assert states and copies is not None and states.isdisjoint(copies.trips)
@@ -108,7 +107,7 @@ def test_the_host_holds_no_more_than_it_may() -> None:
     offered, schedule, _ = copying_step("gpt2_written", 3)
     most = simulate(offered.graph, schedule).pool_peaks_bytes[1]
     workload = make("gpt2_written")
-    limited = offering(capture(*workload), host_bytes=most)
+    limited = offering(capture_of("gpt2_written"), host_bytes=most)
     executor = Executor(limited, schedule, workload.model, workload.loss_fn)
     for _ in range(3):
         executor(*workload.batch).backward()
@@ -218,7 +217,7 @@ def test_a_copy_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_copy_out_of_what_is_coming_in_says_so() -> None:
     workload = make("tied")
-    captured = capture(*workload)
+    captured = capture_of("tied")
     offered = offering(captured)
     _, copies = without_copies(offered.graph)
     assert copies is not None

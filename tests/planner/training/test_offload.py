@@ -34,7 +34,7 @@ def executor(step: planner.PlannedStep) -> Executor:
 
 
 def compiled(workload: Workload, **options: Any) -> planner.PlannedStep:
-    return planner.compile(*workload, **{"budget": "75%", "passes": 1, "time_limit_s": 10.0, **_FAST, **options})
+    return planner.compile(*workload, **{"budget": "75%", "passes": 1, "tolerance": 0.1, **_FAST, **options})
 
 
 def small() -> Workload:

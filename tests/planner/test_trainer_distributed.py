@@ -73,4 +73,9 @@ def check_sharded(rank: int) -> None:
 
 
 def test_trains_as_the_trainer_alone_under_ddp(tmp_path: Path) -> None:
-    on_two((check_accumulation, check_smoothed_labels, check_other_sizes, check_sharded, check_differing_sizes), tmp_path)
+    on_two((check_accumulation, check_other_sizes, check_sharded, check_differing_sizes), tmp_path)
+
+
+@pytest.mark.slow
+def test_smoothed_labels_in_half_precision_under_ddp(tmp_path: Path) -> None:
+    on_two((check_smoothed_labels,), tmp_path)

@@ -18,7 +18,8 @@ from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
 from tests.support.requests import ask
 
 SEEDS = [
-    *(range(first, first + 50) for first in range(0, 150, 50)),
+    range(50),
+    *(pytest.param(range(first, first + 50), marks=pytest.mark.slow) for first in (50, 100)),
     *(pytest.param(range(first, first + 250), marks=pytest.mark.slow) for first in range(1000, 5000, 250)),
 ]
 
@@ -82,7 +83,7 @@ def test_models_never_refute_what_exists(seeds: range) -> None:
 def test_the_best_of_all_schedules_is_one() -> None:
     """The judge of all others agrees with the brute force, which has rules of its own."""
     judged = optional = 0
-    for one in cases(range(200)):
+    for one in cases(range(100)):
         without = fastest(without_options(one.graph), one.budget_bytes)
         if one.optimum is None:
             assert without is None
@@ -94,4 +95,4 @@ def test_the_best_of_all_schedules_is_one() -> None:
         assert without is None or best_s <= without * (1 + SLACK)
         judged += 1
         optional += any(op >= len(one.graph.program) for op in schedule.computed)
-    assert judged > 60 and optional > 40
+    assert judged > 30 and optional > 20

@@ -22,7 +22,8 @@ from tests.support.requests import ask
 from tests.support.variances import with_variances
 
 SEEDS = [
-    range(50),
+    range(25),
+    pytest.param(range(25, 50), marks=pytest.mark.slow),
     *(pytest.param(range(first, first + 250), marks=pytest.mark.slow) for first in range(1000, 5000, 250)),
 ]
 

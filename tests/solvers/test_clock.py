@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ GRAPH = random_training_step(2, 80)
 # Between the least and the peak: a quarter of the way.
 _LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
-LIMIT = 2.0
+LIMIT = 4.0
 
 
 @pytest.mark.parametrize("make", [WallClock, WorkClock])
@@ -102,9 +103,14 @@ def searched(limit: float) -> tuple[Result, float]:
     return result, clock.now
 
 
+@cache
+def searched_at_once() -> tuple[Result, float]:
+    return searched(LIMIT)
+
+
 @pytest.mark.parametrize("slow", ["trials", "HiGHS"])
 def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick, quick_spent = searched(LIMIT)
+    quick, quick_spent = searched_at_once()
     if slow == "trials":
         tried = incumbent.try_out
 

@@ -103,15 +103,15 @@ def shared_gradient() -> Workload:
     return Workload(SharedGradient(), None, (torch.randn(6, 12),))
 
 
-_GPT2 = {"layers": 3, "width": 64, "heads": 4, "vocab": 97, "seq": 48, "batch": 4}
+_GPT2 = {"layers": 2, "width": 64, "heads": 4, "vocab": 97, "seq": 48, "batch": 4}
 
 STEPS: dict[str, Callable[[], Workload]] = {
     "gpt2_sdpa": partial(build, "gpt2", **_GPT2, attention="sdpa"),
     "gpt2_written": partial(build, "gpt2", **_GPT2, attention="written"),
-    "llama": partial(build, "llama", layers=3, width=64, heads=4, kv_heads=2, hidden=128, vocab=97, seq=48, batch=4),
-    "vit": partial(build, "vit", layers=3, width=64, heads=4, size=32, patch=8, classes=10, batch=8, dropout=0.1),
-    "resnet18": partial(build, "resnet18", width=16, size=48, classes=10, batch=8),
-    "unet": partial(build, "unet", channels=8, depth=3, size=48, batch=4),
+    "llama": partial(build, "llama", layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocab=97, seq=48, batch=4),
+    "vit": partial(build, "vit", layers=2, width=64, heads=4, size=32, patch=8, classes=10, batch=8, dropout=0.1),
+    "resnet18": partial(build, "resnet18", blocks=(1, 1, 1, 1), width=16, size=48, classes=10, batch=8),
+    "unet": partial(build, "unet", channels=8, depth=2, size=48, batch=4),
     "tied": tied,
     "frozen": frozen,
     "mutated": mutated,

@@ -26,7 +26,16 @@ def captured(name: str) -> tuple[Capture, Workload]:
     return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["chunks"]), workload
 
 
-@pytest.mark.parametrize("name", [*STEPS, "transformers gpt2", "transformers llama"])
+_OTHER_LLAMAS = ("llama", "transformers llama")  # feed_forward is one, too
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in (*STEPS, "transformers gpt2") if name not in _OTHER_LLAMAS),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHER_LLAMAS),
+    ],
+)
 def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str) -> None:
     capture, workload = captured(name)
     program = replace(capture, graph=without_options(capture.graph))

@@ -57,7 +57,7 @@ def test_compile_is_one_call() -> None:
 
 def test_compile_refuses_an_impossible_budget() -> None:
     with pytest.raises(InfeasibleError, match=r"is below .*, the least any schedule of this graph needs: op"):
-        planner.compile(*make("vit"), budget="5%", passes=1)
+        planner.compile(*make("tied"), budget="5%", passes=1)
 
 
 def test_a_graph_with_choices_is_refused() -> None:

@@ -38,7 +38,7 @@ _SCALARS = 64  # the loss and its gradient are made outside of the model
     ("make", "graphs"),
     [
         (Masked, 1),
-        (Apart, 3),
+        pytest.param(Apart, 3, marks=pytest.mark.slow),
         pytest.param(Thirds, 3, marks=pytest.mark.slow),
         pytest.param(wav2vec2, 2, marks=pytest.mark.slow),
     ],

@@ -21,7 +21,7 @@ from solvers.windows import incumbent, refinement, solve
 from solvers.windows.heuristics.portfolio import Portfolio
 from tests.support.requests import ask
 
-GRAPH = random_training_step(2, 80)
+GRAPH = random_training_step(2, 40)
 # Between the least and the peak: a quarter of the way.
 _LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4

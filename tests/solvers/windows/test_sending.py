@@ -64,7 +64,7 @@ def test_the_host_makes_less_possible_than_recomputing_alone() -> None:
 
 def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> None:
     exact = 0
-    for seed in range(60):
+    for seed in range(30):
         draw = random.Random(seed)
         program = random_graph(draw.randint(0, 10**6), draw.randint(3, 4))
         graph = with_trips(program, host_bytes=draw.choice((None, None, draw.randint(3, 20))))
@@ -77,7 +77,7 @@ def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> No
         except TimeoutError:
             continue
         exact += proved == found
-    assert exact > 30
+    assert exact > 15
 
 
 def test_orders_fit_and_the_first_sends_no_more_than_it_must() -> None:

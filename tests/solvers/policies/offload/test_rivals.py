@@ -91,7 +91,7 @@ def test_a_transformer_takes_less_memory(name: str) -> None:
 def captured() -> Graph:
     """A small GPT-2 as it is trained, modelled for an H200, with round trips."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        graph = trace(*build("gpt2", layers=3, width=256, heads=4, vocab=512, batch=8, seq=256), roofline="h200")
+        graph = trace(*build("gpt2", layers=2, width=256, heads=4, vocab=512, batch=8, seq=256), roofline="h200")
     return with_trips(graph, 50e9)
 
 

@@ -11,7 +11,7 @@ from graphs.zoo import Workload, build
 
 def workload(batch: int = 8) -> Workload:
     torch.manual_seed(0)
-    return build("mlp", batch=batch, layers=3, width=16, classes=3)
+    return build("mlp", batch=batch, layers=2, width=16, classes=3)
 
 
 def compiled(cache: Path, *, budget: str = "100%", batch: int = 8, **options: Any) -> planner.PlannedStep:

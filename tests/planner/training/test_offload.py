@@ -39,7 +39,7 @@ def compiled(workload: Workload, **options: Any) -> planner.PlannedStep:
 
 def small() -> Workload:
     torch.manual_seed(0)
-    return build("mlp", batch=64, layers=6, width=32, classes=3)
+    return build("mlp", batch=64, layers=4, width=32, classes=3)
 
 
 def test_compile_is_one_call(tmp_path: Path) -> None:

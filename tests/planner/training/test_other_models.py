@@ -13,7 +13,7 @@ from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.running import run
 from planner.tracing import trace
-from solvers.clock import WallClock
+from solvers.clock import WorkClock
 from solvers.least import least_budget
 from tests.support.norms import Call, classes, norm_twice
 from tests.support.steps import solve_for
@@ -138,7 +138,7 @@ def test_a_tight_plan_holds(make: Callable[[], Workload]) -> None:
     torch.manual_seed(5)
     workload = make()
     graph = trace(*workload, passes=1)
-    least = least_budget(graph, clock=WallClock(2.0)).found_bytes
+    least = least_budget(graph, clock=WorkClock(0.5)).found_bytes
     plan = solve_for(1.0, graph, int(1.02 * least), tolerance=0.1)
     assert simulate(graph, plan.schedule).peak_bytes <= plan.budget_bytes
     report = run(plan, *workload, repeats=1)

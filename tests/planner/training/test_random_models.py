@@ -11,7 +11,7 @@ from graphs.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
 from planner.solving import solve, summarize
 from planner.training.compiler import Compiler
-from solvers.clock import WallClock
+from solvers.clock import WorkClock
 from solvers.least import least_budget
 from tests.support.random_models import Recipe, build, recipes
 
@@ -32,7 +32,7 @@ def check(recipe: Recipe, share: float) -> None:
     compiler = Compiler(unwrap(workload.model), workload.loss_fn, "none", False, 1, partial(solve, tolerance=0.5))
     captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
     peak = summarize(captured.graph).store_all_peak_bytes
-    least = least_budget(captured.graph, clock=WallClock(1.0)).found_bytes
+    least = least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes
     budget = int(least + share * (peak - least))
     planned = Runner(workload, compiler.solve(captured, workload.batch, budget))
     differences = expected.differences(planned.train(plain.batch))

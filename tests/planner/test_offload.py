@@ -37,9 +37,9 @@ def once(graph: Graph) -> Graph:
 
 
 def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
-    recomputing = solve(step, "40%", work_limit=4)
-    both = solve(step, "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=4)
-    sending = solve(once(step), "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=4)
+    recomputing = solve(step, "40%", work_limit=2)
+    both = solve(step, "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=2)
+    sending = solve(once(step), "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=2)
     assert both.time_s < min(recomputing.time_s, sending.time_s)
     assert both.copied and both.recomputed and not recomputing.copied
     assert sending.recomputed == 0 < recomputing.recomputed
@@ -59,25 +59,25 @@ def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
 
 def test_a_graph_that_offers_it_is_solved_as_it_is(step: Graph) -> None:
     offered = with_options(step, ["offload"], Surroundings(Link.even(50e9)))
-    plan = solve(offered, "60%", work_limit=4)
+    plan = solve(offered, "60%", work_limit=2)
     assert plan.copied
     check_plan(offered, plan)
 
 
 def test_a_slower_link_is_worse(step: Graph) -> None:
-    times = [solve(step, "60%", options=["offload"], link=f"{rate}GB/s", work_limit=4).time_s for rate in (50, 10, 1)]
+    times = [solve(step, "60%", options=["offload"], link=f"{rate}GB/s", work_limit=2).time_s for rate in (50, 10, 1)]
     assert times[0] <= times[1] * 1.005 and times[1] < times[2]
 
 
 def test_a_host_without_room_is_none(step: Graph) -> None:
-    plan = solve(step, "60%", options=["offload"], link=50e9, host_budget=0, work_limit=4)
+    plan = solve(step, "60%", options=["offload"], link=50e9, host_budget=0, work_limit=2)
     assert plan.copied == 0 and plan.pool_peaks_bytes == {HOST: 0}
-    little = solve(step, "60%", options=["offload"], link=50e9, host_budget=10**8, work_limit=4)
+    little = solve(step, "60%", options=["offload"], link=50e9, host_budget=10**8, work_limit=2)
     assert little.pool_peaks_bytes[HOST] <= 10**8
 
 
 def test_the_same_work_gives_the_same_plan(step: Graph) -> None:
-    plans = [solve(step, "60%", options=["offload"], link=50e9, host_budget=GB, work_limit=4) for _ in range(2)]
+    plans = [solve(step, "60%", options=["offload"], link=50e9, host_budget=GB, work_limit=2) for _ in range(2)]
     assert plans[0].schedule == plans[1].schedule and plans[0].bound_s == plans[1].bound_s
 
 
@@ -93,7 +93,7 @@ def test_what_is_too_little_comes_with_what_offload_makes_possible(step: Graph) 
         InfeasibleError, match=r"With --options offload a schedule is known for ([\d.]+ .?B), with .* on the host"
     ):
         solve(single, least)
-    plan = solve(single, least, options=["offload"], link=1e9, host_budget=GB * 64, work_limit=4)
+    plan = solve(single, least, options=["offload"], link=1e9, host_budget=GB * 64, work_limit=2)
     assert plan.peak_bytes <= least
     with pytest.raises(InfeasibleError, match=r"A schedule is known for") as refused:
         solve(single, "1%", options=["offload"], link=1e9, host_budget=GB * 64)
@@ -142,7 +142,7 @@ def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Pat
     graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"
     write_graph(replace(step, provenance={MEASURED_LINK: link.recorded}), graph_file)
     assert "20.00 GB/s out, 30.00 GB/s in, 10.00 GB/s each at once beside the step" in call(capsys, "info", graph_file).out
-    asked = ("--budget", "60%", "--options", "offload", "--work-limit", "4", "--quiet")
+    asked = ("--budget", "60%", "--options", "offload", "--work-limit", "2", "--quiet")
     said = call(capsys, "solve", graph_file, *asked, "-o", plan_file)
     line = "10.00 GB/s each way, 20 us a copy, measured"  # both directions at once are slower, and share a figure
     assert said.code == 0 and line in said.out and line in call(capsys, "info", plan_file).out
@@ -178,7 +178,7 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
 ) -> None:
     graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"
     write_graph(step, graph_file)
-    asked = ("--options", "offload", "--link", "50GB/s", "--host-budget", "1GB", "--work-limit", "4", "--quiet")
+    asked = ("--options", "offload", "--link", "50GB/s", "--host-budget", "1GB", "--work-limit", "2", "--quiet")
     said = call(capsys, "solve", graph_file, "--budget", "60%", *asked, "-o", plan_file)
     assert said.code == 0 and " copies" in said.out and "host memory" in said.out
     plan = read_plan(plan_file)
@@ -197,7 +197,7 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
 
 
 def test_what_such_plans_say_is_checked_before_they_run(step: Graph) -> None:
-    plan = solve(step, "60%", options=["offload"], link=50e9, work_limit=4)
+    plan = solve(step, "60%", options=["offload"], link=50e9, work_limit=2)
     check_sizes(step, plan)
     for wrong, why in (
         (replace(plan, pool_peaks_bytes={HOST: 1}), "in other pools"),

@@ -37,9 +37,9 @@ def once(graph: Graph) -> Graph:
 
 
 def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
-    recomputing = solve(step, "40%", work_limit=2)
-    both = solve(step, "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=2)
-    sending = solve(once(step), "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=2)
+    recomputing = solve(step, "40%", work_limit=4)
+    both = solve(step, "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=4)
+    sending = solve(once(step), "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=4)
     assert both.time_s < min(recomputing.time_s, sending.time_s)
     assert both.copied and both.recomputed and not recomputing.copied
     assert sending.recomputed == 0 < recomputing.recomputed
@@ -65,7 +65,7 @@ def test_a_graph_that_offers_it_is_solved_as_it_is(step: Graph) -> None:
 
 
 def test_a_slower_link_is_worse(step: Graph) -> None:
-    times = [solve(step, "60%", options=["offload"], link=f"{rate}GB/s", work_limit=2).time_s for rate in (50, 10, 1)]
+    times = [solve(step, "60%", options=["offload"], link=f"{rate}GB/s", work_limit=4).time_s for rate in (50, 10, 1)]
     assert times[0] <= times[1] * 1.005 and times[1] < times[2]
 
 
@@ -93,7 +93,7 @@ def test_what_is_too_little_comes_with_what_offload_makes_possible(step: Graph) 
         InfeasibleError, match=r"With --options offload a schedule is known for ([\d.]+ .?B), with .* on the host"
     ):
         solve(single, least)
-    plan = solve(single, least, options=["offload"], link=1e9, host_budget=GB * 64, work_limit=2)
+    plan = solve(single, least, options=["offload"], link=1e9, host_budget=GB * 64, work_limit=4)
     assert plan.peak_bytes <= least
     with pytest.raises(InfeasibleError, match=r"A schedule is known for") as refused:
         solve(single, "1%", options=["offload"], link=1e9, host_budget=GB * 64)

@@ -171,6 +171,7 @@ class _Turns:
         # In the order in which they joined, which decides among equals.
         self._done: dict[int, float] = {threading.get_ident(): 0.0}
         self._owner = self._turn = threading.get_ident()
+        self._waiting: dict[int, tuple[int, float]] = {}  # for whose end: who, and what it had done
 
     def done(self) -> float:
         """By the thread that asks."""
@@ -193,20 +194,22 @@ class _Turns:
         with self._changed:
             self._await(threading.get_ident())
 
-    def leave(self) -> float:
-        """This thread takes no part any more; what it has done."""
+    def leave(self) -> None:
+        """This thread takes no part any more; who waits for its end does again, as if it had done as much at least."""
         with self._changed:
-            done = self._done.pop(self._me())
+            me = threading.get_ident()
+            done = self._done.pop(me)
+            if me in self._waiting:
+                waiting, had_done = self._waiting.pop(me)
+                self._done[waiting] = max(had_done, done)
             self._hand_on()
-        return done
 
-    def come_back(self, done: float) -> None:
-        """This thread takes part again: with what it had done, or the others have by now."""
+    def wait_for(self, other: int) -> None:
+        """This thread has no turn until thread `other`, which takes part, has left."""
         with self._changed:
-            me = self._owner
-            if not self._done:
-                self._turn = me
-            self._done[me] = max(done, *self._done.values()) if self._done else done
+            me = self._me()
+            self._waiting[other] = me, self._done.pop(me)
+            self._hand_on()
             self._await(me)
 
     def _me(self) -> int:
@@ -245,12 +248,12 @@ class _Turn:
             self._function()
         finally:
             self.running = False
-            self._most_done = self._turns.leave()
+            self._turns.leave()
 
     def wait(self, most: float) -> None:
         self._turns.spend(most)
 
     def end(self, most: float) -> None:
-        done = self._turns.leave()
+        if self.running and self._thread.ident is not None:
+            self._turns.wait_for(self._thread.ident)
         self._thread.join()
-        self._turns.come_back(max(done, self._most_done))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -79,6 +80,29 @@ def test_threads_go_on_by_the_work_that_they_have_done() -> None:
             ("beside", 11.0),
         ]
         assert clock.now == 13.0
+
+
+def test_who_waits_for_a_thread_goes_on_where_that_ended_whatever_others_do() -> None:
+    for pause in (0.0, 0.05):
+        clock = WorkClock()
+        seen: list[float] = []
+
+        def third(clock: Clock = clock, pause: float = pause) -> None:
+            clock.spend(1.0)
+            time.sleep(pause)
+            clock.spend(2.0)
+
+        def second(clock: Clock = clock, seen: list[float] = seen, third: Callable[[], None] = third) -> None:
+            other = clock.start(third)
+            clock.spend(0.5)
+            other.end(0.0)
+            seen.append(clock.now)
+
+        other = clock.start(second)
+        for _ in range(8):
+            clock.spend(1.0)
+        assert not other.running
+        assert (seen, clock.now) == ([3.0], 8.0)
 
 
 def test_a_thread_that_fails_leaves_the_turn_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ class RoundTripParams:
         places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
         longest: if no more ops than this make one again;
         least_gain: and that takes less time by this share.
+        near: times the best schedule's time: what takes no longer is improved, though it is not the best.
         prices: of the channels' time, for rules of eviction, the last so high that only what cannot be made again is copied;
         rules_limit: for all of these while nothing else looks for schedules, and once more for rules that are drawn;
-        without_copies: of the time, that is for the graph without round trips;
         guided_limit, runs: for rules with guides, and of others at a time.
     """
 
@@ -31,11 +31,24 @@ class RoundTripParams:
     tensors: int = 20
     longest: int = 4
     least_gain: float = 1e-6
+    near: float = 1.01
     prices: tuple[float, ...] = (0.03, 0.0, 0.1, 1e3)
     rules_limit: float = 3.0
-    without_copies: float = 0.05
     guided_limit: float = 2.0
     runs: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PartParams:
+    """Of searches in a part of the choices, beside that of the whole.
+
+    Attributes:
+        least_idle: how long one that is behind the whole goes on at least without getting better;
+        idle_share: and what share of its time.
+    """
+
+    least_idle: float = 20.0
+    idle_share: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +58,7 @@ class CommitmentParams:
     Attributes:
         at_a_time: so many in turn,
         share: each to this share of the tolerance.
-        program: of the time, that is first for the program alone;
-        without_copies: that is first for the graph without its round trips to the host.
     """
 
     at_a_time: int = 3
     share: float = 0.25
-    program: float = 0.25
-    without_copies: float = 0.35

@@ -1,19 +1,19 @@
 """The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
 
-import traceback
 from collections.abc import Sequence
 
 import numpy as np
 
-from solvers.clock import left
+from solvers.clock import Beside, left
 from solvers.eviction.engine import WORK_PER_EVICTION
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.commitments import run_with_options, run_without_copies
+from solvers.windows.heuristics.commitments import run_with_options
 from solvers.windows.heuristics.evicted import evicted, with_prices
+from solvers.windows.heuristics.parts import PartBeside, end_beside, start_beside
 from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.heuristics.sending import sending_orders
 from solvers.windows.incumbent import Search
@@ -22,20 +22,27 @@ from solvers.windows.solution.decode import Order, late_writers, order_of
 from solvers.windows.solution.refine import halved
 from solvers.windows.state_space import shortest
 
-_GRACE_S = 0.5  # how long the end of a solve waits for the thread that looks for schedules
 _WORK_PER_STATES = 2e-2  # a thousand of them
 
 
 def run(search: Search) -> None:
     """Search until solved, stopped, or nothing is left to refine."""
-    if search.problem.places.plain:
+    if not search.problem.places.plain:
+        run_with_options(search, _run, run)
+    elif search.problem.copies is None:
         _run(search)
     else:
-        run_with_options(search, _run)
+        with PartBeside(search, search.problem.graph, run, search.keep) as without_copies:
+            _run(search, without_copies)
 
 
-def _run(search: Search) -> None:
-    """The same for a graph with nothing to choose but when to execute the program's ops, and round trips to the host."""
+def _run(search: Search, without_copies: PartBeside | None = None) -> None:
+    """The same for a graph with nothing to choose but when to execute the program's ops, and round trips to the host.
+
+    Args:
+        without_copies: the graph without these. Its schedules count once those with them were looked for: beside a good
+            schedule that sends nothing, a rough one that does, and would come to more when improved, is given up.
+    """
     ops = search.problem.ops
     whole = Discretization((ops - 1,))
     trial = search.offer(order_of(whole, range(ops)), whole)
@@ -43,8 +50,43 @@ def _run(search: Search) -> None:
     coarse = Discretization(tuple(sorted({peak, ops - 1})))
     if search.solved():
         return
+    beside = None
+    if search.problem.copies is not None:
+        beside = start_beside(search, Portfolio(search, coarse, coarse, without_copies).find)
+    try:
+        # From nothing, while others look for schedules: its solutions are to be other ones than theirs.
+        detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True, from_best=beside is None)
+        _follow_rules(search)
+        if not (search.solved() or search.stopped()):
+            beside = beside or start_beside(search, Portfolio(search, coarse, detail).find)
+            _go_on(search, detail, beside)
+        if without_copies is not None:
+            without_copies.finish()
+    finally:
+        search.halted = True
+        if beside is not None:
+            end_beside(beside)
+        search.closed = True
+
+
+def _go_on(search: Search, detail: Discretization, beside: Beside) -> None:
+    """Offer what takes longer, and refine the relaxation, while schedules are looked for beside that."""
+    if search.problem.copies is not None:
+        _send(search)
+    if search.best is None:
+        _evict(search)
+    imitate(search)
+    _bound(search, detail)
+    while beside.running and not search.enough():
+        search.tell()
+        beside.wait(0.05)
+    if search.problem.copies is None and not (search.solved() or search.stopped()):
+        _decide(search)
+
+
+def _follow_rules(search: Search) -> None:
+    """Offer what a few rules of eviction come to in a short time."""
     params, trips = search.params.first_schedule, search.params.round_trips
-    detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True)
     until = search.clock.now + (params.rules_limit if search.problem.copies is None else trips.rules_limit)
     for rule in with_prices(search.problem, params.rules, trips.prices):
         if search.solved() or search.stopped():
@@ -52,35 +94,6 @@ def _run(search: Search) -> None:
         if search.clock.now < until:
             stopped = search.spending(WORK_PER_EVICTION, search.stopped)
             _offer(search, evicted(search.problem, rule, max_factor=params.few_executions, should_stop=stopped))
-    portfolio = Portfolio(search, coarse, detail)
-
-    def find() -> None:
-        try:
-            portfolio.find()
-        except Exception as error:  # noqa: BLE001 (what was found until then is still an answer)
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            search.fail(f"looking for schedules failed: {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
-
-    beside = search.clock.start(find)
-    try:
-        if search.problem.copies is not None:
-            _send(search)
-        if search.best is None:
-            _evict(search)
-        imitate(search)
-        if search.problem.copies is not None and not (search.solved() or search.stopped()):
-            run_without_copies(search, _run)
-        _bound(search, detail)
-        while beside.running and not search.enough():
-            search.tell()
-            beside.wait(0.05)
-        if search.problem.copies is None and not (search.solved() or search.stopped()):
-            _decide(search)
-    finally:
-        search.halted = True
-        # It may be in the middle of building a large model; it looks up after that, and changes nothing then.
-        beside.end(_GRACE_S)
-        search.closed = True
 
 
 def _evict(search: Search) -> None:

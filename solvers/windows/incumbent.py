@@ -153,13 +153,17 @@ class Search:
         return np.inf if self.best is None else self.best.time_s
 
     def offer(self, order: Order, detail: Discretization) -> Trial:
-        """Try an order out and keep it if it fits and is the fastest so far."""
+        """Try an order out and keep it if it fits and is the fastest so far, or is once it is improved."""
         trial = self._tried(order)
         if self.least is None or trial.peak_bytes < self.least.peak_bytes:
             self.least = trial
-        if trial.peak_bytes <= self.budget_bytes and self._take(trial):
+        if trial.peak_bytes <= self.budget_bytes and (self._take(trial) or self._is_near(trial)):
             self._take(self._improved(trial, detail))
         return trial
+
+    def _is_near(self, trial: Trial) -> bool:
+        """Whether a schedule with round trips may be the best once it is improved."""
+        return self.problem.copies is not None and trial.time_s <= self.params.round_trips.near * self.best_s()
 
     def keep(self, trial: Trial) -> None:
         """Keep a trial as it is, if it fits and is the fastest so far."""

@@ -64,8 +64,14 @@ def solve_part(
     )
 
 
-def refine(search: Search, detail: Discretization, limit: float, *, is_relaxation: bool) -> tuple[Discretization, bool]:
-    """Solve and refine in turn; False with it if time was up before there was nothing left to refine."""
+def refine(
+    search: Search, detail: Discretization, limit: float, *, is_relaxation: bool, from_best: bool = True
+) -> tuple[Discretization, bool]:
+    """Solve and refine in turn; False with it if time was up before there was nothing left to refine.
+
+    Args:
+        from_best: start from the best schedule, where it is known what that is in the model.
+    """
     clock = search.clock.part(limit)
     done = search.solved if is_relaxation else search.satisfied
     while not (done() or search.stopped()):
@@ -73,13 +79,13 @@ def refine(search: Search, detail: Discretization, limit: float, *, is_relaxatio
             model = _build(search, detail, is_relaxation=is_relaxation)
         except StoppedError:
             return detail, False
-        answer, closer = _solve_model(search, model, clock, is_relaxation=is_relaxation)
+        answer, closer = _solve_model(search, model, clock, is_relaxation=is_relaxation, from_best=from_best)
         in_time = clock.now < limit
         if is_relaxation:
             closer = replace(closer, ordered=detail.ordered)
         if search.solved():
             more = search.clock.part(search.more(search.clock.now))
-            _solve_model(search, model, more, is_relaxation=is_relaxation)
+            _solve_model(search, model, more, is_relaxation=is_relaxation, from_best=from_best)
             return detail, False
         if answer.outcome is not Outcome.OPTIMAL:
             # The bound of a finer model, which takes longer, would lag behind for long: this one is given more time.
@@ -101,7 +107,9 @@ def _build(search: Search, detail: Discretization, *, is_relaxation: bool) -> Mo
     return build_ordered(search.problem, detail, should_stop=stopped)
 
 
-def _solve_model(search: Search, model: Model, clock: Clock, *, is_relaxation: bool) -> tuple[Answer, Discretization]:
+def _solve_model(
+    search: Search, model: Model, clock: Clock, *, is_relaxation: bool, from_best: bool
+) -> tuple[Answer, Discretization]:
     """Solve, offering every solution on the way; comes with what the last one says is to be refined."""
     closer = [model.detail]
     search.largest = max(search.largest, model.program.matrix.shape)
@@ -119,7 +127,7 @@ def _solve_model(search: Search, model: Model, clock: Clock, *, is_relaxation: b
 
     start = None
     # What a schedule with both optional ops and round trips is in a model is known of its plain graph only.
-    if search.best is not None and (search.problem.copies is None or search.problem.places.plain):
+    if from_best and search.best is not None and (search.problem.copies is None or search.problem.places.plain):
         start = start_values(model, choice_of_trial(search.problem, model.detail, search.best))
     params = search.params.bound
     answer = solve_program(

@@ -4,14 +4,13 @@ In an order of executions, however it was found, there is a plain graph (``solut
 schedules of plain graphs does so (``driver.py``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from graphs.ir import Graph
-from solvers.clock import left
-from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.parts import PartBeside, part
 from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead, simple
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
@@ -20,6 +19,8 @@ from solvers.windows.solution.plain import PlainGraph, plain_graph
 from solvers.windows.solution.refine import halved
 
 Run = Callable[[Search], None]
+
+_POLL = 0.05  # of the clock, between two looks at what is searched beside
 
 
 @dataclass(slots=True)
@@ -48,12 +49,34 @@ class Commitment:
         return float("inf") if self.best is None else self.best.time_s
 
 
-def run_with_options(search: Search, run: Run) -> None:
-    """Bound the graph with all its options, and look for schedules in what solutions commit to, by `run`, in turn."""
-    places, params = search.problem.places, search.params.bound
-    found = _Commitments(search, run)
+def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
+    """Bound the graph with all its options, and look for schedules in what solutions commit to, in turn.
+
+    Beside that smaller sets of choices are searched: the program, with its round trips to the host where there are some; and
+    then also all else without round trips.
+
+    Args:
+        search: of the graph.
+        run_plain: solves a plain graph.
+        run: solves any graph, and with it what has fewer choices.
+    """
+    found = _Commitments(search, run_plain)
     kept = found.try_instead(frozenset())
     assert kept is not None  # the program alone runs
+    program = next(iter(found.all.values()))
+    program.closed = True  # it is not looked at again here
+    parts = [PartBeside(search, program.plain.graph, run, lambda trial: found.take(program, trial))]
+    if search.problem.copies is not None:
+        parts.append(PartBeside(search, search.problem.graph, run, found.take_fewer))
+    with ExitStack() as stack:
+        for part_beside in parts:
+            stack.enter_context(part_beside).tell()
+        _bound_and_commit(search, found, kept, parts)
+
+
+def _bound_and_commit(search: Search, found: "_Commitments", kept: Trial, parts: Sequence[PartBeside]) -> None:
+    """Refine the relaxation, and solve what its solutions and others commit to, in turn, while there is anything to do."""
+    places, params = search.problem.places, search.params.bound
     peak = max(range(len(kept.memory_bytes)), key=kept.memory_bytes.__getitem__)
     detail = found.whole.split({kept.order.computed[peak]})
     for instead in simple(search.problem):
@@ -61,57 +84,32 @@ def run_with_options(search: Search, run: Run) -> None:
     limit, bounded = params.first_slice, False
     if search.best is None and search.problem.copies is None:
         found.try_least(limit)
-    if search.problem.copies is None:
-        found.work_on_program()
     while not (search.solved() or search.stopped()):
         if not bounded:
             detail, exhausted = refine(search, detail, limit, is_relaxation=True)
             bounded = exhausted and len(detail.ends) == len(set(places.last))
             detail = halved(detail) if exhausted and not bounded else detail
         found.learn()
-        found.work_without_copies(limit)
         if not found.work(limit) and bounded:
-            break
+            searching = [part_beside for part_beside in parts if part_beside.running]
+            if not searching:
+                return
+            search.tell()
+            searching[0].wait(_POLL)
         limit *= params.longer
-
-
-def run_without_copies(search: Search, run: Run) -> None:
-    """Look for schedules without round trips to the host, for with them nothing is to be slower.
-
-    Not before those with them were looked for: beside a good schedule that sends nothing, a rough one that does, and would come
-    to more when improved, is given up.
-    """
-    limit = search.params.round_trips.without_copies * left(search.clock)
-    sub = part(search, search.problem.graph, limit)
-    run(sub)
-    if sub.best is not None:
-        search.keep(sub.best)
-
-
-def part(search: Search, graph: Graph, limit: float, on_stop: Callable[[], None] = lambda: None) -> Search:
-    """A search in `graph`, a part of the choices, that ends when it is of no use; `on_stop` is called when it asks for that."""
-
-    def stop() -> bool:
-        on_stop()
-        search.tell(f"in a part of the choices: {sub.activity}")
-        return search.stopped() or search.solved() or sub.bound_s >= search.best_s()
-
-    tolerance = Tolerance.of(search.params.commitments.share * search.tolerance)
-    clock = search.clock.part(limit)
-    sub = Search(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
-    return sub
 
 
 class _Commitments:
     """Those that have been found."""
 
-    def __init__(self, search: Search, run: Run) -> None:
+    def __init__(self, search: Search, run_plain: Run) -> None:
         self.search = search
-        self.run = run
+        self.run_plain = run_plain
+        self.fewer: Trial | None = None  # the best without round trips to the host
+        self.known: list[Trial] = []  # the best when it was last looked
         self.places = search.problem.places
         self.whole = Discretization((search.problem.ops - 1,), places=self.places.last)
         self.all: dict[object, Commitment] = {}
-        self.without_copies: Search | None = None
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
@@ -128,15 +126,17 @@ class _Commitments:
             self.add(order)
             self.search.offer(order, self.whole)
 
-    def work_on_program(self) -> None:
-        """Solve the program alone first: what it comes to is a start for all else, and with options nothing is to be slower."""
-        program = next(iter(self.all.values()))
-        self.solve(program, self.search.params.commitments.program * left(self.search.clock))
+    def take_fewer(self, trial: Trial) -> None:
+        """Keep a schedule of the graph without round trips to the host, and commit to what it does."""
+        self.search.keep(trial)
+        self.fewer = trial
 
     def learn(self) -> None:
-        """Commit to what the solutions do that have come in, and the best schedule."""
+        """Commit to what the solutions do that have come in, and the best schedules."""
         search = self.search
-        orders = [search.best.order] if search.best is not None else []
+        best = [trial for trial in (search.best, self.fewer) if trial is not None]
+        orders = [trial.order for trial in best if all(trial is not known for known in self.known)]
+        self.known = best
         while search.solutions:
             detail, choice = search.solutions.popleft()
             orders.append(decoded(search.problem, detail, choice))
@@ -161,28 +161,14 @@ class _Commitments:
             self.solve(commitment, limit)
         return bool(still)
 
-    def work_without_copies(self, limit: float) -> None:
-        """Where there are round trips to the host, look for schedules without them: those are found more easily."""
-        search, before = self.search, self.without_copies
-        if search.problem.copies is None or (before is not None and self.is_done(before)):
-            return
-        if before is None:  # what they come to is a start for all else, and no schedule with them is to be worse
-            limit = max(limit, search.params.commitments.without_copies * left(search.clock))
-        sub = self.without_copies = part(search, search.problem.graph, limit)
-        if before is not None and before.best is not None:
-            sub.offer(before.best.order, self.whole)
-        run_with_options(sub, self.run)
-        if sub.best is not None:
-            search.keep(sub.best)
-            self.add(sub.best.order)
-
     def solve(self, commitment: Commitment, limit: float) -> None:
         """Solve a plain graph, offering its schedules."""
-        sub = part(self.search, commitment.plain.graph, limit, lambda: self.take(commitment, sub.best))
+        tolerance = Tolerance.of(self.search.params.commitments.share * self.search.tolerance)
+        sub = part(self.search, commitment.plain.graph, limit, tolerance, lambda: self.take(commitment, sub.best))
         whole = Discretization((sub.problem.ops - 1,))
         best = commitment.best
         sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
-        self.run(sub)
+        self.run_plain(sub)
         self.take(commitment, sub.best)
         commitment.runs += 1
         commitment.closed = self.is_done(sub)

@@ -8,6 +8,7 @@ from solvers.clock import Clock, left
 from solvers.problem import problem_of
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
+from solvers.windows.heuristics.parts import PartBeside
 from solvers.windows.heuristics.random_keys import RandomKeys
 from solvers.windows.heuristics.relax_and_fix import advance
 from solvers.windows.heuristics.round_trips import polishing, variations
@@ -24,17 +25,21 @@ from solvers.windows.solution.refine import even_windows
 class Portfolio:
     """Looks for schedules until the model that looks for them has no better one."""
 
-    def __init__(self, search: Search, coarse: Discretization, detail: Discretization) -> None:
+    def __init__(
+        self, search: Search, coarse: Discretization, detail: Discretization, without_copies: PartBeside | None = None
+    ) -> None:
         """What it starts from.
 
         Args:
             coarse: two windows, up to the peak and after it.
             detail: what the relaxation came to so far.
+            without_copies: the search without round trips to the host beside this one, if there is one.
         """
         self.search = search
         self.params = search.params.portfolio
         self.coarse = coarse
         self.detail = detail
+        self.without_copies = without_copies
         self.neighbourhoods = Neighbourhoods(search, coarse)
         self.repairs = RandomKeys(search)
 
@@ -77,6 +82,10 @@ class Portfolio:
             if search.enough():
                 return
             next(trying)
+        # Not before: beside a good schedule that sends nothing, a rough one that does, and would come to more when improved, is
+        # given up.
+        if self.without_copies is not None:
+            self.without_copies.tell()
         ways = [evicting, trying, near.restarts()]
         if search.best is None:
             near.begin()

@@ -111,11 +111,13 @@ def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(
     orders = [evicting_order(problem, rule) for rule in RULES]
     recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, order)).time_s for order in orders if order is not None)
 
-    def next_comes(*_: object) -> None:
-        raise ModelsNextError
+    def next_comes(search: Search, *_: object) -> None:
+        if search.problem.copies is not None:  # beside that, there is a search without
+            raise ModelsNextError
 
     monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
-    monkeypatch.setattr(driver, "Portfolio", next_comes)
+    monkeypatch.setattr(driver.Portfolio, "find", lambda _: None)
+    monkeypatch.setattr(driver, "_go_on", next_comes)
     search = Search(ask(problem.whole, problem.budget_bytes))
     with pytest.raises(ModelsNextError):
         driver.run(search)

@@ -1,0 +1,141 @@
+"""A search in a part of the choices: what it finds is found for the whole, what it proves is not.
+
+With fewer choices schedules are found more easily, and none of the whole's best ones is slower. So a solve begins with the
+next smaller set of choices beside that of all of them, and that one with the next smaller still: the program alone, what runs on
+the computation's stream, everything. Each goes as it would if no more was allowed, and ends as soon: when it is within its own
+tolerance. Or before, when its bound is above the best schedule of the whole; or when it is behind that and gets no better. From
+then on it costs nothing.
+"""
+
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from graphs.ir import Graph
+from solvers.clock import Beside, left
+from solvers.request import Request
+from solvers.tolerance import Tolerance
+from solvers.windows.incumbent import Search
+from solvers.windows.solution.decode import Trial
+
+_POLL = 0.05  # of the clock, between two looks at a part
+_GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
+
+
+def part(
+    search: Search, graph: Graph, limit: float, tolerance: Tolerance, on_stop: Callable[[], bool | None] = lambda: None
+) -> Search:
+    """A search in `graph`, a part of the choices, by the thread that asks for it; it ends when it is of no use.
+
+    Args:
+        on_stop: called when it asks for that; True ends it.
+    """
+
+    def stop() -> bool:
+        ended = on_stop()
+        search.tell(f"in a part of the choices: {sub.activity}")
+        return bool(ended) or search.stopped() or search.solved() or sub.bound_s >= search.best_s()
+
+    clock = search.clock.part(limit)
+    sub = Search(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
+    return sub
+
+
+def start_beside(search: Search, function: Callable[[], None]) -> Beside:
+    """Look for schedules in a thread beside this one."""
+
+    def find() -> None:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 (what was found until then is still an answer)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            search.fail(f"looking for schedules failed: {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+
+    return search.clock.start(find)
+
+
+def end_beside(beside: Beside) -> None:
+    """Wait for a thread that has been asked to end.
+
+    It may be in the middle of building a large model; it looks up after that, and changes nothing then.
+    """
+    beside.end(_GRACE_S)
+
+
+class PartBeside:
+    """A part of the choices that is searched in a thread beside the whole's, in a ``with`` statement that ends it.
+
+    Attributes:
+        best: its best schedule so far.
+    """
+
+    def __init__(self, search: Search, graph: Graph, run: Callable[[Search], None], take: Callable[[Trial], None]) -> None:
+        """What it searches.
+
+        Args:
+            search: of the whole.
+            graph: the part.
+            run: searches it.
+            take: has the whole know of a schedule of the part.
+        """
+        self.search = search
+        self.graph = graph
+        self.run = run
+        self.take = take
+        self.best: Trial | None = None
+        self._better_at = 0.0  # by the clock of the part
+        self._told: Trial | None = None
+        self._may_tell = self._ended = False
+
+    def __enter__(self) -> Self:
+        self._beside = start_beside(self.search, self._go)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.finish()
+        self._ended = True
+        end_beside(self._beside)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._beside.running
+
+    def tell(self) -> None:
+        """Let the whole know of its schedules: of those there are, and from now on of each as it is found."""
+        self._may_tell = True
+        if self.best is not None and self.best is not self._told:
+            self._told = self.best
+            self.take(self.best)
+
+    def finish(self) -> None:
+        """Let it go on to the limit, which a thread that does all its work at once comes to before others, if that is of use."""
+        self.tell()
+        search = self.search
+        while self.running and (search.clock.counts_work or left(search.clock) > 0):
+            if search.interrupted() or search.halted or search.satisfied():
+                break
+            search.tell()
+            self.wait(_POLL)
+
+    def wait(self, most: float) -> None:
+        """Until it has ended, or for so long."""
+        self._beside.wait(most)
+
+    def _go(self) -> None:
+        sub = part(self.search, self.graph, self.search.clock.limit, self.search.request.tolerance, lambda: self._look(sub))
+        self.run(sub)
+        self._look(sub)
+        self.search.largest = max(self.search.largest, sub.largest)
+
+    def _look(self, sub: Search) -> bool:
+        """Take note of its best schedule; whether it is to end."""
+        now, params = sub.clock.now, self.search.params.parts
+        if self.best is not sub.best:
+            self.best, self._better_at = sub.best, now
+        if self._may_tell:
+            self.tell()
+        behind = self.search.best_s() < sub.best_s()
+        return self._ended or (behind and now - self._better_at > max(params.least_idle, params.idle_share * now))

@@ -1,0 +1,114 @@
+"""Searches in a part of the choices: nothing gets slower by an option, and what they prove is proved of the part alone."""
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options import with_options, without_options
+from graphs.options.surroundings import Link, Surroundings
+from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.transformer import TransformerSize, transformer
+from solvers.clock import WorkClock
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Result, Status
+from solvers.tolerance import Tolerance
+from solvers.windows.choice_params import PartParams
+from solvers.windows.driver import run
+from solvers.windows.heuristics.parts import PartBeside
+from solvers.windows.incumbent import Search
+from solvers.windows.params import WindowsParams
+from tests.support.budgets import budget_at, peak_bytes
+
+FLOATING = 1e-9
+TRANSFORMER = transformer(TransformerSize(layers=4))
+
+
+def offloading(graph: Graph) -> Graph:
+    """With round trips over a link that carries half of the program's peak in the time of its step."""
+    program = without_options(graph)
+    link = Link.even(peak_bytes(program) / 2 / program.time_s)
+    return with_options(graph, ("offload",), Surroundings(link))
+
+
+def asked(graph: Graph, budget_bytes: int, work: float, params: WindowsParams | None = None) -> Request:
+    return Request(graph, budget_bytes, Tolerance.of(1e-3), WorkClock(work), params=params)
+
+
+def solved(graph: Graph, budget_bytes: int, work: float) -> Result:
+    return get_solver("windows")(asked(graph, budget_bytes, work))
+
+
+def time_of(result: Result) -> float:
+    return float("inf") if result.time_s is None else result.time_s
+
+
+def test_sending_is_no_slower_than_not_sending() -> None:
+    budget = peak_bytes(TRANSFORMER) // 2
+    alone, sending = (solved(graph, budget, 0.5) for graph in (TRANSFORMER, offloading(TRANSFORMER)))
+    assert alone.status is Status.OPTIMAL
+    assert time_of(sending) <= time_of(alone) * (1 + FLOATING)
+
+
+@pytest.mark.parametrize("seed", [2, 8, 12])
+def test_no_budget_gets_slower_by_an_option(seed: int) -> None:
+    graph = random_options(seed, 40, 12)
+    program = without_options(graph)
+    budget = budget_at(program, 0.25)
+    alone = time_of(solved(program, budget, 0.3))
+    instead = time_of(solved(graph, budget, 0.3))
+    sending = time_of(solved(offloading(program), budget, 0.3))
+    both = time_of(solved(offloading(graph), budget, 0.3))
+    assert max(instead, sending) <= alone * (1 + FLOATING)
+    assert both <= min(instead, sending) * (1 + FLOATING)
+
+
+def searched_beside(graph: Graph, part: Graph, budget_bytes: int) -> tuple[Search, Search]:
+    """A search that does nothing but to let a part of its choices be searched; and the search of that."""
+    search, searches = Search(asked(graph, budget_bytes, 2.0)), []
+
+    def run_part(sub: Search) -> None:
+        searches.append(sub)
+        run(sub)
+
+    with PartBeside(search, part, run_part, search.keep):
+        pass
+    return search, searches[0]
+
+
+def test_a_part_is_searched_as_it_is_alone_and_its_bound_is_none_of_the_whole() -> None:
+    budget = peak_bytes(TRANSFORMER) // 2
+    search, part = searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget)
+    alone = solved(TRANSFORMER, budget, 2.0)
+    assert part.best is not None and (part.best.schedule, part.bound_s) == (alone.schedule, alone.bound_s)
+    assert search.best is part.best
+    assert search.bound_s == search.problem.least_s < part.bound_s
+
+
+def test_that_nothing_fits_in_a_part_says_nothing_of_the_whole() -> None:
+    graph = random_options(1, 40, 12)
+    program = without_options(graph)
+    budget = budget_at(program, 0.25)
+    search, part = searched_beside(offloading(program), program, budget)
+    assert part.infeasible and not search.infeasible
+    assert solved(program, budget, 0.3).status is Status.INFEASIBLE
+    result = solved(offloading(program), budget, 0.3)
+    assert result.time_s is not None and result.bound_s is not None
+    assert result.bound_s <= result.time_s * (1 + FLOATING)
+
+
+@pytest.mark.parametrize(("known", "spent"), [(False, 20.0), (True, 1.25)])
+def test_a_part_that_is_behind_and_gets_no_better_ends(known: bool, spent: float) -> None:
+    budget = peak_bytes(TRANSFORMER) // 2
+    params = WindowsParams(parts=PartParams(least_idle=1.0, idle_share=0.5))
+    search, ended = Search(asked(offloading(TRANSFORMER), budget, 20.0, params)), []
+    if known:
+        search.keep(searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget)[1].best_trial())
+
+    def find_nothing(sub: Search) -> None:
+        while not sub.stopped():
+            sub.clock.spend(0.25)
+        ended.append(sub.clock.now)
+
+    with PartBeside(search, TRANSFORMER, find_nothing, search.keep):
+        pass
+    assert ended == [pytest.approx(spent)]

@@ -87,14 +87,21 @@ class EvictionWithCopies(Eviction):
         self._find_costs([t])
         if self.channels.cost_s(t, self.next_use[t], self.rule.channel) >= self.cost[t]:
             self._drop(t)
-            return
-        self.channels.send(t, self.next_use[t])
+        else:
+            self._send(t)
+
+    def _send(self, t: int) -> None:
+        # What nothing is known to read again is taken to be read last.
+        self.channels.send(t, min(self.next_use[t], len(self.time) - 1))
         self.live.discard(t)
         self.there[t] = False
         self.free_bytes += self.size[t]
         self._forget_costs(t)
 
     def _drop(self, t: int) -> None:
+        if not (self.graph.ops[self.producer[t]].recomputable or self._of_no_use(t, self.done)):
+            self._send(t)  # what is made of it may go later, and be made again
+            return
         self.at_hand[t] = False
         super()._drop(t)
 

@@ -125,3 +125,16 @@ def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(
     assert best.order.away
     assert best.peak_bytes <= problem.budget_bytes
     assert best.time_s - TRANSFORMER.time_s < 0.8 * (recomputing_s - TRANSFORMER.time_s)
+
+
+def test_what_must_not_run_again_is_sent_where_what_is_made_of_it_may_go() -> None:
+    once = 0
+    for seed in range(30):
+        problem = offering(random_graph(seed, 40), 0.1, 1.0)
+        for rule in RULES:
+            if (found := evicting_with_copies(problem, rule)) is not None:
+                executed, _ = found
+                again = {op for op in executed if executed.count(op) > 1}
+                once += len(executed) > problem.ops
+                assert all(problem.graph.ops[op].recomputable for op in again), seed
+    assert once

@@ -79,5 +79,5 @@ def format_seconds(time_s: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """A fraction as a percentage with two decimals: ``6.96%``."""
-    return f"{100 * ratio:.2f}%"
+    """A fraction as a percentage with two decimals: ``6.96%``; zero has no sign."""
+    return f"{100 * ratio:z.2f}%"

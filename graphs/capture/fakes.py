@@ -38,10 +38,22 @@ def on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
         yield run
     finally:
         if called:
-            for found in gc.get_objects():
+            for found in _objects():
                 if type(found) is functools._lru_cache_wrapper and _holds(gc.get_referents(found), mode):
                     found.cache_clear()
 
 
 def _holds(cached: list[Any], mode: FakeTensorMode) -> bool:
     return any(isinstance(leaf, FakeTensor) and leaf.fake_mode is mode for leaf in pytree.tree_leaves(cached))
+
+
+def _objects() -> list[Any]:
+    """All that the garbage collector knows; what was frozen, as training loops do, stays so."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.collect()  # what is garbage by now would stay for good
+        gc.freeze()

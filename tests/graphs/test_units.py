@@ -106,7 +106,7 @@ def test_times_are_shown_with_a_unit_that_suits(time_s: float, text: str) -> Non
 
 def test_ratios_are_shown_in_percent() -> None:
     assert format_ratio(0.0696) == "6.96%"
-    assert format_ratio(0.0) == "0.00%"
+    assert format_ratio(0.0) == format_ratio(-1e-9) == "0.00%"
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,9 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str, graphs: l
         peak_bytes = simulate(graph, schedule).peak_bytes
         assert measured_bytes(twin, batch, lambda: step(*batch)[0].backward()) <= peak_bytes
         eager(*batch)[0].backward()
-        saved_bytes += simulate(graph.out_of_place(), schedule).peak_bytes - peak_bytes
-    assert saved_bytes > 0 or name == "resnet18"  # its peak is that of a convolution
+        # Not only at the peak, which is that of another op in some steps.
+        saved_bytes += sum(simulate(graph.out_of_place(), schedule).memory_bytes) - sum(simulate(graph, schedule).memory_bytes)
+    assert saved_bytes > 0
 
 
 def test_graphs_that_share_a_budget_write_over_inputs_too(graphs: list[PlannedGraph]) -> None:

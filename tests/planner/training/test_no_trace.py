@@ -1,6 +1,7 @@
 """Planning leaves no trace: parameters, gradients, buffers, optimizer and random states, and what Python objects hold."""
 
 import functools
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -268,11 +269,19 @@ class Cached(nn.Linear):
         return super().forward(x) + ramp(3) * named(3)["ones"]
 
 
-def test_no_cache_keeps_a_fake_tensor() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_cache_keeps_a_fake_tensor(*, frozen: bool) -> None:
+    """Also none that the garbage collector was told to leave alone."""
     torch.manual_seed(0)
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    ramp.cache_clear()
+    named.cache_clear()
     model = Cached(16, 3)
     x, y = BATCH
     planner.compile(model, F.cross_entropy, BATCH, budget="1MB", compare_eager=False, time_limit_s=1.0)
     assert type(ramp(3)) is torch.Tensor and type(named(3)["ones"]) is torch.Tensor
+    assert bool(gc.get_freeze_count()) is frozen
     F.cross_entropy(model(x), y).backward()
     assert type(model.weight.grad) is torch.Tensor

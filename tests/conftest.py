@@ -22,6 +22,16 @@ def frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def fresh_compilers() -> Iterator[None]:
+    """Dynamo without what it compiled before the module."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Dynamo without what it compiled before, and budgets of which no graph has taken a part."""

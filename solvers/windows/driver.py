@@ -13,7 +13,7 @@ from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.heuristics.commitments import run_with_options
 from solvers.windows.heuristics.evicted import evicted, with_prices
-from solvers.windows.heuristics.parts import PartBeside, end_beside, start_beside
+from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, start_beside
 from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.heuristics.sending import sending_orders
 from solvers.windows.incumbent import Search
@@ -79,7 +79,7 @@ def _go_on(search: Search, detail: Discretization, beside: Beside) -> None:
     _bound(search, detail)
     while beside.running and not search.enough():
         search.tell()
-        beside.wait(0.05)
+        beside.wait(POLL)
     if search.problem.copies is None and not (search.solved() or search.stopped()):
         _decide(search)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from solvers.tolerance import Tolerance
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.parts import PartBeside, part
+from solvers.windows.heuristics.parts import POLL, PartBeside, part
 from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead, simple
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
@@ -19,8 +19,6 @@ from solvers.windows.solution.plain import PlainGraph, plain_graph
 from solvers.windows.solution.refine import halved
 
 Run = Callable[[Search], None]
-
-_POLL = 0.05  # of the clock, between two looks at what is searched beside
 
 
 @dataclass(slots=True)
@@ -95,7 +93,7 @@ def _bound_and_commit(search: Search, found: "_Commitments", kept: Trial, parts:
             if not searching:
                 return
             search.tell()
-            searching[0].wait(_POLL)
+            searching[0].wait(POLL)
         limit *= params.longer
 
 

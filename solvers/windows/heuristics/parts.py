@@ -19,7 +19,7 @@ from solvers.tolerance import Tolerance
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Trial
 
-_POLL = 0.05  # of the clock, between two looks at a part
+POLL = 0.05  # of the clock, between two looks at what is searched beside
 _GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
 
 
@@ -118,7 +118,7 @@ class PartBeside:
             if search.interrupted() or search.halted or search.satisfied():
                 break
             search.tell()
-            self.wait(_POLL)
+            self.wait(POLL)
 
     def wait(self, most: float) -> None:
         """Until it has ended, or for so long."""

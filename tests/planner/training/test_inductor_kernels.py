@@ -29,11 +29,9 @@ _prepared = cache(prepare)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fresh_compilers() -> Iterator[None]:
-    """Dynamo without what it compiled before, and captures that are let go of behind the last test."""
-    torch._dynamo.reset()
+def captures(fresh_compilers: None) -> Iterator[None]:
+    """Let go of behind the last test."""
     yield
-    torch._dynamo.reset()
     _prepared.cache_clear()
 
 

@@ -1,7 +1,6 @@
 """``planner.compile(kernels="inductor")`` with its other options, and what it refuses."""
 
 import shutil
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,12 @@ from tests.support.kernel_steps import everything
 from tests.support.no_trace import assert_no_trace
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compilers"),
     pytest.mark.filterwarnings("ignore:some op was captured"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
 ]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_compilers() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def model_and_batch(rows: int = 64) -> tuple[nn.Module, Batch]:

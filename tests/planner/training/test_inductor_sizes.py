@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,18 +22,12 @@ from planner.training.shapes import shapes_of
 from tests.support.kernel_steps import CASES, Case, compiled, mlp, prepare
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compilers"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
 ]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_compilers() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class BySize(nn.Module):

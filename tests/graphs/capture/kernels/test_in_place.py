@@ -1,7 +1,7 @@
 """Kernels that Inductor generates, given one memory for an input and an output: the bits that they make otherwise."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,14 +14,10 @@ from graphs.capture.program import Launches
 from graphs.capture.signature import as_leaves
 from graphs.capture.trace import capture_kernels
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_compilers() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compilers"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
+]
 
 
 class Step(nn.Module):

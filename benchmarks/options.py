@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import offload
 from benchmarks.common import columns_of, command_line, one_thread, write
-from benchmarks.options_case import BUDGETS, Case, sets_of
+from benchmarks.options_case import BUDGETS, TOLERANCE, Case, sets_of
 from benchmarks.options_errors import MEASURED, error_rows
 from benchmarks.options_rows import ErrorRow, Offer, Row, set_name
 from benchmarks.options_table import error_table, table
@@ -35,10 +35,10 @@ MODELS: Mapping[str, str] = {
     "gpt2-medium-4k": "zoo:gpt2,layers=24,width=1024,heads=16,batch=2,seq=4096,dtype=bfloat16",
     **{name: offload.MODELS[name] for name in ("llama-16", "vit-l", "resnet50", "unet")},
 }
+_BITS = 4  # of what is compressed
 # Placement needs other devices.
-NAMES = tuple(name for name in OPTIONS if name != "placement")
+NAMES = tuple(f"{name}:{_BITS}" if option.lossy else name for name, option in OPTIONS.items() if not option.places)
 LIMIT_S = 60.0
-TOLERANCE = 1e-3
 COLUMNS = columns_of(Row)
 OFFER_COLUMNS = columns_of(Offer)
 ERROR_COLUMNS = columns_of(ErrorRow)

@@ -24,6 +24,7 @@ from solvers.tolerance import Tolerance
 
 SHARES = ("70%", "50%", "30%", "20%")  # of the peak of the program
 BUDGETS = (LEAST, *SHARES)
+TOLERANCE = 1e-3  # of each solve
 
 
 def sets_of(offers: Sequence[Offer]) -> tuple[tuple[str, ...], ...]:
@@ -63,7 +64,7 @@ class Case:
         """What each option offers."""
         found = []
         for name in self.names:
-            added = [op for op in self.offered((name,)).ops if op.optional]
+            added = [op for op in self.offered((name,)).ops if op.optional or op.overwrites]
             found.append(Offer(self.model, name, len(added), bits_of(added), **provenance()))
         return tuple(found)
 

@@ -39,7 +39,7 @@ class Offer:
 
     Attributes:
         model, option: their names.
-        ops: optional ops that it adds.
+        ops: optional ops that it adds, or that may write over an input.
         bits: the most that one of them may differ from the program.
         machine, commit, torch: what it was made on and with.
     """

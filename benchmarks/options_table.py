@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from benchmarks.options_case import BUDGETS, SHARES, sets_of
+from benchmarks.options_case import BUDGETS, SHARES, TOLERANCE, sets_of
 from benchmarks.options_rows import LEAST, Bits, ErrorRow, Offer, Row, set_name
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.tables import as_markdown
@@ -87,10 +87,10 @@ def _share(size_bytes: int, row: Row) -> str:
     return format_ratio(size_bytes / row.base_peak_bytes)
 
 
-def worse(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """Pairs of rows for one budget: of a set, and of one that contains it and does worse."""
+def worse(rows: Iterable[Row], by: float) -> list[tuple[Row, Row]]:
+    """Pairs of rows for one budget: of a set, and of one that contains it and does worse by a part of the other's."""
     there = list(rows)
-    return [(a, b) for a in there for b in there if _pair(a, b) and _is_worse(b, than=a)]
+    return [(a, b) for a in there for b in there if _pair(a, b) and _is_worse(b, a, by)]
 
 
 def below_bound(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
@@ -103,10 +103,10 @@ def _pair(a: Row, b: Row) -> bool:
     return (a.model, a.budget) == (b.model, b.budget) and a.names < b.names
 
 
-def _is_worse(row: Row, than: Row) -> bool:
+def _is_worse(row: Row, than: Row, by: float) -> bool:
     if row.budget == LEAST:
-        return row.budget_bytes is not None and than.budget_bytes is not None and row.budget_bytes > than.budget_bytes
-    return than.time_s is not None and (row.time_s is None or row.time_s > than.time_s * (1 + FLOATING))
+        return row.budget_bytes is not None and than.budget_bytes is not None and row.budget_bytes > than.budget_bytes * (1 + by)
+    return than.time_s is not None and (row.time_s is None or row.time_s > than.time_s * (1 + by))
 
 
 def _is_below(row: Row, bounded: Row) -> bool:
@@ -127,9 +127,12 @@ def _holds(rows: Sequence[Row]) -> str:
         f"Of {len(at_shares)} budgets {infeasible} proved infeasible, {unknown} not decided.",
         f"Schedules below a bound: {len(below_bound(rows))}.",
     ]
-    pairs = worse(rows)
+    pairs = worse(rows, TOLERANCE)
     said = "; ".join(f"{b.options} at {b.budget}, {_value(b)}, than {a.options}, {_value(a)}" for a, b in pairs)
-    sentences.append(f"Worse with an option more: {len(pairs)}{f' ({said})' if said else ''}.")
+    sentences.append(
+        f"Worse with an option more, by over {TOLERANCE:.1%}: {len(pairs)}{f' ({said})' if said else ''}; by less, which is "
+        f"within the tolerance of solves: {len(worse(rows, FLOATING)) - len(pairs)}."
+    )
     sentences += [f"The link: {link}." for link in dict.fromkeys(row.link for row in rows if row.link)]
     sentences.append(f"Limit of each solve: {', '.join(dict.fromkeys(row.limit for row in rows))}.")
     return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"

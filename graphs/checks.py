@@ -240,10 +240,11 @@ def _check_stand_ins(graph: "Graph") -> None:
 def _check_overwrites(graph: "Graph") -> None:
     """An output may take the memory of an input that is as large, goes with the op, and is nobody's memory but its own."""
     stands_for = {other for t in graph.tensors for other in (t.view_of, t.held_for)}
+    owned = {(pool.name, pool.owner) for pool in graph.pools}
     for op in graph.ops:
         pairs = op.overwrites
-        if pairs and not graph.plain:
-            raise GraphError(f"op {op.name!r} writes over an input: in graphs with pools, streams or optional ops none may")
+        if pairs and op.optional:
+            raise GraphError(f"op {op.name!r} writes over an input: optional ops must not")
         if len({o for o, _ in pairs}) < len(pairs) or len({t for _, t in pairs}) < len(pairs):
             raise GraphError(f"op {op.name!r} lists a tensor twice among what it writes over")
         for o, t in pairs:
@@ -253,6 +254,8 @@ def _check_overwrites(graph: "Graph") -> None:
             where = f"op {op.name!r} writes {made.name!r} over {read.name!r}"
             if read.static or t in graph.kept:
                 raise GraphError(f"{where}, which must stay in memory")
+            if {(made.pool, op.stream), (read.pool, op.stream)} - owned:
+                raise GraphError(f"{where}: both must be in a pool of the stream {op.stream!r}, on which it runs")
             if made.size_bytes != read.size_bytes:
                 raise GraphError(f"{where}: they have {made.size_bytes} and {read.size_bytes} bytes, and must have as many")
             if stands_for & {o, t} or any(x is not None for x in (made.view_of, made.held_for, read.view_of, read.held_for)):

@@ -106,8 +106,8 @@ class Op:
         optional: not an op of the program: may be executed any number of times from none, anywhere.
         stands_for: ids of the program's ops that an optional op may be executed in place of, all at once.
         differs: what may differ from the program when it is executed (rounding, a lossy value), "" for not a bit.
-        overwrites: pairs of an output and an input: where a schedule frees the input right behind the op, the output takes
-            its memory.
+        overwrites: pairs of an output and an input: where a schedule frees the input right behind the op, and no other stream
+            has read it since it came, the output takes its memory. Of ops of the program only.
         variance: predicted variance that it adds to the gradients if it is executed at all, as a part of their squared norm;
             0 for all but optional ops that are lossy.
     """
@@ -174,10 +174,15 @@ class Graph:
 
     def out_of_place(self) -> "Graph":
         """This graph where no output takes the memory of an input: the program as eager PyTorch runs it."""
-        if not any(op.overwrites for op in self.ops):
+        if not self.writes_over_inputs:
             return self
         ops = tuple(replace(op, overwrites=()) for op in self.ops)
-        return Graph(ops, self.tensors, self.kept, self.provenance, self.pools)
+        return replace(self, ops=ops)
+
+    @cached_property
+    def writes_over_inputs(self) -> bool:
+        """Whether an output may take the memory of an input."""
+        return any(op.overwrites for op in self.ops)
 
     @cached_property
     def plain(self) -> bool:
@@ -267,6 +272,6 @@ class Graph:
             structure["pools"] = [[pool.name, pool.owner] for pool in self.pools]
             structure["places"] = [self.tensors[t].pool for t in used]
             structure["choices"] = [[op.stream, op.optional, op.stands_for] for op in self.ops]
-        if any(op.overwrites for op in self.ops):
+        if self.writes_over_inputs:
             structure["overwrites"] = [[[number[t] for t in pair] for pair in op.overwrites] for op in self.ops]
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]

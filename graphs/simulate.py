@@ -52,7 +52,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
     During a Compute step, memory of a pool = static + live tensors + the op's outputs + its workspace; an
     output that is live already is there twice during the step, and once afterwards. An output that may be
-    written over an input takes no memory of its own where that is among what is freed right behind the step.
+    written over an input takes no memory of its own where that is among what is freed right behind the step,
+    unless another stream has read it since it came: that may be at it still.
 
     Raises:
         ScheduleError: an op or tensor that does not exist; an op that reads what is not in memory,
@@ -139,6 +140,7 @@ class _Judge:
         self.owner = {pool.name: pool.owner for pool in graph.pools}
         self.there = [not t.producers for t in graph.tensors]
         self.computed: list[int] = []
+        self.lent: set[int] = set()  # of what is there, what another stream than the memory's own has read
         self.done = [False] * len(graph.ops)  # executed, or stood for
         self.random_ops = [op.id for op in graph.program if op.random]
         self.random_done = 0
@@ -165,6 +167,9 @@ class _Judge:
             self._check_double(index, op)
         for t in new:
             there[t] = True
+        if len(self.memories) > 1:
+            self.lent.update(t for t in op.inputs if self.owner[self.graph.tensors[t].pool] != op.stream)
+            goes = {t for t in goes if t not in self.lent}
         for memory in self.memories:
             memory.compute(op, new, goes)
             if memory.now_bytes > memory.limit_bytes:
@@ -218,6 +223,7 @@ class _Judge:
         if not self.there[t]:
             raise ScheduleError(f"step {index} frees {tensor.name!r}, which is not in memory")
         self.there[t] = False
+        self.lent.discard(t)
         for memory in self.memories:
             memory.free(t)
 

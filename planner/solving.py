@@ -221,7 +221,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: C
         least_bytes = simulate(graph, known).peak_bytes
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
-        whole = offloaded(graph.out_of_place(), Surroundings(Link.even(1.0)))  # whatever the link, and the host
+        whole = offloaded(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
         sending = least_sending(whole, limited, should_stop=should_stop)
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes

@@ -123,3 +123,8 @@ class Result:
     def gap(self) -> float | None:
         """(time - bound) / bound of the whole step."""
         return relative_gap(self.time_s, self.bound_s)
+
+
+def known_class(graph: Graph, schedules: str) -> str:
+    """`schedules`, those that a solver knows which counts outputs beside inputs, also where they may be written over these."""
+    return f"{schedules}, and its outputs beside its inputs" if graph.writes_over_inputs else schedules

@@ -23,7 +23,7 @@ from solvers.checkmate.run import HIGHS, PulpAnswer, check_clock, check_solver, 
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, status_of
+from solvers.result import Reason, Result, Status, known_class, status_of
 
 FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -89,7 +89,7 @@ def solve(request: Request) -> Result:
             "thresholds": list(params.thresholds),
             "samples": params.samples,
             "seed": params.seed,
-            "schedules": CLASS,
+            "schedules": known_class(request.graph, CLASS),
         },
         versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
         message=message,

@@ -1,11 +1,11 @@
 """A schedule as Python source: the lines of the program's calls, in the order of its steps."""
 
-from collections.abc import Container, Iterable, Sequence
-from itertools import islice, takewhile
+from collections.abc import Container, Iterable
 
 from graphs.capture.program import Call, Program, variable
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
+from graphs.overwriting import Overwriting, Pairs
 from graphs.schedule import Compute, Free, Step
 
 
@@ -23,34 +23,36 @@ class Writer:
         self._repeated = repeated
         self.live: dict[int, None] = {}
         self._done: set[int] = set()
+        self._overwriting = Overwriting(graph)
 
     def write(self, steps: Iterable[Step]) -> list[str]:
         """The lines that do `steps`, after those written before."""
-        lines: list[str] = []
         steps = tuple(steps)
-        for place, step in enumerate(steps):
-            lines += self._before(step)
-            match step:
-                case Compute(op):
-                    wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
-                    lines += self._compute(op, frozenset(wanted), freed_after(steps, place))
-                    self._done.add(op)
-                    self.live.update(dict.fromkeys(wanted))
-                case Free(tensor):
-                    lines.append(f"del {variable(tensor)}")
-                    del self.live[tensor]
-                case _:
-                    raise ScheduleError(f"step {step!r} cannot be executed")
+        return [line for place, step in enumerate(steps) for line in self._write(step, self._overwriting.follow(steps, place))]
+
+    def _write(self, step: Step, over: Pairs) -> list[str]:
+        """The lines that do one step; `over` is what its op writes over."""
+        lines = self._before(step)
+        match step:
+            case Compute(op):
+                wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
+                lines = [*lines, *self._compute(op, frozenset(wanted), over)]
+                self._done.add(op)
+                self.live.update(dict.fromkeys(wanted))
+            case Free(tensor):
+                lines = [*lines, f"del {variable(tensor)}"]
+                del self.live[tensor]
+            case _:
+                raise ScheduleError(f"step {step!r} cannot be executed")
         return lines
 
     def _before(self, step: Step) -> list[str]:
         """The lines that come before those of `step`."""
         return []
 
-    def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
-        """The lines that execute `op`, behind which `freed` is freed."""
+    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> list[str]:
+        """The lines that execute `op`."""
         call = self.program.calls[op]
-        over = [pair for pair in self.graph.ops[op].overwrites if pair[1] in freed]
         if call.random_state is None:
             return call.bind(wanted, over)
         assert isinstance(call, Call)
@@ -78,9 +80,3 @@ class Writer:
             f"    {generator}.set_state(_now.get_state())",
             "    del _now",
         ]
-
-
-def freed_after(steps: Sequence[Step], place: int) -> set[int]:
-    """What is freed behind the execution at `place`, before the next."""
-    behind = takewhile(lambda step: isinstance(step, Free), islice(steps, place + 1, None))
-    return {step.tensor for step in behind if isinstance(step, Free)}

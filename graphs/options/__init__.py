@@ -41,6 +41,8 @@ class Option:
         places: whether it runs ops on other devices.
         lossy: whether solving needs to know to how many bits the whole may be compressed, as in ``compress:4``.
         refused: what it does not go with, and for each why and what to do.
+        default: whether ``planner.compile`` takes it where nobody says which: it is exact, goes with everything, and makes no
+            program larger.
     """
 
     description: str
@@ -49,6 +51,7 @@ class Option:
     places: bool = False
     lossy: bool = False
     refused: Mapping[Setting, str] = field(default_factory=dict)
+    default: bool = False
 
 
 _OF_EAGER = {Setting.INDUCTOR: "it is found among those of eager PyTorch; leave it out, or take those"}
@@ -63,7 +66,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "kernels": Option(
             "convolutions, attention and losses may be computed by other kernels, with other workspaces", refused=_OF_EAGER
         ),
-        "in-place": Option("ops may write element by element over an input that goes with them"),
+        "in-place": Option("ops may write element by element over an input that goes with them", default=True),
         "compress": Option(
             "what the backward pass reads may be kept in 1 to 8 bits, with the gradient error of 4 bits for all: compress:4",
             lossy=True,
@@ -85,6 +88,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         ),
     }
 )
+
+DEFAULTS = tuple(name for name, option in OPTIONS.items() if option.default)
 
 
 def parsed(text: str) -> tuple[str, int | None]:

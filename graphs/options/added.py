@@ -94,8 +94,8 @@ class Additions:
         number, call = len(self.capture.graph.ops) + len(self._ops), self.capture.program.calls[op.id]
         named = replace(op, id=number, name=name, target=target, inputs=tuple(dict.fromkeys(inputs)))
         assert isinstance(call, Call)
-        variant = replace(named, optional=True, stands_for=(op.id,))
-        self._put(variant, replace(call, expression=expression), self.capture.nodes[op.id])
+        variant = replace(named, optional=True, stands_for=(op.id,), overwrites=())
+        self._put(variant, replace(call, expression=expression, in_place=None), self.capture.nodes[op.id])
         return number
 
     def _put(self, op: Op, call: Call, node: fx.Node | None) -> None:

@@ -14,26 +14,18 @@ from graphs.capture.lower import Capture
 from graphs.capture.outputs import fake, ignored_inputs, is_random, storage
 from graphs.capture.program import Call, Launches
 from graphs.capture.render import LAID_OUT
-from graphs.errors import GraphError
-from graphs.ir import Graph, Kind, Op
+from graphs.ir import Kind, Op
 from graphs.options.added import tensors_by_storage
-from graphs.options.selection import IN_PLACE
 from graphs.torch_private.core import DispatchKey, OpOverload
 
 
 def in_place(capture: Capture) -> Capture:
-    """`capture` where ops may write over inputs.
-
-    Raises:
-        GraphError: it has other choices.
-    """
+    """`capture` where ops of the program may write over inputs."""
     graph, program = capture.graph, capture.program
-    if not graph.plain:
-        raise GraphError(f"the option {IN_PLACE!r} is for graphs without other choices: leave those out")
     finding = _Finding(capture)
     ops: list[Op] = []
     calls: list[Call | Launches] = []
-    for op, call in zip(graph.ops, program.calls, strict=True):
+    for op, call in zip(graph.program, program.calls, strict=False):
         if isinstance(call, Launches):
             ops.append(replace(op, overwrites=finding.launched(call)))
             calls.append(call)
@@ -43,9 +35,11 @@ def in_place(capture: Capture) -> Capture:
         else:
             ops.append(replace(op, overwrites=(found[:2],)))
             calls.append(replace(call, in_place=found[2]))
+    ops += graph.ops[len(ops) :]
+    calls += program.calls[len(calls) :]
     return replace(
         capture,
-        graph=Graph(tuple(ops), graph.tensors, graph.kept, graph.provenance),
+        graph=replace(graph, ops=tuple(ops)),
         program=replace(program, calls=tuple(calls), namespace={**program.namespace, **finding.called}),
     )
 
@@ -61,6 +55,8 @@ class _Finding:
         self.capture = capture
         self.called: dict[str, OpOverload] = {}
         self._tensor_of = tensors_by_storage(capture)
+        n = len(capture.graph.program)
+        self._readers = [[r for r in readers if r < n] for readers in capture.graph.consumers]
 
     def of(self, op: Op) -> tuple[int, int, str] | None:
         """An output of `op`, the input that it may be written over, and the expression that does it.
@@ -77,8 +73,8 @@ class _Finding:
             return None
         if torch.Tag.pointwise not in target.tags or target._schema.is_mutable or is_random(node):
             return None
-        o, readers = call.outputs[0][0], self.capture.graph.consumers
-        for t in sorted(op.inputs, key=lambda t: (readers[t][-1], len(readers[t]))):
+        o = call.outputs[0][0]
+        for t in sorted(op.inputs, key=self._staying):
             value = self._whole(node, o, t)
             if value is None:
                 continue
@@ -93,12 +89,15 @@ class _Finding:
 
     def launched(self, call: Launches) -> tuple[tuple[int, int], ...]:
         """Outputs of kernels and the inputs that they may be written over, each once: of several, as in ``of``."""
-        readers = self.capture.graph.consumers
         found: dict[int, int] = {}
-        for o, t, _ in sorted(call.over, key=lambda pair: (readers[pair[1]][-1], len(readers[pair[1]]), pair[:2])):
+        for o, t, _ in sorted(call.over, key=lambda pair: (*self._staying(pair[1]), pair[:2])):
             if self._may_go(o, t) and o not in found and t not in found.values():
                 found[o] = t
         return tuple(found.items())
+
+    def _staying(self, t: int) -> tuple[int, int]:
+        """How long t is there in the program: the last op that reads it, and how many do."""
+        return self._readers[t][-1], len(self._readers[t])
 
     def _may_go(self, o: int, t: int) -> bool:
         """Whether t does not stay, and has as many bytes as o."""

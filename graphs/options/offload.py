@@ -10,7 +10,6 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
-from graphs.options.selection import check_out_of_place
 from graphs.options.surroundings import Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
@@ -55,11 +54,10 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     only such.
 
     Raises:
-        GraphError: the graph has other pools or streams already, or writes over inputs.
+        GraphError: the graph has other pools or streams already.
     """
     if len(graph.pools) > 1 or len(graph.streams) > 1:
         raise GraphError("offload is added to a graph that has other pools or streams already: add it once, and before them")
-    check_out_of_place(graph, "offload")
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
     # What draws from a state writes it there first, and would have to wait for its copy.
     made = [t for t in made if graph.consumers[t.id] and t.kind is not Kind.RANDOM_STATE]

@@ -18,7 +18,6 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Tensor
-from graphs.options.selection import check_out_of_place
 from graphs.options.surroundings import OtherDevice, Surroundings
 from graphs.pools import COMPUTE, Pool
 
@@ -55,7 +54,6 @@ def placed(graph: Graph, surroundings: Surroundings) -> Graph:
     """
     if not graph.plain:
         raise GraphError("placement is added to a graph that has choices already: add it first, and once")
-    check_out_of_place(graph, "placement")
     if not surroundings.others:
         raise GraphError(
             "placement needs another device, and the times of the ops there: trace the step with --other-devices cpu:2, or cuda "
@@ -120,6 +118,7 @@ class _Writer:
                     stream=stream,
                     optional=True,
                     stands_for=(op.id,),
+                    overwrites=(),
                     differs="" if op.id in device.exact else device.differs,
                 )
             )

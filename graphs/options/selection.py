@@ -7,20 +7,11 @@ from dataclasses import replace
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.pools import COMPUTE
+from graphs.schedule import Compute, Free, Schedule
 
 TRACED = "options"  # of the provenance: the choices that a graph was traced with
 LEFT_OUT = "left_out"  # likewise: names of ops of theirs that were found to be of no use
 IN_PLACE = "in-place"  # the choice that adds no op, but ``Op.overwrites``
-
-
-def check_out_of_place(graph: Graph, name: str) -> None:
-    """Refuse a graph with the choice ``IN_PLACE`` where the choice `name` is to be added.
-
-    Raises:
-        GraphError: an op of it may write over an input.
-    """
-    if any(op.overwrites for op in graph.ops):
-        raise GraphError(f"the options {IN_PLACE!r} and {name!r} cannot be taken together: leave one of them out")
 
 
 def traced_with(graph: Graph) -> tuple[str, ...]:
@@ -65,7 +56,8 @@ def option_of(op: Op) -> str:
 
 def without_computed(graph: Graph) -> Graph:
     """`graph` without the optional ops on the compute stream: the program, and what is done beside the computation."""
-    return graph if graph.plain else without(graph, lambda op: op.stream == COMPUTE)
+    offered = any(op.optional and op.stream == COMPUTE for op in graph.ops)
+    return without(graph, lambda op: op.stream == COMPUTE) if offered else graph
 
 
 def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
@@ -80,10 +72,29 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
 
     tensors = (replace(t, id=i, producers=tuple(new_op[p] for p in t.producers if p in new_op)) for i, t in enumerate(made))
     renamed = (
-        replace(op, id=i, inputs=moved(op.inputs), outputs=moved(op.outputs), mutates=moved(op.mutates))
+        replace(
+            op,
+            id=i,
+            inputs=moved(op.inputs),
+            outputs=moved(op.outputs),
+            mutates=moved(op.mutates),
+            overwrites=tuple((new_tensor[o], new_tensor[t]) for o, t in op.overwrites),
+        )
         for i, op in enumerate(ops)
     )
-    return Graph(tuple(renamed), tuple(tensors), frozenset(new_tensor[t] for t in graph.kept), graph.provenance, graph.pools)
+    kept = frozenset(new_tensor[t] for t in graph.kept)
+    return Graph(tuple(renamed), tuple(tensors), kept, graph.provenance, graph.pools, graph.variance_limit)
+
+
+def schedule_in(graph: Graph, part: Graph, schedule: Schedule) -> Schedule:
+    """A schedule of `part`, which is `graph` ``without`` some ops, as one of `graph`."""
+    op = {op.name: op.id for op in graph.ops}
+    tensor = {t.name: t.id for t in graph.tensors}
+    steps = (
+        Compute(op[part.ops[step.op].name]) if isinstance(step, Compute) else Free(tensor[part.tensors[step.tensor].name])
+        for step in schedule.steps
+    )
+    return Schedule(tuple(steps))
 
 
 def gradient_error(graph: Graph, computed: Collection[int]) -> float | None:

@@ -86,18 +86,26 @@ def random_training_step(seed: int, layers: int) -> Graph:
 def random_overwriting(seed: int, ops: int) -> Graph:
     """A ``random_graph`` in which many outputs may be written over an input, and are as large as that."""
     draw = random.Random(seed)
-    graph = random_graph(draw.randint(0, 10**9), ops)
+    return replace(
+        with_overwriting(random_graph(draw.randint(0, 10**9), ops), draw), provenance={"made": "synthetic", "seed": seed}
+    )
+
+
+def with_overwriting(graph: Graph, draw: random.Random) -> Graph:
+    """`graph` in which many outputs of the program may be written over an input, and are as large as that."""
     tensors, made = list(graph.tensors), []
-    for op in graph.ops:
-        free = [t for t in op.inputs if not tensors[t].static and t not in graph.kept]
+    owner = {pool.name: pool.owner for pool in graph.pools}
+    for op in graph.program:
+        own = {t for t in (*op.inputs, *op.outputs) if owner[tensors[t].pool] == op.stream}
+        free = [t for t in op.inputs if t in own and not tensors[t].static and t not in graph.kept]
         pairs = []
         for o in op.outputs:
-            if free and draw.random() < 0.7:
+            if free and o in own and draw.random() < 0.7:
                 t = free.pop(draw.randrange(len(free)))
                 tensors[o] = replace(tensors[o], size_bytes=tensors[t].size_bytes)
                 pairs.append((o, t))
         made.append(replace(op, overwrites=tuple(pairs)))
-    return Graph(tuple(made), tuple(tensors), graph.kept, {"made": "synthetic", "seed": seed})
+    return replace(graph, ops=(*made, *graph.ops[len(made) :]), tensors=tuple(tensors))
 
 
 def random_options(seed: int, ops: int, most: int = 4) -> Graph:

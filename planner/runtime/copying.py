@@ -10,6 +10,7 @@ from graphs.errors import GraphError
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
 from graphs.options.selection import without_computed
+from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST
 from graphs.schedule import Compute, Step
 
@@ -96,10 +97,10 @@ class CopyingWriter(Writer):
             return self._wait(self._under_way.before_reading(self.graph.ops[step.op].inputs))
         return []
 
-    def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
+    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> list[str]:
         copy = self.graph.ops[op]
         if copy.stream == COMPUTE:
-            return super()._compute(op, wanted, freed)
+            return super()._compute(op, wanted, over)
         (source,), (target,) = copy.inputs, copy.outputs
         name = f"c{next(self._number)}"
         if copy.stream == DEVICE_TO_HOST:

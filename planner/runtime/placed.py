@@ -7,7 +7,7 @@ while the loss is the caller's.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options.passes import passes_of
 from graphs.options.placement import Placement, is_copy, placement_of
+from graphs.overwriting import Pairs
 from graphs.schedule import Compute, Free, Schedule, Step
 from planner.runtime.codegen import Code, assemble, repeated
 from planner.runtime.copying import UnderWay
@@ -104,11 +105,13 @@ class DeviceWriter(Writer):
         """The lines of the device in a pass, `steps` of which are of all devices."""
         lines: list[str] = []
         numbers = 0
-        for step in steps:
+        steps = tuple(steps)
+        for place, step in enumerate(steps):
+            over = self._overwriting.follow(steps, place)
             if isinstance(step, Free):
                 if self._is_here(step.tensor):
                     lines += self._wait(self._under_way.before_freeing(step.tensor))
-                    lines += super().write([step])
+                    lines += self._write(step, over)
                 continue
             op = self.graph.ops[step.op]
             if is_copy(op):
@@ -116,14 +119,14 @@ class DeviceWriter(Writer):
                 numbers += 1
             elif op.stream == self._pool.owner:
                 lines += self._arrive(op.inputs)
-                lines += super().write([step])
+                lines += self._write(step, over)
         lines += self._arrive(self.live)
         lines += self._wait(self._under_way.copies)
         self._under_way = UnderWay()
         return lines
 
-    def _compute(self, op: int, wanted: frozenset[int], freed: Container[int]) -> list[str]:
-        return self._calls[op].bind(wanted) if op in self._calls else super()._compute(op, wanted, freed)
+    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> list[str]:
+        return self._calls[op].bind(wanted) if op in self._calls else super()._compute(op, wanted, over)
 
     def _copy(self, op: Op, number: int) -> list[str]:
         (source,), (target,) = op.inputs, op.outputs

@@ -1,7 +1,7 @@
 """Parts of a schedule as FX graphs, which AOTAutograd calls as forward and backward."""
 
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,8 +16,8 @@ from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be
 from graphs.capture.lower import Capture
 from graphs.capture.outputs import ignored_inputs
 from graphs.capture.program import Call, Composed, variable
-from graphs.capture.writer import freed_after
 from graphs.ir import Op
+from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST
 from graphs.schedule import Compute, Step
 from graphs.torch_private.capture import SavedForBackwardsAOTOutput
@@ -62,6 +62,7 @@ class Emitter:
         self.graph = fx.Graph()
         self.env: dict[int, fx.Node] = {}
         self.under_way: UnderWay[fx.Node] = UnderWay()
+        self._overwriting = Overwriting(captured.graph)
         self._copy = None if channels is None else _Copying(channels)
 
     def input(self, node: fx.Node) -> None:
@@ -93,11 +94,13 @@ class Emitter:
         """Take what the part `before` hands over, as inputs."""
         self.env |= {t: self.graph.placeholder(f"on_host_{t}") for t in before.on_host}
         number = count()
+        self._overwriting = before._overwriting
         self.under_way = before.under_way.known_as(lambda _: self.graph.placeholder(f"under_way_{next(number)}"))
 
     def run(self, steps: Sequence[Step]) -> None:
         """Write `steps`."""
         for place, step in enumerate(steps):
+            over = self._overwriting.follow(steps, place)
             if not isinstance(step, Compute):
                 freed = self.env.pop(step.tensor, None)
                 if self.captured.graph.tensors[step.tensor].pool == HOST:
@@ -111,7 +114,7 @@ class Emitter:
                     self._transfer(step.op)
             elif (node := self.captured.nodes[step.op]) is not None:
                 self._wait(self.under_way.before_reading(self.captured.graph.ops[step.op].inputs))
-                self._compute(op, node, freed_after(steps, place))
+                self._compute(op, node, over)
 
     def _compose(self, op: Op) -> None:
         """Call an optional op, which runs several operators: its arguments are source over variables, as in programs."""
@@ -166,10 +169,10 @@ class Emitter:
         if value is not None:
             self.graph.call_function(_held, (value,))
 
-    def _compute(self, op: Op, node: fx.Node, freed: Container[int]) -> None:
-        """Call an op of the program, behind which `freed` is freed."""
+    def _compute(self, op: Op, node: fx.Node, over: Pairs) -> None:
+        """Call an op of the program."""
         call = self.captured.program.calls[op.id]
-        if any(t in freed for _, t in op.overwrites):
+        if over:
             assert isinstance(call, Call)
             assert call.in_place is not None
             made = self._written(call.in_place, op)

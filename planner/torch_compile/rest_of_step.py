@@ -7,9 +7,9 @@ how much must be left for them. Its outputs are the gradients that come back.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from graphs.capture.writer import freed_after
 from graphs.ir import Graph, Op, Phase
 from graphs.options import without_options
+from graphs.overwriting import Overwriting
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule, Step, boundary, schedule_of
 from graphs.simulate import simulate
@@ -63,13 +63,12 @@ def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
 def writes_over_kept(graph: Graph, schedule: Schedule) -> bool:
     """Whether the backward pass writes over what is in memory between the passes, so that it cannot come again."""
     cut = boundary(graph, schedule)
-    kept, steps = _live(graph, schedule.steps[:cut]), schedule.steps[cut:]
-    for place, step in enumerate(steps):
-        if isinstance(step, Compute):
-            over = {t for _, t in graph.ops[step.op].overwrites}
-            if not kept.intersection(over).isdisjoint(freed_after(steps, place)):
-                return True
-        else:
+    kept, overwriting = _live(graph, schedule.steps[:cut]), Overwriting(graph)
+    for place, step in enumerate(schedule.steps):
+        over = overwriting.follow(schedule.steps, place)
+        if place >= cut and any(t in kept for _, t in over):
+            return True
+        if place >= cut and not isinstance(step, Compute):
             kept.discard(step.tensor)  # what is made again is another one
     return False
 

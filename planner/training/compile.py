@@ -11,8 +11,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
-from graphs.options import Setting, check_goes_with
-from graphs.options.selection import IN_PLACE
+from graphs.options import DEFAULTS, Setting, check_goes_with
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
@@ -43,7 +42,7 @@ def compile(  # noqa: A001
     time_limit_s: float = 60.0,
     passes: int = 5,
     reorder: bool | None = None,
-    options: Sequence[str] = (),
+    options: Sequence[str] | None = None,
     link: str | float | None = None,
     host_budget: str | int | None = None,
     exact: bool = False,
@@ -78,8 +77,8 @@ def compile(  # noqa: A001
             `host_budget` is in bytes, or ``8GB``, there. With ``options=["chunks"]`` loss heads, and other large stretches by
             rows, may be computed in chunks: what is added up over rows is then rounded otherwise, and ``plan.differs`` says what.
             With ``options=["kernels"]`` convolutions, attention and rows of ops may be computed by other kernels, likewise.
-            With ``options=["pack"]`` masks, indices and signs may be kept in bits and bytes, exactly. Over Inductor's kernels
-            the option is ``in-place`` where none is named, as it is for ``torch.compile``.
+            With ``options=["pack"]`` masks, indices and signs may be kept in bits and bytes, exactly. None: those that are so by
+            default, ``in-place``; ``[]``: none at all.
         exact: of the options, offer only ops that differ in not a bit: with ``dynamic`` these are of the first size.
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
@@ -113,9 +112,7 @@ def compile(  # noqa: A001
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     channels, asked = None, {}
-    if kernels == "inductor" and not options and not exact:
-        options = (IN_PLACE,)  # as Inductor's kernels do under torch.compile
-    choices = choices_of(options, link, host_budget, exact=exact)
+    choices = choices_of(DEFAULTS if options is None else options, link, host_budget, exact=exact)
     if choices is not None:
         solved = partial(solved, options=choices.options, exact=exact)
         for setting, given in ((Setting.VARYING_SIZES, dynamic), (Setting.INDUCTOR, kernels == "inductor")):

@@ -28,10 +28,9 @@ from solvers.checkmate.run import HIGHS, PulpAnswer, check_clock, check_solver, 
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, status_of
+from solvers.result import Reason, Result, Status, known_class, status_of
 
 CLASS = "each op at most once per stage, in program order"
-_OUT_OF_PLACE = ", and its outputs beside its inputs"  # the program counts them so, where others might be written over
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def solve(request: Request) -> Result:
             "milp_solver": params.milp_solver,
             "unused_outputs": str(params.variant.unused_outputs),
             "frees": str(params.variant.frees),
-            "schedules": CLASS + (_OUT_OF_PLACE if any(op.overwrites for op in graph.ops) else ""),
+            "schedules": known_class(graph, CLASS),
         },
         versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
         message=verdict.message,
@@ -148,7 +147,8 @@ def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdi
             Status.LIMIT,
             None,
             None,
-            f"no schedule that executes {CLASS}, fits {budget}: Checkmate's program is infeasible ({answer.detail}). "
+            f"no schedule that executes {known_class(model.graph, CLASS)}, fits {budget}: Checkmate's program is infeasible "
+            f"({answer.detail}). "
             "Others may fit: use the solver windows, or raise --budget",
             Reason.MEMORY,
         )

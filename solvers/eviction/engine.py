@@ -140,8 +140,7 @@ class Eviction:
                 self._drop(t)  # made again anyway
         new = [t for t in op.outputs if not self.there[t]]
         done = max(self.done, i)
-        may_go = (t for _, t in op.overwrites if t not in wanted and (self.evictable[t] or self._of_no_use(t, done)))
-        uses = {t: self._use_after(t, done, i) for t in may_go}
+        uses = {t: self._use_after(t, done, i) for _, t in op.overwrites if t not in wanted and self._may_go(t, done)}
         over = [t for t, use in uses.items() if use == NEVER]
         needed = op.workspace_bytes + sum(self.size[t] for t in new) - sum(self.size[t] for t in over)
         if self.free_bytes < needed:
@@ -155,6 +154,10 @@ class Eviction:
         for t in over:
             self.next_use[t] = uses[t]
             self._drop(t)
+
+    def _may_go(self, t: int, done: int) -> bool:
+        """Whether t, which the new op `done` reads, may be written over, and executed for again if need be."""
+        return self.evictable[t] or self._of_no_use(t, done)
 
     # What to evict.
 
@@ -215,9 +218,8 @@ class Eviction:
         rule = self.rule
         cost = np.array(self._costs(tensors)) ** rule.cost
         distance = np.maximum(1.0, np.array([self.next_use[t] - self.done for t in tensors], dtype=np.float64)) ** rule.distance
-        sized = np.array([self.sized[t] for t in tensors])
         worth = 1.0 if self.guide is None else np.array([self._worth(self.guide, t) for t in tensors])
-        ranks: list[float] = (worth * cost / (sized * distance)).tolist()
+        ranks: list[float] = (worth * cost / (np.array([self.sized[t] for t in tensors]) * distance)).tolist()
         return ranks
 
     def _costs(self, tensors: Sequence[int]) -> list[float]:
@@ -234,8 +236,7 @@ class Eviction:
         """Seconds to make a tensor again, with what is missing for that."""
         total = 1e-9
         staying_bytes = self.staying_bytes[min(self.next_use[t], len(self.time))]
-        found = {self.producer[t]}
-        stack = [self.producer[t]]
+        found, stack = {self.producer[t]}, [self.producer[t]]
         while stack:
             i = stack.pop()
             total += self.time[i]

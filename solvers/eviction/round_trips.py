@@ -57,6 +57,10 @@ class EvictionWithCopies(Eviction):
             self.at_hand[t] = True
             self.channels.make(t)
 
+    def _may_go(self, t: int, done: int) -> bool:
+        again = self.graph.ops[self.producer[t]].recomputable and t not in self.graph.kept
+        return again or self._of_no_use(t, done)
+
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
         """As costs go up with what the channels have to carry, look again at each before it goes."""
         self._find_costs(tensors)

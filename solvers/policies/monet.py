@@ -33,7 +33,7 @@ from solvers.highs.columns import Columns, Weighted
 from solvers.highs.program import Floats, Outcome, Watch
 from solvers.policies.replay import repeatable
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, status_of
+from solvers.result import Reason, Result, Status, known_class, status_of
 
 CLASS = "ops of the forward pass again at most once before each later op, in program order"
 MOST_ENTRIES = 2_000_000  # of the rows of memory: HiGHS takes an hour for less
@@ -196,7 +196,8 @@ def solve(request: Request) -> Result:
     if answer.values is None:
         memory = answer.outcome is Outcome.INFEASIBLE
         budget = format_bytes(request.budget_bytes)
-        why = f"no schedule that executes {CLASS}, fits {budget}" if memory else "MONeT's program found nothing in time"
+        none = f"no schedule that executes {known_class(graph, CLASS)}, fits {budget}"
+        why = none if memory else "MONeT's program found nothing in time"
         why += f" ({answer.detail}): raise --budget{'' if memory else ' or --time-limit'}, or use the solver windows"
         return _result(request, Status.LIMIT, message=why, reason=Reason.MEMORY if memory else Reason.TIME)
     schedule = program.schedule(answer.values)
@@ -225,7 +226,7 @@ def _result(
         bound_s=bound_s,
         solver="monet",
         seconds=request.clock.seconds,
-        settings={**request.settings, "schedules": CLASS},
+        settings={**request.settings, "schedules": known_class(request.graph, CLASS)},
         versions={"highs": highs.version()},
         message=message,
         reason=reason,

@@ -1,6 +1,8 @@
 """The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.heuristics.sending import sending_orders
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import Order, late_writers, order_of
+from solvers.windows.solution.decode import Order, Trial, late_writers, order_of
 from solvers.windows.solution.refine import halved
 from solvers.windows.state_space import shortest
 
@@ -27,21 +29,33 @@ _WORK_PER_STATES = 2e-2  # a thousand of them
 
 def run(search: Search) -> None:
     """Search until solved, stopped, or nothing is left to refine."""
+    whole = search.problem.whole
     if not search.problem.places.plain:
         run_with_options(search, _run, run)
-    elif search.problem.copies is None:
-        _run(search)
-    else:
-        with PartBeside(search, search.problem.graph, run, search.keep) as without_copies:
-            _run(search, without_copies)
+        return
+    with ExitStack() as stack:
+        apart = without_copies = None
+        if whole.writes_over_inputs:
+            apart = stack.enter_context(PartBeside(search, whole.out_of_place(), run, partial(_take_apart, search)))
+            apart.tell()
+        if search.problem.copies is not None:
+            without_copies = stack.enter_context(PartBeside(search, search.problem.graph, run, search.keep))
+        _run(search, without_copies, apart)
 
 
-def _run(search: Search, without_copies: PartBeside | None = None) -> None:
+def _take_apart(search: Search, trial: Trial) -> None:
+    """Keep a schedule that writes over nothing: it fits as it is, and better where it may."""
+    search.keep(trial)
+    search.offer(trial.order, Discretization((search.problem.ops - 1,)))
+
+
+def _run(search: Search, without_copies: PartBeside | None = None, apart: PartBeside | None = None) -> None:
     """The same for a graph with nothing to choose but when to execute the program's ops, and round trips to the host.
 
     Args:
         without_copies: the graph without these. Its schedules count once those with them were looked for: beside a good
             schedule that sends nothing, a rough one that does, and would come to more when improved, is given up.
+        apart: the graph where no op writes over what it reads.
     """
     ops = search.problem.ops
     whole = Discretization((ops - 1,))
@@ -60,8 +74,8 @@ def _run(search: Search, without_copies: PartBeside | None = None) -> None:
         if not (search.solved() or search.stopped()):
             beside = beside or start_beside(search, Portfolio(search, coarse, detail).find)
             _go_on(search, detail, beside)
-        if without_copies is not None:
-            without_copies.finish()
+        for part in filter(None, (without_copies, apart)):
+            part.finish()
     finally:
         search.halted = True
         if beside is not None:

@@ -11,7 +11,7 @@ from benchmarks.options import MODELS, NAMES
 from benchmarks.options_case import BUDGETS, Case, sets_of
 from benchmarks.options_errors import MEASURED, error_rows
 from benchmarks.options_rows import LEAST, NONE, Bits, ErrorRow, Offer, Row, bits_of
-from benchmarks.options_table import below_bound, error_table, table, worse
+from benchmarks.options_table import FLOATING, below_bound, error_table, table, worse
 from graphs.ir import Op
 from graphs.options import OPTIONS
 from graphs.units import format_ratio
@@ -61,7 +61,7 @@ def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(cas
     assert [(o.option, o.bits) for o in case.offers] == [("offload", Bits.EXACT), ("chunks", Bits.ROUNDING)]
     sets = (NONE, "offload", "chunks", "offload+chunks")
     assert [row.key for row in rows] == [("step", name, budget) for name in sets for budget in BUDGETS]
-    assert not worse(rows) and not below_bound(rows)
+    assert not worse(rows, FLOATING) and not below_bound(rows)
     least = {row.options: row for row in rows if row.budget == LEAST}
     assert all(row.proved_bytes is not None and row.proved_bytes <= (row.budget_bytes or 0) for row in least.values())
     # The logits are most of the peak: without chunks they cannot be less.
@@ -70,7 +70,7 @@ def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(cas
     assert (least["chunks"].budget_bytes or 0) < 0.5 * least["chunks"].base_peak_bytes < (least[NONE].budget_bytes or 0)
     text = table(rows, case.offers, SPECS | {"another": "zoo:vit"})
     assert format_ratio(half["chunks"].overhead) in text and "infeasible" in text and "not run" not in text
-    assert "Worse with an option more: 0." in text and "Not run: another." in text
+    assert "Worse with an option more, by over 0.1%: 0;" in text and "Not run: another." in text
 
 
 def test_what_is_known_is_not_solved_again_and_what_was_not_run_is_said(case: Case, rows: list[Row]) -> None:
@@ -84,15 +84,16 @@ def test_what_is_worse_and_what_is_wrong_is_named(rows: list[Row]) -> None:
     chunks, both = found["chunks", "50%"], found["offload+chunks", "50%"]
     assert chunks.time_s is not None and both.time_s is not None
     slower = replace(both, time_s=2 * chunks.time_s)
-    assert worse([chunks, slower]) == [(chunks, slower)] and worse([chunks, replace(both, time_s=None)])
-    assert "Worse with an option more: 1 (offload+chunks at 50%" in table(
+    assert worse([chunks, slower], FLOATING) == [(chunks, slower)] and worse([chunks, replace(both, time_s=None)], FLOATING)
+    assert "Worse with an option more, by over 0.1%: 1 (offload+chunks at 50%" in table(
         [chunks, slower], [offer("chunks", 1, Bits.EXACT)], SPECS
     )
     refuted = replace(both, bound_s=2 * chunks.time_s, time_s=None)
     assert below_bound([chunks, refuted]) == [(chunks, refuted)]
     assert below_bound([chunks, replace(refuted, bound_s=None, status="infeasible")])
     least, more = found["chunks", LEAST], found["offload+chunks", LEAST]
-    assert worse([least, replace(more, budget_bytes=(least.budget_bytes or 0) + 1)])
+    assert worse([least, replace(more, budget_bytes=(least.budget_bytes or 0) + 1)], FLOATING)
+    assert not worse([least, replace(more, budget_bytes=(least.budget_bytes or 0) + 1)], 1e-3)
     assert below_bound([least, replace(more, proved_bytes=(least.budget_bytes or 0) + 1)])
 
 

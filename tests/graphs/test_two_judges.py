@@ -12,7 +12,7 @@ from graphs.ir import Graph
 from graphs.lives import lives
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_overwriting
+from graphs.synthetic.random_graphs import random_overwriting, with_overwriting
 from tests.support.event_judge import during, judged, live, runs
 from tests.support.random_choices import graph_with_choices, schedule_with_choices
 
@@ -20,9 +20,10 @@ seeds = st.integers(0, 2**32)
 
 
 def _graph(draw: random.Random) -> Graph:
-    if draw.random() < 0.7:
-        return graph_with_choices(draw)
-    return random_overwriting(draw.randrange(2**32), draw.randint(3, 6))
+    if draw.random() < 0.3:
+        return random_overwriting(draw.randrange(2**32), draw.randint(3, 6))
+    graph = graph_with_choices(draw)
+    return with_overwriting(graph, draw) if draw.random() < 0.5 else graph
 
 
 @settings(max_examples=300)

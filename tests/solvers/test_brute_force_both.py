@@ -7,7 +7,7 @@ import pytest
 from graphs.options import with_options, without_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import random_options, with_overwriting
 from solvers.policies.store_all import store_all
 from solvers.problem import problem_of
 from solvers.result import Status
@@ -28,6 +28,8 @@ def cases(seeds: range) -> list[Case]:
     for seed in seeds:
         draw = random.Random(seed)
         graph = random_options(draw.randint(0, 10**6), draw.randint(2, 4), 2)
+        if draw.random() < 0.5:
+            graph = with_overwriting(graph, draw)
         program = without_options(graph)
         peak = simulate(program, store_all(program)).peak_bytes
         budget = max(1, round(peak * draw.uniform(0.6, 1.0)))

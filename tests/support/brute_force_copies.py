@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
 from graphs.schedule import Compute, Free, Schedule, Step
-from tests.support.brute_force_options import BEGINNING, Progress, executions, promises
+from tests.support.brute_force_options import BEGINNING, Progress, executions, promises, ways_to_overwrite
 
 Times = tuple[tuple[int, float], ...]  # tensor and time, in ascending order
 
@@ -21,6 +21,7 @@ class State:
         clocks: compute, out, in.
         ready: when tensors on the device are made or have come in; left: when the copy-out that reads them ends.
         stored: when tensors on the host have come; back: when the copy-in that reads them ends.
+        lent: tensors on the device that have been copied out since they came there.
     """
 
     progress: Progress = BEGINNING
@@ -33,6 +34,7 @@ class State:
     left: Times = ()
     stored: Times = ()
     back: Times = ()
+    lent: frozenset[int] = frozenset()
 
 
 def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) -> tuple[float, Schedule] | None:
@@ -46,7 +48,7 @@ def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) ->
     """
     search = _Search(graph, budget_bytes)
     start = State()
-    queue: list[tuple[float, int, int, State, tuple[object, Step | None] | None]] = [(0.0, 0, 0, start, None)]
+    queue: list[tuple[float, int, int, State, tuple[object, tuple[Step, ...]] | None]] = [(0.0, 0, 0, start, None)]
     fronts: dict[object, list[tuple[float, ...]]] = {}
     pushed = 0
     while queue:
@@ -58,21 +60,20 @@ def fastest_with_copies(graph: Graph, budget_bytes: int, most: int = 400_000) ->
         if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in front):
             continue
         front.append(times)
-        for step, after in search.moves(state):
+        for steps, after in search.moves(state):
             pushed += 1
             if pushed > most:
                 raise TimeoutError
-            heapq.heappush(queue, (search.at_least(after), -after.progress.done, pushed, after, (came, step)))
+            heapq.heappush(queue, (search.at_least(after), -after.progress.done, pushed, after, (came, steps)))
     return None
 
 
 def _traced(came: object) -> Schedule:
     steps: list[Step] = []
     while came is not None:
-        came, step = came  # type: ignore[misc]
-        if step is not None:
-            steps.append(step)
-    return Schedule(tuple(reversed(steps)))
+        came, some = came  # type: ignore[misc]
+        steps = [*some, *steps]
+    return Schedule(tuple(steps))
 
 
 def _split(state: State) -> tuple[object, tuple[float, ...]]:
@@ -86,7 +87,7 @@ def _split(state: State) -> tuple[object, tuple[float, ...]]:
     ):
         found = dict(table)
         times += [found.get(t, 0.0) for t in sorted(tensors)]
-    return (state.progress, state.live, state.host, state.freed, state.host_freed), tuple(times)
+    return (state.progress, state.live, state.host, state.freed, state.host_freed, state.lent), tuple(times)
 
 
 class _Search:
@@ -104,17 +105,17 @@ class _Search:
     def at_least(self, state: State) -> float:
         return max(state.clocks[0] + self.rest[state.progress.done], *state.clocks[1:])
 
-    def moves(self, state: State) -> list[tuple[Step | None, State]]:
+    def moves(self, state: State) -> list[tuple[tuple[Step, ...], State]]:
         now, out, back = state.clocks
         ready, left, stored, came = (dict(table) for table in (state.ready, state.left, state.stored, state.back))
         used = sum(self.size[t] for t in state.live)
-        found: list[tuple[Step | None, State]] = [
-            (None, replace(state, progress=reached)) for reached in promises(self.program, state.progress)
+        found: list[tuple[tuple[Step, ...], State]] = [
+            ((), replace(state, progress=reached)) for reached in promises(self.program, state.progress)
         ]
 
-        def add(step: Step, *, freed: int = -1, host_freed: int = -1, **changes: object) -> None:
+        def add(*steps: Step, freed: int = -1, host_freed: int = -1, **changes: object) -> None:
             after = replace(state, freed=freed, host_freed=host_freed, **changes)  # type: ignore[arg-type]
-            found.append((step, _canonical(after)))
+            found.append((steps, _canonical(after)))
 
         if state.host_freed < 0:
             for t in sorted(state.live):
@@ -125,18 +126,20 @@ class _Search:
                 made = set(op.outputs)
                 if any(self.size_known(t) and t not in state.live for t in op.inputs):
                     continue
-                if used + sum(self.size[t] for t in made) + op.workspace_bytes > self.room:
-                    continue
                 clock = max([now, *(ready.get(t, 0.0) for t in op.inputs)]) + op.time_s
                 new = dict.fromkeys(made - state.live, clock)
-                add(
-                    Compute(op.id),
-                    progress=reached,
-                    live=state.live | made,
-                    clocks=(clock, out, back),
-                    ready=tuple({**ready, **new}.items()),
-                    left=tuple((t, s) for t, s in state.left if t not in new),
-                )
+                for over in ways_to_overwrite(op):
+                    made_bytes = sum(self.size[t] for t in made) - sum(self.size[t] for t in over)
+                    if used + made_bytes + op.workspace_bytes <= self.room and state.lent.isdisjoint(over):
+                        add(
+                            Compute(op.id),
+                            *map(Free, over),
+                            progress=reached,
+                            live=(state.live | made).difference(over),
+                            clocks=(clock, out, back),
+                            ready=tuple({**ready, **new}.items()),
+                            left=tuple((t, s) for t, s in state.left if t not in new),
+                        )
             for t, trip in self.trips.items():
                 if t in state.host and t not in state.live and used + self.size[t] <= self.room:
                     clock = max(back, now, stored.get(t, 0.0)) + trip.in_s
@@ -162,6 +165,7 @@ class _Search:
                         Compute(trip.out_op),
                         host=state.host | {t},
                         clocks=(now, clock, back),
+                        lent=state.lent | {t},
                         left=tuple({**left, t: clock}.items()),
                         stored=tuple({**stored, t: clock}.items()),
                         back=tuple((u, s) for u, s in state.back if u != t),
@@ -178,6 +182,7 @@ def _canonical(state: State) -> State:
     return replace(
         state,
         clocks=(now, out, max(back, now)),
+        lent=state.lent & state.live,
         ready=tuple(sorted((t, s) for t, s in state.ready if t in state.live and s > min(now, out))),
         left=tuple(sorted((t, s) for t, s in state.left if t in state.live and s > now)),
         stored=tuple(sorted((t, s) for t, s in state.stored if t in state.host and s > now)),

@@ -1,7 +1,9 @@
 """The optimum of small graphs with optional ops on the compute stream, by trying everything."""
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
@@ -48,7 +50,7 @@ def fastest_with_options(graph: Graph, budget_bytes: int) -> tuple[float, Schedu
     n = len(graph.program)
     start = State()
     spent = {start: 0.0}
-    came: dict[State, tuple[State, Step | None]] = {}
+    came: dict[State, tuple[State, tuple[Step, ...]]] = {}
     queue = [(0.0, 0, start)]
     pushed = 0
     while queue:
@@ -58,27 +60,34 @@ def fastest_with_options(graph: Graph, budget_bytes: int) -> tuple[float, Schedu
         if state.progress.done == n:
             return time_s, _traced(came, state)
         live_bytes = graph.static_bytes + sum(size[t] for t in state.live)
-        after: list[tuple[float, State, Step | None]] = [
-            (0.0, replace(state, live=state.live - {t}), Free(t)) for t in sorted(state.live - graph.kept)
+        after: list[tuple[float, State, tuple[Step, ...]]] = [
+            (0.0, replace(state, live=state.live - {t}), (Free(t),)) for t in sorted(state.live - graph.kept)
         ]
-        after += [(0.0, replace(state, progress=reached), None) for reached in promises(graph, state.progress)]
+        after += [(0.0, replace(state, progress=reached), ()) for reached in promises(graph, state.progress)]
         for op, reached in executions(graph, state.progress):
             if not set(op.inputs) <= state.live | static:
-                continue
-            if live_bytes + sum(size[t] for t in op.outputs) + op.workspace_bytes > budget_bytes:
                 continue
             if op.variance:
                 reached = replace(reached, lossy=reached.lossy | {op.id})
                 if sum(graph.ops[used].variance for used in reached.lossy) > graph.variance_limit:
                     continue
-            after.append((op.time_s, State(reached, state.live | set(op.outputs)), Compute(op.id)))
-        for more_s, to, step in after:
+            for over in ways_to_overwrite(op):
+                made_bytes = sum(size[t] for t in op.outputs) - sum(size[t] for t in over)
+                if live_bytes + made_bytes + op.workspace_bytes <= budget_bytes:
+                    steps = (Compute(op.id), *map(Free, over))
+                    after.append((op.time_s, State(reached, (state.live | set(op.outputs)).difference(over)), steps))
+        for more_s, to, steps in after:
             if time_s + more_s < spent.get(to, float("inf")):
                 spent[to] = time_s + more_s
-                came[to] = (state, step)
+                came[to] = (state, steps)
                 pushed += 1
                 heapq.heappush(queue, (time_s + more_s, pushed, to))
     return None
+
+
+def ways_to_overwrite(op: Op) -> Iterator[tuple[int, ...]]:
+    """What `op` may write over, and so goes with it, nothing first."""
+    return (some for count in range(len(op.overwrites) + 1) for some in combinations([t for _, t in op.overwrites], count))
 
 
 def promises(graph: Graph, state: Progress) -> list[Progress]:
@@ -132,10 +141,9 @@ def keeps_order(graph: Graph, op: Op) -> bool:
     return not any(set(p.mutates) & set(op.inputs) for p in between)
 
 
-def _traced(came: dict[State, tuple[State, Step | None]], state: State) -> Schedule:
+def _traced(came: dict[State, tuple[State, tuple[Step, ...]]], state: State) -> Schedule:
     steps: list[Step] = []
     while state in came:
-        state, step = came[state]
-        if step is not None:
-            steps.append(step)
-    return Schedule(tuple(reversed(steps)))
+        state, some = came[state]
+        steps = [*some, *steps]
+    return Schedule(tuple(steps))

@@ -89,7 +89,14 @@ def _over(graph: Graph, steps: Sequence[Step], k: int) -> set[int]:
     if at is None or not isinstance(step := steps[at], Compute):
         return set()
     following = next((j for j in range(at + 1, len(steps)) if isinstance(steps[j], Compute)), len(steps))
-    return {t for _, t in graph.ops[step.op].overwrites} & (live(graph, steps[:at]) - live(graph, steps[:following]))
+    goes = {t for _, t in graph.ops[step.op].overwrites} & (live(graph, steps[:at]) - live(graph, steps[:following]))
+    return {t for t in goes if not _read_elsewhere(graph, steps, at, t)}
+
+
+def _read_elsewhere(graph: Graph, steps: Sequence[Step], k: int, t: int) -> bool:
+    """Whether another stream than that of its memory reads what is there of `t` before step `k`."""
+    reading = (s for s in steps[_maker(graph, steps, k, t) : k] if isinstance(s, Compute) and t in graph.ops[s.op].inputs)
+    return any(graph.ops[s.op].stream != _owner(graph, t) for s in reading)
 
 
 def _step_runs(graph: Graph, steps: Sequence[Step], k: int) -> bool:

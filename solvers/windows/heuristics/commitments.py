@@ -4,10 +4,17 @@ In an order of executions, however it was found, there is a plain graph (``solut
 schedules of plain graphs does so (``driver.py``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
 
+from graphs.ir import Graph
+from graphs.options.offload import without_copies
+from graphs.options.selection import option_of, schedule_in, without
+from graphs.pools import COMPUTE
+from solvers.places import places_of
 from solvers.tolerance import Tolerance
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.heuristics.parts import POLL, PartBeside, part
@@ -50,8 +57,8 @@ class Commitment:
 def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     """Bound the graph with all its options, and look for schedules in what solutions commit to, in turn.
 
-    Beside that smaller sets of choices are searched: the program, with its round trips to the host where there are some; and
-    then also all else without round trips.
+    Beside that smaller sets of choices are searched: the program, with its round trips to the host where there are some; all
+    else without round trips; all that is not lossy; and each kind of options alone, with nothing written over anything.
 
     Args:
         search: of the graph.
@@ -64,12 +71,60 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     program = next(iter(found.all.values()))
     program.closed = True  # it is not looked at again here
     parts = [PartBeside(search, program.plain.graph, run, lambda trial: found.take(program, trial))]
-    if search.problem.copies is not None:
+    kinds = _Kinds.of(search.problem.whole)
+    if search.problem.copies is not None and not kinds.several_with_lossy:
         parts.append(PartBeside(search, search.problem.graph, run, found.take_fewer))
+    if kinds.several_with_lossy:
+        faithful = kinds.only(search.problem.whole, kinds.exact)
+        parts.append(PartBeside(search, faithful, run, partial(found.take_part, faithful)))
+    for kind in kinds.apart:
+        alone = kinds.only(search.problem.whole.out_of_place(), (kind,))
+        run_alone = partial(_run_alone, run_plain=run_plain)
+        parts.append(PartBeside(search, alone, run_alone, partial(found.take_part, alone)))
     with ExitStack() as stack:
         for part_beside in parts:
             stack.enter_context(part_beside).tell()
         _bound_and_commit(search, found, kept, parts)
+
+
+def _run_alone(search: Search, run_plain: Run) -> None:
+    """The same without a search beside it."""
+    found = _Commitments(search, run_plain)
+    kept = found.try_instead(frozenset())
+    assert kept is not None
+    _bound_and_commit(search, found, kept, ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """The options that ops on the computation's stream are of, by what they may differ."""
+
+    exact: tuple[str, ...]
+    lossy: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        """Those of `graph`."""
+        computed = [op for op in graph.ops if op.optional and op.stream == COMPUTE]
+        lossy = {option_of(op): None for op in computed if op.variance}
+        return cls(tuple(dict.fromkeys(kind for kind in map(option_of, computed) if kind not in lossy)), tuple(lossy))
+
+    @property
+    def several_with_lossy(self) -> bool:
+        """Whether there are lossy ones and others."""
+        return bool(self.exact and self.lossy)
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Those to be searched alone: of several, but for those that a smaller set is searched with, which sees to them."""
+        if self.several_with_lossy:
+            return self.lossy
+        kinds = (*self.exact, *self.lossy)
+        return kinds if len(kinds) > 1 else ()
+
+    def only(self, graph: Graph, kinds: Collection[str]) -> Graph:
+        """`graph` with no others than `kinds` on the computation's stream."""
+        return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
 
 
 def _bound_and_commit(search: Search, found: "_Commitments", kept: Trial, parts: Sequence[PartBeside]) -> None:
@@ -128,6 +183,22 @@ class _Commitments:
         """Keep a schedule of the graph without round trips to the host, and commit to what it does."""
         self.search.keep(trial)
         self.fewer = trial
+
+    def take_part(self, part: Graph, trial: Trial) -> None:
+        """Keep a schedule of `part`, which is the graph without some of its ops, and commit to what it does."""
+        problem = self.search.problem
+        schedule = schedule_in(problem.whole, part, trial.schedule)
+        place = {op: i for i, op in enumerate(problem.places.ids)}
+        executed = [op for op in schedule.computed if problem.whole.ops[op].stream == COMPUTE]
+        if any(op not in place for op in executed):
+            return
+        number = {op.name: op.id for op in problem.whole.ops}
+        ids = places_of(without_copies(part)[0]).ids
+        instead = frozenset(place[number[part.ops[ids[i]].name]] for i in trial.order.instead)
+        tensor = {t.name: t.id for t in problem.whole.tensors}
+        away = frozenset((tensor[part.tensors[t].name], position) for t, position in trial.order.away)
+        order = order_of(self.whole, [place[op] for op in executed], away, instead, self.places)
+        self.search.keep(replace(trial, order=order, schedule=schedule, ends=()))
 
     def learn(self) -> None:
         """Commit to what the solutions do that have come in, and the best schedules."""

@@ -5,7 +5,7 @@ is offered for. Where these are too much, rules of eviction compute them again (
 is sent takes no memory of its own but is in the workspaces of its ops.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -97,7 +97,7 @@ def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
     return frozenset(sent)
 
 
-def elsewhere(graph: Graph, sent: Collection[int]) -> Graph:
+def elsewhere(graph: Graph, sent: Set[int]) -> Graph:
     """`graph` with `sent` in memory only while an op reads or makes it. What an op makes of these is never made again."""
     tensors = tuple(replace(t, size_bytes=0) if t.id in sent else t for t in graph.tensors)
     ops = tuple(
@@ -105,6 +105,7 @@ def elsewhere(graph: Graph, sent: Collection[int]) -> Graph:
             op,
             workspace_bytes=op.workspace_bytes + sum(graph.tensors[t].size_bytes for t in (*op.inputs, *op.outputs) if t in sent),
             recomputable=op.recomputable and any(t not in sent and t not in graph.kept for t in op.outputs),
+            overwrites=tuple(pair for pair in op.overwrites if sent.isdisjoint(pair)),
         )
         for op in graph.ops
     )

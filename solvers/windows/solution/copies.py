@@ -154,7 +154,14 @@ class _Run:
             if op <= seen:
                 memory[place] += problem.again_bytes[op] - problem.own_bytes[op]
             seen = max(seen, op)
+        for stay in filter(self._is_written_over, self.stays):
+            memory[stay.end] -= problem.sizes[stay.tensor]
         return memory
+
+    def _is_written_over(self, stay: Stay) -> bool:
+        """Whether the last op of a stay writes over its tensor, which nobody copies out."""
+        last = stay.end < len(self.computed) and not stay.leaves
+        return last and self.problem.may_overwrite(self.computed[stay.end], stay.tensor)
 
     def _plan_copies_in(self) -> None:
         """Set where copies in are issued, the last first: their memory is taken from there on."""
@@ -191,13 +198,19 @@ class _Run:
             memory_bytes.append(int(self.memory[place]) + self.lingering_bytes)
             self.steps.append(Compute(op))
             self.now_s += problem.time_s[op]
+            over: list[Stay] = []
+            ending: list[Stay] = []
+            for stay in self.ending[place]:
+                (over if self._is_written_over(stay) else ending).append(stay)
+            for stay in over:  # right behind the op: that is what makes it write over them
+                self._end(stay)
             for stay in self.leaving[place]:
                 self.made_s[stay.tensor] = self.now_s
                 self.waiting.append(stay)
             next_s = self.now_s + (problem.time_s[self.computed[place + 1]] if place + 1 < len(self.computed) else 0.0)
             while self.waiting and self.out_s < next_s:
                 self._send()
-            for stay in self.ending[place]:
+            for stay in ending:
                 self._end(stay)
             ends.append(len(self.steps))
         return Timed(self.away, self.steps, memory_bytes, waits_s, ends, self.now_s)

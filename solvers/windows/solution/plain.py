@@ -120,7 +120,9 @@ class _Draft:
         before = self.ops[-1].phase if self.ops else Phase.FORWARD
         phase = max(before, op.phase, key=lambda phase: phase.place)
         choice = {"optional": False, "stands_for": (), "differs": "", "variance": 0.0}  # all that is executed is
-        self.put(op, inputs, tuple(t for _, t in outputs), mutates=mutates, recomputable=again, phase=phase, **choice)
+        over = tuple((dict(outputs)[o], self.now[t]) for o, t in op.overwrites)
+        changes = {"mutates": mutates, "recomputable": again, "phase": phase, "overwrites": over, **choice}
+        self.put(op, inputs, tuple(t for _, t in outputs), **changes)
         self.made.append(outputs)
         for t, of_op in outputs:
             self.copies_of.setdefault(t, []).append(of_op)

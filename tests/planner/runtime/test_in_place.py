@@ -9,10 +9,12 @@ from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.cost.replay import written_by
 from graphs.errors import GraphError
+from graphs.options import traced_options, with_options
 from graphs.options.in_place import with_out, working_in_place
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner import running, solve, tracing
+from planner.choices import choices_of
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.tracing import capture_profiled
@@ -112,12 +114,32 @@ def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pyto
         assert report.measured_peak_bytes == solved.peak_bytes <= budget
 
 
-def test_other_choices_are_refused_beside_it() -> None:
-    capture, workload = captured("tied")
-    with pytest.raises(GraphError, match="'in-place' and 'offload' cannot be taken together: leave one of them out"):
-        solve(capture.graph, "90%", options=["in-place", "offload"], link="25GB/s")
-    chunked = make("gpt2_sdpa")
-    with pytest.raises(GraphError, match="'in-place' is for graphs without other choices"):
-        tracing.trace(*chunked, roofline="cpu", options=["in-place", "chunks"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        ("offload",),
+        ("chunks", "pack", "kernels", "offload"),
+        pytest.param(("pack",), marks=pytest.mark.slow),
+        pytest.param(("kernels", "offload"), marks=pytest.mark.slow),
+    ],
+)
+def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others: tuple[str, ...]) -> None:
+    workload = make("unet" if "chunks" not in others else "gpt2_written")
+    names = ["in-place", *others]
+    graph = tracing.trace(*workload, passes=1, options=traced_options(names))
+    link = 25e9 if "offload" in others else None
+    offered = choices_of(names, link, exact=True).offered(graph)
+    over = 0
+    for budget in on_the_way(with_options(graph, ()), 0.15, 0.5):
+        plan = solve(graph, budget, options=names, link=link, exact=True, work_limit=5.0)
+        report = running.run(plan, *workload, repeats=1)
+        assert report.identical and not report.eager_differences
+        assert report.measured_peak_bytes == plan.peak_bytes <= budget
+        within, apart = (sum(simulate(each, plan.schedule).memory_bytes) for each in (offered, offered.out_of_place()))
+        over += within < apart
+    assert over > 0
+
+
+def test_a_graph_must_be_traced_with_it() -> None:
     with pytest.raises(GraphError, match="was traced without the option 'in-place'"):
-        solve(tracing.trace(*workload, roofline="cpu"), "90%", options=["in-place"])
+        solve(tracing.trace(*make("tied"), roofline="cpu"), "90%", options=["in-place"])

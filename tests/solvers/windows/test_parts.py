@@ -1,11 +1,15 @@
 """Searches in a part of the choices: nothing gets slower by an option, and what they prove is proved of the part alone."""
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from graphs.ir import Graph
 from graphs.options import with_options, without_options
+from graphs.options.selection import option_of, without
 from graphs.options.surroundings import Link, Surroundings
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import random_options, with_overwriting
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.clock import WorkClock
 from solvers.registry import get_solver
@@ -60,6 +64,50 @@ def test_no_budget_gets_slower_by_an_option(seed: int) -> None:
     both = time_of(solved(offloading(graph), budget, 0.3))
     assert max(instead, sending) <= alone * (1 + FLOATING)
     assert both <= min(instead, sending) * (1 + FLOATING)
+
+
+def test_writing_over_inputs_makes_nothing_slower() -> None:
+    """By a hundredth of the work that a proof takes, also where tensors may go to the host."""
+    graph = with_overwriting(TRANSFORMER, random.Random(3))
+    budget = budget_at(graph.out_of_place(), 0.3)
+    for offered in (graph, offloading(graph)):
+        apart = solved(offered.out_of_place(), budget, 0.05)
+        assert apart.schedule is not None
+        assert time_of(solved(offered, budget, 0.05)) <= time_of(apart) * (1 + FLOATING)
+
+
+def of_two_kinds(graph: Graph) -> Graph:
+    """`graph` whose optional ops are of one option where they work with what only such ops make, and of another elsewhere."""
+    apart = {t.id for t in graph.tensors if t.producers and all(graph.ops[p].optional for p in t.producers)}
+    ops = tuple(
+        replace(op, target=f"{'pack' if apart.intersection((*op.inputs, *op.outputs)) else 'kernels'}.op") if op.optional else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=ops)
+
+
+@pytest.mark.parametrize("seed", [5, 12])
+def test_no_budget_gets_slower_by_a_second_kind_of_options(seed: int) -> None:
+    graph = of_two_kinds(random_options(seed, 40, 12))
+    assert {option_of(op) for op in graph.ops if op.optional} == {"pack", "kernels"}
+    budget = budget_at(without_options(graph), 0.25)
+    both = solved(graph, budget, 0.4)
+    alone = [solved(without(graph, lambda op, kind=kind: option_of(op) != kind), budget, 0.4) for kind in ("pack", "kernels")]
+    assert time_of(both) <= min(map(time_of, alone)) * (1 + FLOATING)
+    sending = solved(offloading(graph), budget, 0.4)
+    assert time_of(sending) <= time_of(both) * (1 + FLOATING)
+
+
+def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
+    graph = of_two_kinds(random_options(5, 40, 12))
+    ops = tuple(replace(op, variance=1e-3) if op.optional and option_of(op) == "pack" else op for op in graph.ops)
+    lossy = replace(graph, ops=ops, variance_limit=2e-3)
+    faithful = without(lossy, lambda op: op.variance > 0)
+    budget = budget_at(without_options(graph), 0.25)
+    for smaller, larger in ((faithful, lossy), (offloading(faithful), offloading(lossy))):
+        found = solved(larger, budget, 0.4)
+        assert time_of(found) <= time_of(solved(smaller, budget, 0.4)) * (1 + FLOATING)
+        assert found.schedule is not None and larger.allows(found.schedule.computed)
 
 
 def searched_beside(graph: Graph, part: Graph, budget_bytes: int) -> tuple[Search, Search]:

@@ -71,8 +71,10 @@ class Replicated(Unwrapped):
     def __init__(self, model: DistributedDataParallel) -> None:
         if model.mixed_precision is not None:
             raise TraceError("DistributedDataParallel with mixed_precision= is not planned: use torch.autocast around the step")
-        super().__init__(model.module, Ranks(model.process_group))
+        # First, so that it goes before the group in `ranks` does: DDP's reducer holds the group too, and as its last owner would
+        # join gloo's threads with the GIL held, for which a thread may wait that drops what the backward pass had it keep.
         self._model = model
+        super().__init__(model.module, Ranks(model.process_group))
 
     def opened(self) -> AbstractContextManager[None]:
         """Inside, other parameters stand for those that the wrapper waits for."""

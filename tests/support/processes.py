@@ -1,5 +1,6 @@
 """Two processes that train together, as ``torchrun --nproc-per-node 2`` starts them."""
 
+import faulthandler
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,7 @@ def _fork(_: int, checks: tuple[Callable[[int], None], ...], store: str) -> None
 def _worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}  # a file, no port, is used
+    faulthandler.enable()  # where a process dies of a signal, its stacks are all there is to see
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100))
     with half_way_known():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import without_copies
-from graphs.options.selection import schedule_in, without_computed
+from graphs.options.selection import PartOf, without_computed
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
@@ -100,7 +100,7 @@ def least_known(
     if copies is not None:
         sending = without_computed(graph)
         least = least_sending(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
-        found.append(schedule_in(graph, sending, least.schedule))
+        found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:
         proved_bytes = least_budget_bound(rest, copies).budget_bytes
     if not rest.plain:

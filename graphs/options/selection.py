@@ -86,15 +86,26 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
     return Graph(tuple(renamed), tuple(tensors), kept, graph.provenance, graph.pools, graph.variance_limit)
 
 
-def schedule_in(graph: Graph, part: Graph, schedule: Schedule) -> Schedule:
-    """A schedule of `part`, which is `graph` ``without`` some ops, as one of `graph`."""
-    op = {op.name: op.id for op in graph.ops}
-    tensor = {t.name: t.id for t in graph.tensors}
-    steps = (
-        Compute(op[part.ops[step.op].name]) if isinstance(step, Compute) else Free(tensor[part.tensors[step.tensor].name])
-        for step in schedule.steps
-    )
-    return Schedule(tuple(steps))
+class PartOf:
+    """A graph that is a whole one ``without`` some ops.
+
+    Attributes:
+        ops, tensors: for each of the part its id in the whole.
+    """
+
+    def __init__(self, whole: Graph, part: Graph) -> None:
+        op = {op.name: op.id for op in whole.ops}
+        tensor = {t.name: t.id for t in whole.tensors}
+        self.ops = tuple(op[own.name] for own in part.ops)
+        self.tensors = tuple(tensor[own.name] for own in part.tensors)
+
+    def schedule(self, schedule: Schedule) -> Schedule:
+        """A schedule of the part as one of the whole."""
+        steps = (
+            Compute(self.ops[step.op]) if isinstance(step, Compute) else Free(self.tensors[step.tensor])
+            for step in schedule.steps
+        )
+        return Schedule(tuple(steps))
 
 
 def gradient_error(graph: Graph, computed: Collection[int]) -> float | None:

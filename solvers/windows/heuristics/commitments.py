@@ -12,7 +12,7 @@ from typing import Self
 
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
-from graphs.options.selection import option_of, schedule_in, without
+from graphs.options.selection import PartOf, option_of, without
 from graphs.pools import COMPUTE
 from solvers.places import places_of
 from solvers.tolerance import Tolerance
@@ -65,9 +65,7 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
         run_plain: solves a plain graph.
         run: solves any graph, and with it what has fewer choices.
     """
-    found = _Commitments(search, run_plain)
-    kept = found.try_instead(frozenset())
-    assert kept is not None  # the program alone runs
+    found, kept = _begin(search, run_plain)
     program = next(iter(found.all.values()))
     program.closed = True  # it is not looked at again here
     parts = [PartBeside(search, program.plain.graph, run, lambda trial: found.take(program, trial))]
@@ -75,12 +73,11 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     if search.problem.copies is not None and not kinds.several_with_lossy:
         parts.append(PartBeside(search, search.problem.graph, run, found.take_fewer))
     if kinds.several_with_lossy:
-        faithful = kinds.only(search.problem.whole, kinds.exact)
-        parts.append(PartBeside(search, faithful, run, partial(found.take_part, faithful)))
+        faithful = _only(search.problem.whole, kinds.exact)
+        parts.append(PartBeside(search, faithful, run, found.taking(faithful)))
     for kind in kinds.apart:
-        alone = kinds.only(search.problem.whole.out_of_place(), (kind,))
-        run_alone = partial(_run_alone, run_plain=run_plain)
-        parts.append(PartBeside(search, alone, run_alone, partial(found.take_part, alone)))
+        alone = _only(search.problem.whole.out_of_place(), (kind,))
+        parts.append(PartBeside(search, alone, partial(_run_alone, run_plain=run_plain), found.taking(alone)))
     with ExitStack() as stack:
         for part_beside in parts:
             stack.enter_context(part_beside).tell()
@@ -89,10 +86,15 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
 
 def _run_alone(search: Search, run_plain: Run) -> None:
     """The same without a search beside it."""
+    _bound_and_commit(search, *_begin(search, run_plain), ())
+
+
+def _begin(search: Search, run_plain: Run) -> tuple["_Commitments", Trial]:
+    """With the program alone, nothing of it executed again."""
     found = _Commitments(search, run_plain)
     kept = found.try_instead(frozenset())
-    assert kept is not None
-    _bound_and_commit(search, found, kept, ())
+    assert kept is not None  # the program alone runs
+    return found, kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,10 @@ class _Kinds:
         kinds = (*self.exact, *self.lossy)
         return kinds if len(kinds) > 1 else ()
 
-    def only(self, graph: Graph, kinds: Collection[str]) -> Graph:
-        """`graph` with no others than `kinds` on the computation's stream."""
-        return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
+
+def _only(graph: Graph, kinds: Collection[str]) -> Graph:
+    """`graph` with no other options than `kinds` on the computation's stream."""
+    return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
 
 
 def _bound_and_commit(search: Search, found: "_Commitments", kept: Trial, parts: Sequence[PartBeside]) -> None:
@@ -184,21 +187,24 @@ class _Commitments:
         self.search.keep(trial)
         self.fewer = trial
 
-    def take_part(self, part: Graph, trial: Trial) -> None:
-        """Keep a schedule of `part`, which is the graph without some of its ops, and commit to what it does."""
+    def taking(self, part: Graph) -> Callable[[Trial], None]:
+        """What keeps a schedule of `part`, which is the graph without some of its ops, and commits to what it does."""
         problem = self.search.problem
-        schedule = schedule_in(problem.whole, part, trial.schedule)
+        of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}
-        executed = [op for op in schedule.computed if problem.whole.ops[op].stream == COMPUTE]
-        if any(op not in place for op in executed):
-            return
-        number = {op.name: op.id for op in problem.whole.ops}
-        ids = places_of(without_copies(part)[0]).ids
-        instead = frozenset(place[number[part.ops[ids[i]].name]] for i in trial.order.instead)
-        tensor = {t.name: t.id for t in problem.whole.tensors}
-        away = frozenset((tensor[part.tensors[t].name], position) for t, position in trial.order.away)
-        order = order_of(self.whole, [place[op] for op in executed], away, instead, self.places)
-        self.search.keep(replace(trial, order=order, schedule=schedule, ends=()))
+        own = places_of(without_copies(part)[0]).ids
+
+        def take(trial: Trial) -> None:
+            schedule = of_whole.schedule(trial.schedule)
+            executed = [op for op in schedule.computed if problem.whole.ops[op].stream == COMPUTE]
+            if any(op not in place for op in executed):
+                return
+            instead = frozenset(place[of_whole.ops[own[i]]] for i in trial.order.instead)
+            away = frozenset((of_whole.tensors[t], position) for t, position in trial.order.away)
+            order = order_of(self.whole, [place[op] for op in executed], away, instead, self.places)
+            self.search.keep(replace(trial, order=order, schedule=schedule, ends=()))
+
+        return take
 
     def learn(self) -> None:
         """Commit to what the solutions do that have come in, and the best schedules."""

@@ -114,15 +114,18 @@ class _Run:
         self.copies: Copies = problem.copies
         self.computed = computed
         self.stays = stays
+        self.ending: list[list[Stay]] = [[] for _ in computed]
+        self.written_over: list[list[Stay]] = [[] for _ in computed]  # of those that end, apart from the others
+        for stay in stays:
+            if stay.end < len(computed):
+                over = not stay.leaves and problem.may_overwrite(computed[stay.end], stay.tensor)
+                (self.written_over if over else self.ending)[stay.end].append(stay)
         self.memory = self._memory_bytes()
         self._plan_copies_in()
-        self.ending: list[list[Stay]] = [[] for _ in computed]
         self.leaving: list[list[Stay]] = [[] for _ in computed]
         self.coming: list[list[Stay]] = [[] for _ in computed]
         last_come: dict[int, int] = {}
         for stay in stays:
-            if stay.end < len(computed):
-                self.ending[stay.end].append(stay)
             if stay.leaves:
                 self.leaving[stay.begin].append(stay)
             if stay.fetched:
@@ -153,15 +156,9 @@ class _Run:
             memory[place] += problem.graph.ops[op].workspace_bytes
             if op <= seen:
                 memory[place] += problem.again_bytes[op] - problem.own_bytes[op]
+            memory[place] -= sum(problem.sizes[stay.tensor] for stay in self.written_over[place])
             seen = max(seen, op)
-        for stay in filter(self._is_written_over, self.stays):
-            memory[stay.end] -= problem.sizes[stay.tensor]
         return memory
-
-    def _is_written_over(self, stay: Stay) -> bool:
-        """Whether the last op of a stay writes over its tensor, which nobody copies out."""
-        last = stay.end < len(self.computed) and not stay.leaves
-        return last and self.problem.may_overwrite(self.computed[stay.end], stay.tensor)
 
     def _plan_copies_in(self) -> None:
         """Set where copies in are issued, the last first: their memory is taken from there on."""
@@ -198,11 +195,7 @@ class _Run:
             memory_bytes.append(int(self.memory[place]) + self.lingering_bytes)
             self.steps.append(Compute(op))
             self.now_s += problem.time_s[op]
-            over: list[Stay] = []
-            ending: list[Stay] = []
-            for stay in self.ending[place]:
-                (over if self._is_written_over(stay) else ending).append(stay)
-            for stay in over:  # right behind the op: that is what makes it write over them
+            for stay in self.written_over[place]:  # right behind the op: that is what makes it write over them
                 self._end(stay)
             for stay in self.leaving[place]:
                 self.made_s[stay.tensor] = self.now_s
@@ -210,7 +203,7 @@ class _Run:
             next_s = self.now_s + (problem.time_s[self.computed[place + 1]] if place + 1 < len(self.computed) else 0.0)
             while self.waiting and self.out_s < next_s:
                 self._send()
-            for stay in ending:
+            for stay in self.ending[place]:
                 self._end(stay)
             ends.append(len(self.steps))
         return Timed(self.away, self.steps, memory_bytes, waits_s, ends, self.now_s)

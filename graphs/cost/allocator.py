@@ -1,5 +1,6 @@
 """What the allocator hands out while something runs: tensors and workspaces, on the CPU and on CUDA."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ def cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
         with record_function(_MARK):
             pass
 
-    with _quiet_kineto(), profile(profile_memory=True, use_kineto=True) as profiler:
+    with _quiet_kineto(), no_collection(), profile(profile_memory=True, use_kineto=True) as profiler:
         run(mark)
     events = []
     for event in profiler.kineto_results.events():
@@ -38,6 +39,18 @@ def cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
         elif event.name() == _MARK:
             events.append(Allocation(event.start_ns(), None))
     return sorted(events, key=lambda event: event.time_ns)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Inside, Python does not look for garbage in cycles: what is such from before would be given back at any moment."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -59,7 +72,8 @@ def segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[i
     A segment ends at each mark; the last one at the end of the run.
     """
     if device.type == "cuda":
-        return _cuda_segment_peaks(run, device)
+        with no_collection():
+            return _cuda_segment_peaks(run, device)
     peaks, level, peak = [], 0, 0
     for event in cpu_allocations(run):
         if event.size_bytes is None:

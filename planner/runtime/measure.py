@@ -13,7 +13,7 @@ from torch import nn
 
 from graphs.capture.signature import Batch, arguments, as_leaves, call, leaves
 from graphs.capture.unchanged import WritesUndone, same, unchanged
-from graphs.cost.allocator import cpu_allocations
+from graphs.cost.allocator import cpu_allocations, no_collection
 from graphs.eager import Difference
 from graphs.torch_private.core import pytree
 from planner.runtime.machine import machine
@@ -53,9 +53,10 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        torch.cuda.synchronize(device)
+        with no_collection():
+            before = torch.cuda.memory_allocated(device)
+            run()
+            torch.cuda.synchronize(device)
         peak = static_bytes + torch.cuda.max_memory_allocated(device) - before
         return Memory(peak, torch.cuda.max_memory_reserved(device), ())
     events = cpu_allocations(run)

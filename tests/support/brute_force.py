@@ -1,9 +1,10 @@
 """The optimum of small graphs, by trying everything."""
 
 import heapq
+from collections.abc import Iterator
 from itertools import combinations
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 
 
 def fastest(graph: Graph, budget_bytes: int) -> float | None:
@@ -32,15 +33,10 @@ def fastest(graph: Graph, budget_bytes: int) -> float | None:
                 continue
             if any(produced[t] and t not in live for t in op.inputs):
                 continue
-            reached = max(done, op.id + 1), live | set(op.outputs)
-            if live_bytes + sum(size[t] for t in op.outputs) + op.workspace_bytes <= budget_bytes:
-                after.append((op.time_s, reached))
-            # Or some of what it may write over goes with it.
-            for count in range(1, len(op.overwrites) + 1):
-                for over in combinations(op.overwrites, count):
-                    own_bytes = sum(size[t] for t in set(op.outputs) - {o for o, _ in over}) + op.workspace_bytes
-                    if live_bytes + own_bytes <= budget_bytes:
-                        after.append((op.time_s, (reached[0], reached[1] - {t for _, t in over})))
+            for over in ways_to_overwrite(op):
+                made_bytes = sum(size[t] for t in op.outputs) - sum(size[t] for t in over)
+                if live_bytes + made_bytes + op.workspace_bytes <= budget_bytes:
+                    after.append((op.time_s, (max(done, op.id + 1), (live | set(op.outputs)).difference(over))))
         for more_s, reached in after:
             if time_s + more_s < spent.get(reached, float("inf")):
                 spent[reached] = time_s + more_s
@@ -53,3 +49,8 @@ def may_repeat(graph: Graph, op: int, done: int) -> bool:
     """Whether `op` may run again once the first `done` ops have: nothing it reads has been written since."""
     reads = {*graph.ops[op].inputs, *graph.ops[op].mutates}
     return graph.ops[op].recomputable and not any(reads & set(w.mutates) for w in graph.ops[op + 1 : done])
+
+
+def ways_to_overwrite(op: Op) -> Iterator[tuple[int, ...]]:
+    """What `op` may write over, and so goes with it, nothing first."""
+    return (some for count in range(len(op.overwrites) + 1) for some in combinations([t for _, t in op.overwrites], count))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
 from graphs.schedule import Compute, Free, Schedule, Step
-from tests.support.brute_force_options import BEGINNING, Progress, executions, promises, ways_to_overwrite
+from tests.support.brute_force import ways_to_overwrite
+from tests.support.brute_force_options import BEGINNING, Progress, executions, promises
 
 Times = tuple[tuple[int, float], ...]  # tensor and time, in ascending order
 

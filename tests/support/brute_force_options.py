@@ -1,13 +1,11 @@
 """The optimum of small graphs with optional ops on the compute stream, by trying everything."""
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
-from tests.support.brute_force import may_repeat
+from tests.support.brute_force import may_repeat, ways_to_overwrite
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,6 @@ def fastest_with_options(graph: Graph, budget_bytes: int) -> tuple[float, Schedu
                 pushed += 1
                 heapq.heappush(queue, (time_s + more_s, pushed, to))
     return None
-
-
-def ways_to_overwrite(op: Op) -> Iterator[tuple[int, ...]]:
-    """What `op` may write over, and so goes with it, nothing first."""
-    return (some for count in range(len(op.overwrites) + 1) for some in combinations([t for _, t in op.overwrites], count))
 
 
 def promises(graph: Graph, state: Progress) -> list[Progress]:

@@ -7,6 +7,10 @@ from typing import Protocol
 
 from graphs.units import format_seconds
 
+_OTHERS = 8.0  # times as long as a thread that gives way computes, it waits,
+_LEAST_COMPUTED = 2e-3  # once it has computed for so long,
+_LONGEST_WAIT = 0.5  # but no longer than this
+_gave_way = threading.local()
 _AHEAD = 0.02  # units of work by which a thread may be ahead of another before it waits for it
 
 
@@ -18,10 +22,13 @@ class Clock(Protocol):
     Attributes:
         limit: what may be spent.
         counts_work: whether it counts work, so that whatever the machine does the same is done between two readings.
+        gives_way: whether others go first, where there are more threads than the interpreter or the processor has room for:
+            programs are solved on it at a low priority, and what calls ``give_way`` waits there.
     """
 
     limit: float
     counts_work: bool
+    gives_way: bool
 
     @property
     def now(self) -> float:
@@ -37,8 +44,14 @@ class Clock(Protocol):
         """Take note of work that was done."""
         ...
 
-    def part(self, limit: float) -> "Clock":
-        """A clock that starts now and has this limit, or less where less is left."""
+    def wait(self, duration: float) -> None:
+        """Let so much go by."""
+
+    def give_way(self) -> None:
+        """Let others go on for a few times as long as this thread has computed since it did so last."""
+
+    def part(self, limit: float, *, gives_way: bool = False) -> "Clock":
+        """A clock that starts now and has this limit, or less where less is left; one that gives way has parts that do."""
         ...
 
     def start(self, function: Callable[[], None]) -> "Beside":
@@ -77,8 +90,9 @@ class WallClock:
 
     counts_work = False
 
-    def __init__(self, limit: float = 3600.0) -> None:
+    def __init__(self, limit: float = 3600.0, *, gives_way: bool = False) -> None:
         self.limit = limit
+        self.gives_way = gives_way
         self._began = time.monotonic()
 
     @property
@@ -91,9 +105,23 @@ class WallClock:
     def spend(self, work: float) -> None:
         """As ``Clock.spend``: seconds pass by themselves."""
 
-    def part(self, limit: float) -> "WallClock":
+    def wait(self, duration: float) -> None:
+        """As ``Clock.wait``."""
+        time.sleep(max(0.0, min(duration, left(self))))
+
+    def give_way(self) -> None:
+        """As ``Clock.give_way``: the interpreter's lock knows no priorities."""
+        if not self.gives_way:
+            return
+        computed = time.thread_time() - getattr(_gave_way, "at", time.thread_time())
+        if computed > _LEAST_COMPUTED:
+            self.wait(min(_OTHERS * computed, _LONGEST_WAIT))
+        if computed > _LEAST_COMPUTED or not hasattr(_gave_way, "at"):
+            _gave_way.at = time.thread_time()
+
+    def part(self, limit: float, *, gives_way: bool = False) -> "WallClock":
         """As ``Clock.part``."""
-        return WallClock(min(limit, left(self)))
+        return WallClock(min(limit, left(self)), gives_way=gives_way or self.gives_way)
 
     def start(self, function: Callable[[], None]) -> "_Thread":
         """As ``Clock.start``."""
@@ -129,6 +157,7 @@ class WorkClock:
     """
 
     counts_work = True
+    gives_way = False  # threads take turns
 
     def __init__(self, limit: float = 3600.0, *, of: "WorkClock | None" = None) -> None:
         self.limit = limit
@@ -150,7 +179,14 @@ class WorkClock:
         """As ``Clock.spend``; returns when no other thread is behind by more than a little."""
         self._turns.spend(work)
 
-    def part(self, limit: float) -> "WorkClock":
+    def wait(self, duration: float) -> None:
+        """As ``Clock.wait``: it counts as work."""
+        self.spend(duration)
+
+    def give_way(self) -> None:
+        """As ``Clock.give_way``: threads take turns."""
+
+    def part(self, limit: float, *, gives_way: bool = False) -> "WorkClock":
         """As ``Clock.part``."""
         return WorkClock(min(limit, left(self)), of=self)
 

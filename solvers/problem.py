@@ -120,9 +120,10 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     places = places_of(graph)
     if places.plain and not graph.plain:  # nothing that is optional can be used
         graph = without_options(graph)
-        if copies is not None:
-            made = {t.id for t in graph.tensors if not t.static}
-            copies = replace(copies, trips={t: trip for t, trip in copies.trips.items() if t in made})
+    if copies is not None:
+        # What nothing reads, or only what no schedule can use, need not come back.
+        read = {t for op in places.ids for t in graph.ops[op].inputs}
+        copies = replace(copies, trips={t: trip for t, trip in copies.trips.items() if t in read})
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
     allowed = [

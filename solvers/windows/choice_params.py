@@ -45,10 +45,13 @@ class PartParams:
     Attributes:
         least_idle: how long one that is behind the whole goes on at least without getting better;
         idle_share: and what share of its time.
+        between, between_share: between the beginnings of two that give way, or this share of the limit if that is less.
     """
 
     least_idle: float = 20.0
     idle_share: float = 0.5
+    between: float = 3.0
+    between_share: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,20 @@ class CommitmentParams:
 
     at_a_time: int = 3
     share: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class BranchParams:
+    """Of the relaxation split by what is executed in a few places.
+
+    Attributes:
+        spread: share of the capacity by which what an op takes differs from what it stands for, where it is worth deciding;
+        share: of the largest such difference.
+        places: where there are more, nothing is decided.
+        alike: ways of which the times differ by no more than this share of the step are one.
+    """
+
+    spread: float = 0.05
+    share: float = 0.5
+    places: int = 4
+    alike: float = 3e-3

@@ -61,6 +61,7 @@ class Search:
 
     def stopped(self) -> bool:
         """Whether the caller or the clock ends the solve."""
+        self.clock.give_way()
         if self.interrupted():
             self.halted = True
         return self.halted or left(self.clock) <= 0
@@ -205,6 +206,18 @@ class Search:
         if better:
             self.tell(news=True)
         return better
+
+    def prove(self, overhead: float) -> None:
+        """Take note of what a relaxation proves: no schedule has less overhead, or for inf that there is none."""
+        if overhead != np.inf:
+            self.raise_bound(overhead)
+        elif self.best is None:
+            self.infeasible = True
+        else:
+            self.fail(
+                "a relaxation is infeasible, though a schedule within the budget is known: a row of the program is no "
+                "relaxation, or the arithmetic of HiGHS failed"
+            )
 
     def raise_bound(self, overhead: float) -> None:
         """Take note that no schedule has less overhead than this, in units of the objective."""

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
-from solvers.windows.choice_params import CommitmentParams, PartParams, RoundTripParams
+from solvers.windows.choice_params import BranchParams, CommitmentParams, PartParams, RoundTripParams
 
 # What tries most comes last.
 _IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
@@ -262,6 +262,7 @@ class WindowsParams:
     segments: SegmentParams = field(default_factory=SegmentParams)
     round_trips: RoundTripParams = field(default_factory=RoundTripParams)
     refinement: RefinementParams = field(default_factory=RefinementParams)
+    branches: BranchParams = field(default_factory=BranchParams)
     parts: PartParams = field(default_factory=PartParams)
     commitments: CommitmentParams = field(default_factory=CommitmentParams)
 

@@ -1,7 +1,7 @@
 """Models solved, and refined where their solutions do not fit, in turn (dynamic discretization discovery)."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from solvers.windows.formulation.draft import POLL_EVERY, StoppedError
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_ordered, build_relaxation
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import decoded, late_writers, read_choice
+from solvers.windows.solution.decode import Trial, decoded, late_writers, read_choice
 from solvers.windows.solution.encode import choice_of_trial, start_values
 from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.refine import refined, where_it_waits, with_stages_in_order
@@ -64,6 +64,21 @@ def solve_part(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What came of solving a model once.
+
+    Attributes:
+        outcome: of HiGHS.
+        closer: the model's detail, closer where the last solution does not fit.
+        trial: of that solution; None if there is none that can be tried.
+    """
+
+    outcome: Outcome
+    closer: Discretization
+    trial: Trial | None
+
+
 def refine(
     search: Search, detail: Discretization, limit: float, *, is_relaxation: bool, from_best: bool = True
 ) -> tuple[Discretization, bool]:
@@ -75,27 +90,61 @@ def refine(
     clock = search.clock.part(limit)
     done = search.solved if is_relaxation else search.satisfied
     while not (done() or search.stopped()):
-        try:
-            model = _build(search, detail, is_relaxation=is_relaxation)
-        except StoppedError:
+        look = look_at(search, detail, clock, is_relaxation=is_relaxation, from_best=from_best)
+        if look is None:
             return detail, False
-        answer, closer = _solve_model(search, model, clock, is_relaxation=is_relaxation, from_best=from_best)
         in_time = clock.now < limit
-        if is_relaxation:
-            closer = replace(closer, ordered=detail.ordered)
         if search.solved():
             more = search.clock.part(search.more(search.clock.now))
-            _solve_model(search, model, more, is_relaxation=is_relaxation, from_best=from_best)
+            look_at(search, detail, more, is_relaxation=is_relaxation, from_best=from_best)
             return detail, False
-        if answer.outcome is not Outcome.OPTIMAL:
+        if look.outcome is not Outcome.OPTIMAL:
             # The bound of a finer model, which takes longer, would lag behind for long: this one is given more time.
             # Where it was not time that ended it, but memory, more of it is of no use.
             again = is_relaxation and not in_time
-            return (detail if again else closer), answer.outcome is Outcome.INFEASIBLE
-        if closer == detail:
+            return (detail if again else look.closer), look.outcome is Outcome.INFEASIBLE
+        if look.closer == detail:
             return detail, True
-        detail = closer
+        detail = look.closer
     return detail, False
+
+
+def look_at(
+    search: Search,
+    detail: Discretization,
+    clock: Clock,
+    *,
+    is_relaxation: bool,
+    from_best: bool = True,
+    prove: Callable[[float], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Look | None:
+    """Build a model and solve it, offering every solution on the way; None where it was to end before there was a model.
+
+    Args:
+        prove: what is told of the bounds of a relaxation, as ``Search.prove``, which it is by default.
+        should_stop: ends it, besides what ends the search.
+    """
+    try:
+        model = _build(search, detail, is_relaxation=is_relaxation)
+    except StoppedError:
+        return None
+    prove = (prove or search.prove) if is_relaxation else lambda _: None
+    look = _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop or (lambda: False))
+    return replace(look, closer=replace(look.closer, ordered=detail.ordered)) if is_relaxation else look
+
+
+def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, dict[int, float]]:
+    """What the linear relaxation of a relaxation proves, as ``Search.prove`` takes it, and z of each stand-in in it."""
+    try:
+        model = _build(search, detail, is_relaxation=True)
+    except StoppedError:
+        return -np.inf, {}
+    program = replace(model.program, integer=np.zeros_like(model.program.integer))
+    # Nothing is asked meanwhile: beside other threads the answers would take longer than the program.
+    answer = solve_program(program, clock=search.clock, watch=Watch(interrupted=search.interrupted))
+    values = answer.values
+    return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
 
 
 def _build(search: Search, detail: Discretization, *, is_relaxation: bool) -> Model:
@@ -108,21 +157,26 @@ def _build(search: Search, detail: Discretization, *, is_relaxation: bool) -> Mo
 
 
 def _solve_model(
-    search: Search, model: Model, clock: Clock, *, is_relaxation: bool, from_best: bool
-) -> tuple[Answer, Discretization]:
-    """Solve, offering every solution on the way; comes with what the last one says is to be refined."""
-    closer = [model.detail]
+    search: Search,
+    model: Model,
+    clock: Clock,
+    *,
+    from_best: bool,
+    prove: Callable[[float], None],
+    should_stop: Callable[[], bool],
+) -> Look:
+    looks: list[tuple[Discretization, Trial | None]] = [(model.detail, None)]
     search.largest = max(search.largest, model.program.matrix.shape)
 
     def try_solution(values: Floats, objective: float) -> bool:
         choice = read_choice(model, values)
         search.solutions.append((model.detail, choice))
-        closer[0] = _offer(search, model, choice)
+        looks[0] = _offer(search, model, choice)
         return search.satisfied()
 
     def on_bound(overhead: float) -> None:
-        if is_relaxation:
-            search.raise_bound(overhead)
+        if np.isfinite(overhead):
+            prove(overhead)
         search.tell()
 
     start = None
@@ -135,34 +189,26 @@ def _solve_model(
         clock=clock,
         absolute_gap=(params.close_gap if search.solved() else params.inner_gap) * search.tolerance * OBJECTIVE_SCALE,
         start=start,
-        watch=Watch(lambda: search.enough() or search.crowded(), try_solution, on_bound, search.interrupted),
+        watch=Watch(lambda: search.enough() or search.crowded() or should_stop(), try_solution, on_bound, search.interrupted),
     )
     give_back()
-    if is_relaxation:
-        if answer.outcome is Outcome.INFEASIBLE and search.best is not None:
-            search.fail(
-                f"the relaxation in {len(model.detail.ends)} windows is infeasible, though a schedule within the budget is "
-                "known: a row of the program is no relaxation, or the arithmetic of HiGHS failed"
-            )
-        elif answer.outcome is Outcome.INFEASIBLE:
-            search.infeasible = True
-        else:
-            search.raise_bound(answer.bound)
+    prove(np.inf if answer.outcome is Outcome.INFEASIBLE else answer.bound)
     if answer.values is not None:
         try_solution(answer.values, 0.0)
-    return answer, closer[0]
+    closer, trial = looks[0]
+    return Look(answer.outcome, closer, trial)
 
 
-def _offer(search: Search, model: Model, choice: Choice) -> Discretization:
-    """Expand a solution and offer it; returns the model's detail, closer where it does not fit."""
+def _offer(search: Search, model: Model, choice: Choice) -> tuple[Discretization, Trial | None]:
+    """Expand a solution and offer it; returns the model's detail, closer where it does not fit, and what was tried."""
     detail, params = model.detail, search.params.refinement
     order = decoded(model.problem, detail, choice)
     if writers := late_writers(search.problem, order):
-        return detail.split(writers)
+        return detail.split(writers), None
     if not search.problem.allows(order.computed):
-        return detail  # what the solution does not say how to make came by ops that it does not execute
+        return detail, None  # what the solution does not say how to make came by ops that it does not execute
     trial = search.offer(order, detail)
     if trial.peak_bytes <= search.budget_bytes:
-        return where_it_waits(detail, trial, params)
+        return where_it_waits(detail, trial, params), trial
     closer = refined(detail, trial, search.budget_bytes, params)
-    return with_stages_in_order(closer, trial, search.budget_bytes, params)
+    return with_stages_in_order(closer, trial, search.budget_bytes, params), trial

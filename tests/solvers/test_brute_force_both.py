@@ -71,3 +71,10 @@ def test_bounds_and_schedules(seeds: range) -> None:
         both += len(streams) > 1
     assert met >= 0.85 * feasible
     assert both > 0
+
+
+def test_what_nothing_reads_any_more_is_not_sent() -> None:
+    """A plain graph that is committed to may lack what reads a tensor that may go to the host."""
+    (one,) = cases(range(2166, 2167))
+    result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=2))
+    assert result.schedule is not None and result.message == ""

@@ -72,6 +72,7 @@ class ModelDraft:
         starts: for each window its first op.
         instead: columns of z.
         again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
+        used: columns of u, see ``at_all.py``.
         taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``copies.py``; none without round trips.
         memory_unit: bytes, the unit of the memory rows.
     """
@@ -96,6 +97,7 @@ class ModelDraft:
         self.handed: dict[tuple[int, int], int] = {}
         self.twice: dict[tuple[int, int], int] = {}
         self.lasting: dict[tuple[int, int], int] = {}
+        self.used: dict[int, int] = {}
         self.taken: dict[tuple[int, int], int] = {}
         self.fetched: dict[tuple[int, int], int] = {}
         self.valid: dict[tuple[int, int], int] = {}

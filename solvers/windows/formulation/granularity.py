@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from solvers.highs.program import Milp
 from solvers.problem import Problem
 
+Decision = tuple[tuple[int, ...], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Discretization:
@@ -20,6 +22,8 @@ class Discretization:
         ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: no relaxation, see ``in_stage.py``.
         spans: first and last op of runs of windows with row 8: windows that have been split, and halves.
         places: for each op the last one of its place, where windows end; () where each op has its own.
+        decided: (stand-ins, whether one of them is executed in its place), where only such schedules are looked at, see
+            ``branches.py``.
     """
 
     ends: tuple[int, ...]
@@ -29,6 +33,7 @@ class Discretization:
     ordered: frozenset[tuple[int, int]] = frozenset()
     spans: frozenset[tuple[int, int]] = frozenset()
     places: tuple[int, ...] = ()
+    decided: frozenset[Decision] = frozenset()
 
     def window_of(self, op: int) -> int:
         """Index of the window in which `op` is first executed."""

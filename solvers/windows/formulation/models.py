@@ -11,6 +11,7 @@ Objective: minimise the sum of c_i over R and Q, and over D, and of what the com
 from collections.abc import Callable
 
 from solvers.problem import Problem
+from solvers.windows.formulation.at_all import add_executed_at_all
 from solvers.windows.formulation.availability import (
     add_beginnings_of_circles,
     add_hand_over,
@@ -29,7 +30,7 @@ from solvers.windows.formulation.variance import add_variance
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Rows 1 to 14 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
+    """Rows 1 to 15 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
 
     Raises:
         StoppedError: `should_stop`, which is polled, was True.
@@ -44,6 +45,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_memory_of_repeats,
         add_memory_of_chains,
         add_channels,
+        add_executed_at_all,
         add_variance,
     )
 

@@ -51,6 +51,8 @@ def _add_stand_ins(draft: ModelDraft) -> None:
             draft.instead[b] = draft.column(cost=problem.units(seconds), upper=float(fits))
     for group in sorted({of_op for of_op in places.stood_by if len(of_op) > 1}):
         draft.rows.add([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
+    for ways, is_executed in sorted(draft.detail.decided):
+        draft.rows.add([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
 
 
 def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:

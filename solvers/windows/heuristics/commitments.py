@@ -14,16 +14,16 @@ from graphs.ir import Graph
 from graphs.options.offload import without_copies
 from graphs.options.selection import PartOf, option_of, without
 from graphs.pools import COMPUTE
+from solvers.clock import Beside
 from solvers.places import places_of
 from solvers.tolerance import Tolerance
+from solvers.windows.branches import Branches
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.parts import POLL, PartBeside, part
+from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, part, start_beside
 from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead, simple
 from solvers.windows.incumbent import Search
-from solvers.windows.refinement import refine
 from solvers.windows.solution.decode import Order, Trial, decoded, order_of, trial_of_whole
 from solvers.windows.solution.plain import PlainGraph, plain_graph
-from solvers.windows.solution.refine import halved
 
 Run = Callable[[Search], None]
 
@@ -65,36 +65,38 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
         run_plain: solves a plain graph.
         run: solves any graph, and with it what has fewer choices.
     """
-    found, kept = _begin(search, run_plain)
+    found = _begin(search, run_plain)
     program = next(iter(found.all.values()))
     program.closed = True  # it is not looked at again here
-    parts = [PartBeside(search, program.plain.graph, run, lambda trial: found.take(program, trial))]
+    smaller: list[tuple[Graph, Run, Callable[[Trial], None]]]
+    smaller = [(program.plain.graph, run, lambda trial: found.take(program, trial))]
     kinds = _Kinds.of(search.problem.whole)
     if search.problem.copies is not None and not kinds.several_with_lossy:
-        parts.append(PartBeside(search, search.problem.graph, run, found.take_fewer))
+        smaller.append((search.problem.graph, run, found.take_fewer))
     if kinds.several_with_lossy:
         faithful = _only(search.problem.whole, kinds.exact)
-        parts.append(PartBeside(search, faithful, run, found.taking(faithful)))
+        smaller.append((faithful, run, found.taking(faithful)))
     for kind in kinds.apart:
         alone = _only(search.problem.whole.out_of_place(), (kind,))
-        parts.append(PartBeside(search, alone, partial(_run_alone, run_plain=run_plain), found.taking(alone)))
+        smaller.append((alone, partial(_run_alone, run_plain=run_plain), found.taking(alone)))
+    parts = [PartBeside(search, *one, gives_way=True, place=place) for place, one in enumerate(smaller, start=1)]
     with ExitStack() as stack:
         for part_beside in parts:
             stack.enter_context(part_beside).tell()
-        _bound_and_commit(search, found, kept, parts)
+        _bound_and_commit(search, found, parts)
 
 
 def _run_alone(search: Search, run_plain: Run) -> None:
     """The same without a search beside it."""
-    _bound_and_commit(search, *_begin(search, run_plain), ())
+    _bound_and_commit(search, _begin(search, run_plain), ())
 
 
-def _begin(search: Search, run_plain: Run) -> tuple["_Commitments", Trial]:
+def _begin(search: Search, run_plain: Run) -> "_Commitments":
     """With the program alone, nothing of it executed again."""
     found = _Commitments(search, run_plain)
     kept = found.try_instead(frozenset())
     assert kept is not None  # the program alone runs
-    return found, kept
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +132,25 @@ def _only(graph: Graph, kinds: Collection[str]) -> Graph:
     return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
 
 
-def _bound_and_commit(search: Search, found: "_Commitments", kept: Trial, parts: Sequence[PartBeside]) -> None:
-    """Refine the relaxation, and solve what its solutions and others commit to, in turn, while there is anything to do."""
-    places, params = search.problem.places, search.params.bound
-    peak = max(range(len(kept.memory_bytes)), key=kept.memory_bytes.__getitem__)
-    detail = found.whole.split({kept.order.computed[peak]})
+def _bound_and_commit(search: Search, found: "_Commitments", parts: Sequence[PartBeside]) -> None:
+    """Refine the relaxation, and beside that solve what its solutions and others commit to, while there is anything to do."""
+    branches = Branches(search)
     for instead in simple(search.problem):
         found.try_instead(instead)
-    limit, bounded = params.first_slice, False
     if search.best is None and search.problem.copies is None:
-        found.try_least(limit)
-    while not (search.solved() or search.stopped()):
-        if not bounded:
-            detail, exhausted = refine(search, detail, limit, is_relaxation=True)
-            bounded = exhausted and len(detail.ends) == len(set(places.last))
-            detail = halved(detail) if exhausted and not bounded else detail
-        found.learn()
-        if not found.work(limit) and bounded:
-            searching = [part_beside for part_beside in parts if part_beside.running]
-            if not searching:
-                return
+        found.try_least(search.params.bound.first_slice)
+    committing = start_beside(search, lambda: found.work_on(branches))
+    try:
+        branches.refine()
+        beside: list[Beside | PartBeside] = [committing, *parts]
+        while not (search.solved() or search.stopped()) and (running := [one for one in beside if one.running]):
             search.tell()
-            searching[0].wait(POLL)
-        limit *= params.longer
+            running[0].wait(POLL)
+    except BaseException:
+        search.halted = True
+        raise
+    finally:
+        end_beside(committing)
 
 
 class _Commitments:
@@ -226,6 +224,20 @@ class _Commitments:
         key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
         self.all.setdefault(key, Commitment(plain, order.instead, away))
 
+    def work_on(self, branches: Branches) -> None:
+        """Solve them in turn, for longer and longer, until all are solved and nothing comes from the branches any more."""
+        search, params = self.search, self.search.params.bound
+        limit = params.first_slice
+        while not (search.solved() or search.stopped()):
+            self.learn()
+            while branches.orders:
+                self.add(branches.orders.popleft())
+            if not self.work(limit):
+                if branches.closed:
+                    return
+                search.clock.wait(POLL)
+            limit *= params.longer
+
     def work(self, limit: float) -> bool:
         """Solve a few of the graphs, for so long each: those that have been least, then the best; whether any is open."""
         search = self.search
@@ -239,7 +251,8 @@ class _Commitments:
     def solve(self, commitment: Commitment, limit: float) -> None:
         """Solve a plain graph, offering its schedules."""
         tolerance = Tolerance.of(self.search.params.commitments.share * self.search.tolerance)
-        sub = part(self.search, commitment.plain.graph, limit, tolerance, lambda: self.take(commitment, sub.best))
+        clock = self.search.clock.part(limit)
+        sub = part(self.search, commitment.plain.graph, clock, tolerance, lambda: self.take(commitment, sub.best))
         whole = Discretization((sub.problem.ops - 1,))
         best = commitment.best
         sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from graphs.ir import Graph
-from solvers.clock import Beside, left
+from solvers.clock import Beside, Clock, left
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.incumbent import Search
@@ -24,11 +24,16 @@ _GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
 
 
 def part(
-    search: Search, graph: Graph, limit: float, tolerance: Tolerance, on_stop: Callable[[], bool | None] = lambda: None
+    search: Search,
+    graph: Graph,
+    clock: Clock,
+    tolerance: Tolerance,
+    on_stop: Callable[[], bool | None] = lambda: None,
 ) -> Search:
     """A search in `graph`, a part of the choices, by the thread that asks for it; it ends when it is of no use.
 
     Args:
+        clock: of its own.
         on_stop: called when it asks for that; True ends it.
     """
 
@@ -37,7 +42,6 @@ def part(
         search.tell(f"in a part of the choices: {sub.activity}")
         return bool(ended) or search.stopped() or search.solved() or sub.bound_s >= search.best_s()
 
-    clock = search.clock.part(limit)
     sub = Search(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
     return sub
 
@@ -70,7 +74,16 @@ class PartBeside:
         best: its best schedule so far.
     """
 
-    def __init__(self, search: Search, graph: Graph, run: Callable[[Search], None], take: Callable[[Trial], None]) -> None:
+    def __init__(
+        self,
+        search: Search,
+        graph: Graph,
+        run: Callable[[Search], None],
+        take: Callable[[Trial], None],
+        *,
+        gives_way: bool = False,
+        place: int = 0,
+    ) -> None:
         """What it searches.
 
         Args:
@@ -78,8 +91,12 @@ class PartBeside:
             graph: the part.
             run: searches it.
             take: has the whole know of a schedule of the part.
+            gives_way: as ``Clock.gives_way``.
+            place: of those that give way to each other as well: where time is counted they begin one after another.
         """
         self.search = search
+        self.gives_way = gives_way
+        self.place = place
         self.graph = graph
         self.run = run
         self.take = take
@@ -125,10 +142,17 @@ class PartBeside:
         self._beside.wait(most)
 
     def _go(self) -> None:
-        sub = part(self.search, self.graph, self.search.clock.limit, self.search.request.tolerance, lambda: self._look(sub))
+        search, params = self.search, self.search.params.parts
+        begin = self.place * min(params.between, params.between_share * search.clock.limit)
+        while not search.clock.counts_work and search.clock.now < begin:
+            if self._ended or search.halted:
+                return
+            search.clock.wait(POLL)
+        clock = search.clock.part(search.clock.limit, gives_way=self.gives_way)
+        sub = part(search, self.graph, clock, search.request.tolerance, lambda: self._look(sub))
         self.run(sub)
         self._look(sub)
-        self.search.largest = max(self.search.largest, sub.largest)
+        search.largest = max(search.largest, sub.largest)
 
     def _look(self, sub: Search) -> bool:
         """Take note of its best schedule; whether it is to end."""

@@ -127,11 +127,13 @@ def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
         return needless
     shortened: set[int] = set()
     for _, position, lives in sorted(longer_lives):
+        if trial.order.computed[position] in shortened:
+            continue
         begin = min((since for since, _ in lives), default=position)
         longer = memory[begin:position].copy()
         for since, size in lives:
             longer[since - begin :] += size
-        if trial.order.computed[position] not in shortened and (longer <= budget_bytes).all():
+        if (longer <= budget_bytes).all():
             memory[begin:position] = longer
             needless.add(position)
             shortened.add(trial.order.computed[position])

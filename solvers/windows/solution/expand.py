@@ -110,13 +110,14 @@ class _Expansion:
     def make_early(self, v: int, ops: list[int], wanted_on: Collection[int]) -> None:
         """Execute optional ops of which something is to be handed on, once what they read is wanted for nothing else."""
         problem = self.problem
-        later = {t for c in ops if c > v for t in problem.inputs[c]} | set(wanted_on)
+        later: set[int] | None = None  # takes long, and is seldom asked for
         for i in sorted(self.pending):
             if not self.places.optional[i] or not self.there.issuperset(problem.inputs[i]):
                 continue
-            handed = any(t in wanted_on and t not in self.there for t in problem.outputs[i])
-            if handed and not later.issuperset(problem.inputs[i]):
-                self.execute(i)
+            if any(t in wanted_on and t not in self.there for t in problem.outputs[i]):
+                later = later or {t for c in ops if c > v for t in problem.inputs[c]}.union(wanted_on)
+                if not later.issuperset(problem.inputs[i]):
+                    self.execute(i)
 
     def lacking(self, wanted: Iterable[int], v: int) -> list[int]:
         """Ops to execute before op v so that `wanted` is there, as far as the solution has them."""

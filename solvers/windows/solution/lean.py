@@ -38,12 +38,14 @@ def leaner(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[
     left_out: set[int] = set()
     ops: set[int] = set()
     for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
+        if computed[place] in ops:
+            continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
         since = min((last_use[t, place] + 1 for t in wanted), default=place)
         longer = memory[since:place].copy()
         for t in wanted:
             longer[last_use[t, place] + 1 - since :] += problem.sizes[t]
-        if computed[place] not in ops and (longer <= budget_bytes).all():
+        if (longer <= budget_bytes).all():
             memory[since:place] = longer
             left_out.add(place)
             ops.add(computed[place])

@@ -82,7 +82,7 @@ def test_a_relaxation_that_refutes_a_known_schedule_ends_the_solve(monkeypatch: 
     answers_once_known(monkeypatch, lambda found: replace(found, outcome=Outcome.INFEASIBLE, values=None))
     result = solved()
     assert result.status is Status.FEASIBLE
-    assert "windows is infeasible, though a schedule within the budget is known" in result.message
+    assert "relaxation is infeasible, though a schedule within the budget is known" in result.message
 
 
 def test_a_bound_above_a_known_schedule_ends_the_solve_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,119 @@
+"""The relaxation split by what is executed in heavy places."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graphs.options import without_options
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_options
+from solvers.clock import WallClock
+from solvers.policies.store_all import store_all
+from solvers.problem import OBJECTIVE_SCALE
+from solvers.request import Request
+from solvers.tolerance import Tolerance
+from solvers.windows.branches import Branches
+from solvers.windows.incumbent import Search
+from tests.support.brute_force_options import fastest_with_options
+
+
+def branches_of(seed: int) -> tuple[Search, Branches]:
+    """Of a small graph with options, at a budget below its peak."""
+    draw = random.Random(seed)
+    graph = random_options(seed, draw.randint(3, 6))
+    program = without_options(graph)
+    peak = simulate(program, store_all(program)).peak_bytes
+    budget = max(1, round(peak * draw.uniform(0.6, 1.0)))
+    search = Search(Request(graph, budget, Tolerance.of(1e-6), WallClock(60)))
+    return search, Branches(search)
+
+
+def all_of_them(branches: Branches) -> None:
+    """Look at each branch until nothing is left, without schedules that would end that."""
+    branches.search.solved = lambda: False  # type: ignore[method-assign]
+    for _ in range(25):
+        if branches.closed:
+            break
+        branches._look(branches._next())
+
+
+@pytest.mark.parametrize("seeds", [range(30), *(pytest.param(range(n, n + 250), marks=pytest.mark.slow) for n in (1000, 1250))])
+def test_the_least_bound_of_the_branches_is_below_the_best_of_all_schedules(seeds: range) -> None:
+    split = tight = feasible = 0
+    for seed in seeds:
+        search, branches = branches_of(seed)
+        optimum = fastest_with_options(search.problem.whole, search.budget_bytes)
+        all_of_them(branches)
+        bounds = [branch.bound for branch in branches.all]
+        assert not search.failure, (seed, search.failure)
+        if optimum is None:
+            continue
+        feasible += 1
+        assert min(bounds) < np.inf, seed
+        bound_s = search.problem.base_s * (1 + min(bounds) / OBJECTIVE_SCALE)
+        assert bound_s <= optimum[0] * (1 + 1e-6), seed
+        assert search.bound_s <= optimum[0] * (1 + 1e-6), seed
+        split += len(branches.all) > 1
+        tight += len(branches.all) > 1 and bound_s >= optimum[0] * (1 - 1e-3)
+    assert feasible > 10
+    assert split > 2
+    assert tight >= 0.75 * split
+
+
+def test_each_choice_of_stand_ins_is_in_one_branch() -> None:
+    checked = 0
+    for seed in range(30):
+        search, branches = branches_of(seed)
+        all_of_them(branches)
+        groups = search.problem.places.stands_for
+        stand_ins = [b for b, group in enumerate(groups) if group]
+        if len(branches.all) < 2 or len(stand_ins) > 8:
+            continue
+        for bits in range(2 ** len(stand_ins)):
+            chosen = {b for n, b in enumerate(stand_ins) if bits >> n & 1}
+            stood_for = [i for b in chosen for i in groups[b]]
+            if len(stood_for) > len(set(stood_for)):
+                continue  # one op has one stand-in
+            inside = [
+                branch
+                for branch in branches.all
+                if all(is_executed == bool(chosen.intersection(ways)) for ways, is_executed in branch.detail.decided)
+            ]
+            assert len(inside) == 1, (seed, chosen)
+            checked += 1
+    assert checked > 20
+
+
+def test_a_branch_that_is_decided_has_what_is_decided_in_its_program() -> None:
+    for seed in range(80):
+        search, branches = branches_of(seed)
+        if not (ways := next(iter(branches.ways.values()), ())):
+            continue
+        branch = branches.all[0]
+        branch.undecided = ways
+        branches._look(branch)
+        assert len(branches.all) == len(ways) + 1
+        assert all(any(not is_executed for _, is_executed in part.detail.decided) or len(ways) == 1 for part in branches.all)
+        bound = min(part.bound for part in branches.all)
+        assert search.failure == ""
+        assert bound >= branch.bound - 1e-6
+        return
+    pytest.fail("no graph has a heavy place")
+
+
+def test_ways_of_about_the_same_time_are_one() -> None:
+    fewer = 0
+    for seed in range(80):
+        search, branches = branches_of(seed)
+        params = replace(search.params, branches=replace(search.params.branches, alike=1e6))
+        merged = Branches(Search(replace(search.request, params=params)))
+        stands_for, inputs = search.problem.places.stands_for, search.problem.inputs
+        for ways in merged.ways.values():
+            of_way = [{(stands_for[b], inputs[b]) for b in way} for way in ways]
+            assert all(len(what) == 1 for what in of_way)
+            assert len(set.union(*of_way)) == len(ways)
+        assert merged.ways.keys() == branches.ways.keys()
+        fewer += any(len(merged.ways[op]) < len(ways) for op, ways in branches.ways.items())
+    assert fewer > 0

@@ -1,9 +1,7 @@
 """What copies to the host and back reach beside a step: figures that are known, and real ones."""
 
 import time
-from contextlib import nullcontext
-from sys import getswitchinterval
-from threading import Condition
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +15,10 @@ from graphs.errors import TraceError
 from graphs.options.surroundings import Link
 from graphs.zoo import Workload
 from planner.runtime import link
+from planner.runtime.channels import ThreadChannels
 from planner.runtime.cuda_channels import CudaChannels
+from planner.runtime.host_memory import HostMemory
+from planner.runtime.host_tensor import HostTensor
 from planner.runtime.link import link_beside
 from planner.tracing import trace
 from tests.support.cuda_stand_in import cuda_stand_in
@@ -31,23 +32,32 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "LARGE_BYTES", 2**23)
 
 
-class Lane:
-    """Lets one at a time pass, in the order in which they came: a plain lock may let one thread pass again and again."""
+class KnownCopy:
+    """One that ended at a known time."""
 
-    def __init__(self) -> None:
-        self._turn = Condition()
-        self._came = self._passed = 0
+    has_ended = True
 
-    def __enter__(self) -> None:
-        with self._turn:
-            place = self._came
-            self._came += 1
-            self._turn.wait_for(lambda: self._passed == place)
+    def __init__(self, end_s: float) -> None:
+        self._end_s = end_s
 
-    def __exit__(self, *_: object) -> None:
-        with self._turn:
-            self._passed += 1
-            self._turn.notify_all()
+    def seconds_after(self, earlier: "KnownCopy") -> float:
+        return self._end_s - earlier._end_s
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class KnownChannels(ThreadChannels):
+    """Copies between what is on both sides take a known time, in a lane that the directions share or in one each."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__(HostMemory())
+        self._ends_s = [0.0] if shared else [0.0, 0.0]
+
+    def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Any:
+        lane = out % len(self._ends_s)
+        self._ends_s[lane] += _START_S + tensor.nbytes / _RATE
+        return KnownCopy(self._ends_s[lane])
 
 
 def real_step(workload: Workload) -> RealStep:
@@ -57,23 +67,27 @@ def real_step(workload: Workload) -> RealStep:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "one lane"])
 def test_known_figures_are_found(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane()
-
-    class Slow:
-        """NumPy with copies that take a known time, in a lane that both directions share or in one each."""
-
-        def copyto(self, target: Any, source: Any) -> None:
-            with lane if shared else nullcontext():
-                time.sleep(_START_S + len(source) / _RATE)
-
-    monkeypatch.setattr("planner.runtime.channels.np", Slow())
+    monkeypatch.setattr(link, "open_channels", lambda device, host_bytes, timed: KnownChannels(shared=shared))
     found = link_beside(real_step(make("tied")), 0.0)
-    figures = found.alone.out_bytes_per_s, found.alone.in_bytes_per_s, found.beside.out_bytes_per_s, found.beside.in_bytes_per_s
-    assert figures == pytest.approx([link.LARGE_BYTES / (_START_S + link.LARGE_BYTES / _RATE)] * 4, rel=0.3)
-    parts = [rates.both_bytes_per_s / min(rates.out_bytes_per_s, rates.in_bytes_per_s) for rates in (found.alone, found.beside)]
-    assert parts == pytest.approx([0.5 if shared else 1.0] * 2, rel=0.3)
-    # More than they sleep: beside a step a thread that wakes waits until Python lets it go on.
-    assert 0.9 * _START_S < found.latency_s < _START_S + 2 * getswitchinterval()
+    rate = link.LARGE_BYTES / (_START_S + link.LARGE_BYTES / _RATE)
+    known = pytest.approx([rate, rate, rate / 2 if shared else rate])
+    assert [*vars_of(found.alone)] == known and [*vars_of(found.beside)] == known
+    assert found.latency_s == pytest.approx(_START_S + link.SMALL_BYTES * (1 / _RATE - 1 / rate))
+
+
+def test_a_thread_copies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(target: Any, source: Any) -> None:
+        time.sleep(0.01)
+        target[:] = source
+
+    monkeypatch.setattr("planner.runtime.channels.np.copyto", copy)
+    channels = ThreadChannels(HostMemory())
+    values = torch.arange(8.0)
+    host, first = channels.out(values)
+    copies = [first, channels.again(values, host, out=True), channels.again(values, host, out=True)]
+    assert all(later.seconds_after(earlier) >= 0.01 for earlier, later in pairwise(copies))
+    assert all(each.has_ended for each in copies)
+    assert torch.equal(torch.from_numpy(host.values.numpy().view("float32")), values)
 
 
 def test_directions_that_slow_each_other_share_a_figure() -> None:

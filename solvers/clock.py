@@ -7,10 +7,6 @@ from typing import Protocol
 
 from graphs.units import format_seconds
 
-_OTHERS = 8.0  # times as long as a thread that gives way computes, it waits,
-_LEAST_COMPUTED = 2e-3  # once it has computed for so long,
-_LONGEST_WAIT = 0.5  # but no longer than this
-_gave_way = threading.local()
 _AHEAD = 0.02  # units of work by which a thread may be ahead of another before it waits for it
 
 
@@ -22,13 +18,10 @@ class Clock(Protocol):
     Attributes:
         limit: what may be spent.
         counts_work: whether it counts work, so that whatever the machine does the same is done between two readings.
-        gives_way: whether others go first, where there are more threads than the interpreter or the processor has room for:
-            programs are solved on it at a low priority, and what calls ``give_way`` waits there.
     """
 
     limit: float
     counts_work: bool
-    gives_way: bool
 
     @property
     def now(self) -> float:
@@ -47,11 +40,8 @@ class Clock(Protocol):
     def wait(self, duration: float) -> None:
         """Let so much go by."""
 
-    def give_way(self) -> None:
-        """Let others go on for a few times as long as this thread has computed since it did so last."""
-
-    def part(self, limit: float, *, gives_way: bool = False) -> "Clock":
-        """A clock that starts now and has this limit, or less where less is left; one that gives way has parts that do."""
+    def part(self, limit: float) -> "Clock":
+        """A clock that starts now and has this limit, or less where less is left."""
         ...
 
     def start(self, function: Callable[[], None]) -> "Beside":
@@ -90,9 +80,8 @@ class WallClock:
 
     counts_work = False
 
-    def __init__(self, limit: float = 3600.0, *, gives_way: bool = False) -> None:
+    def __init__(self, limit: float = 3600.0) -> None:
         self.limit = limit
-        self.gives_way = gives_way
         self._began = time.monotonic()
 
     @property
@@ -109,19 +98,9 @@ class WallClock:
         """As ``Clock.wait``."""
         time.sleep(max(0.0, min(duration, left(self))))
 
-    def give_way(self) -> None:
-        """As ``Clock.give_way``: the interpreter's lock knows no priorities."""
-        if not self.gives_way:
-            return
-        computed = time.thread_time() - getattr(_gave_way, "at", time.thread_time())
-        if computed > _LEAST_COMPUTED:
-            self.wait(min(_OTHERS * computed, _LONGEST_WAIT))
-        if computed > _LEAST_COMPUTED or not hasattr(_gave_way, "at"):
-            _gave_way.at = time.thread_time()
-
-    def part(self, limit: float, *, gives_way: bool = False) -> "WallClock":
+    def part(self, limit: float) -> "WallClock":
         """As ``Clock.part``."""
-        return WallClock(min(limit, left(self)), gives_way=gives_way or self.gives_way)
+        return WallClock(min(limit, left(self)))
 
     def start(self, function: Callable[[], None]) -> "_Thread":
         """As ``Clock.start``."""
@@ -157,7 +136,6 @@ class WorkClock:
     """
 
     counts_work = True
-    gives_way = False  # threads take turns
 
     def __init__(self, limit: float = 3600.0, *, of: "WorkClock | None" = None) -> None:
         self.limit = limit
@@ -183,10 +161,7 @@ class WorkClock:
         """As ``Clock.wait``: it counts as work."""
         self.spend(duration)
 
-    def give_way(self) -> None:
-        """As ``Clock.give_way``: threads take turns."""
-
-    def part(self, limit: float, *, gives_way: bool = False) -> "WorkClock":
+    def part(self, limit: float) -> "WorkClock":
         """As ``Clock.part``."""
         return WorkClock(min(limit, left(self)), of=self)
 

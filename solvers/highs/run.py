@@ -2,13 +2,10 @@
 
 import atexit
 import math
-import os
-import sys
 import threading
 import time
 import weakref
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import highspy
@@ -18,7 +15,6 @@ from solvers.clock import Clock, left
 from solvers.highs.program import Floats, Milp, Watch
 
 _POLL_S = 0.05  # how often the caller's thread looks up
-_NICE = 10  # steps of Linux's priorities, of which each is a fourth more of a core
 _GRACE_S = 2.0  # how long a stopped solve may take to return before it is left behind
 _LAST_GRACE_S = 10.0  # how long the end of the process waits for one left behind
 # Work, fitted to the times of 72 solves of models of 100 to 20,000 rows and columns; half are within 0.6 and 1.1 of it.
@@ -43,7 +39,7 @@ class Run:
         self.error: BaseException | None = None
         self._iteration_work = (_WORK_PER_ITERATION if self.is_mip else _WORK_OF_LINEAR) * math.sqrt(sum(program.matrix.shape))
         self._work = self._spent = 0.0
-        self._counts_work = self._gives_way = False
+        self._counts_work = False
         self._stop = False
         self._done = threading.Event()
         self._to_see = threading.Event()  # there is something for the caller's thread, or the solve is done
@@ -61,7 +57,7 @@ class Run:
         """Run to the end; False if HiGHS had to be left behind."""
         # A thread inside HiGHS when the interpreter ends would abort the process.
         atexit.register(self._end)
-        self._counts_work, self._gives_way = clock.counts_work, clock.gives_way
+        self._counts_work = clock.counts_work
         if not self.is_mip and (self._counts_work or watch.should_stop is not None):
             # Each iteration waits for the interpreter's lock then.
             self.solver.startCallback(highspy.cb.HighsCallbackType.kCallbackSimplexInterrupt)
@@ -132,10 +128,6 @@ class Run:
                 self._stop = True
 
     def _solve(self) -> None:
-        # Only Linux has priorities of threads. Python's own keep theirs: they would hold the interpreter's lock for long.
-        if self._gives_way and sys.platform == "linux":
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
         try:
             self.solver.run()
         except Exception as error:  # noqa: BLE001 (the caller's thread raises it)

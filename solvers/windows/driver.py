@@ -13,11 +13,11 @@ from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.commitments import run_with_options
 from solvers.windows.heuristics.evicted import evicted, with_prices
 from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, start_beside
 from solvers.windows.heuristics.portfolio import Portfolio
 from solvers.windows.heuristics.sending import sending_orders
+from solvers.windows.heuristics.with_options import run_with_options
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import refine
 from solvers.windows.solution.decode import Order, Trial, late_writers, order_of

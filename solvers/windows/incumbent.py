@@ -43,6 +43,7 @@ class Search:
         self.activity = "keeping everything"
         self.largest = (0, 0)  # rows and columns of a program that was solved
         self.solutions: deque[tuple[Discretization, Choice]] = deque(maxlen=3)  # of models, latest last
+        self.is_apart = False  # in a process that has been started for it: it starts no other
         self.halted = False
         self.closed = False
         self.failure = ""  # what must not happen, and did
@@ -61,7 +62,6 @@ class Search:
 
     def stopped(self) -> bool:
         """Whether the caller or the clock ends the solve."""
-        self.clock.give_way()
         if self.interrupted():
             self.halted = True
         return self.halted or left(self.clock) <= 0

@@ -36,26 +36,6 @@ def test_a_part_has_no_more_than_the_whole(make: type[WallClock] | type[WorkCloc
     assert left(clock) <= 10.0
 
 
-def test_a_thread_that_gives_way_waits_for_times_as_long_as_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = [0.0]
-    waited: list[float] = []
-    monkeypatch.setattr(time, "thread_time", lambda: computed[0])
-    monkeypatch.setattr(WallClock, "wait", lambda _, duration: waited.append(duration))
-
-    def work(clock: Clock) -> None:
-        for seconds in (0.0, 0.01, 0.0005, 0.02):
-            computed[0] += seconds
-            clock.give_way()
-
-    giving = WallClock(10.0).part(5.0, gives_way=True).part(3.0)
-    for clock in (WallClock(10.0), giving, WorkClock(10.0).part(5.0, gives_way=True)):
-        thread = threading.Thread(target=work, args=(clock,))
-        thread.start()
-        thread.join()
-    # Once for each piece that is worth it; what is not counts for the next.
-    assert waited == pytest.approx([8 * 0.01, 8 * 0.0205])
-
-
 def test_work_is_counted_in_the_whole_and_in_its_parts() -> None:
     clock = WorkClock(10.0)
     clock.spend(2.0)

@@ -4,28 +4,39 @@ In an order of executions, however it was found, there is a plain graph (``solut
 schedules of plain graphs does so (``driver.py``).
 """
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Protocol
 
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
-from graphs.options.selection import PartOf, option_of, without
+from graphs.options.selection import PartOf
 from graphs.pools import COMPUTE
-from solvers.clock import Beside
 from solvers.places import places_of
 from solvers.tolerance import Tolerance
-from solvers.windows.branches import Branches
 from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, part, start_beside
-from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead, simple
+from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess
+from solvers.windows.heuristics.parts import POLL, begin_of, part, start_process, take_end
+from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Order, Trial, decoded, order_of, trial_of_whole
 from solvers.windows.solution.plain import PlainGraph, plain_graph
 
 Run = Callable[[Search], None]
+
+
+class Orders(Protocol):
+    """What there is to commit to."""
+
+    @property
+    def orders(self) -> deque[Order]:
+        """Those that have come in, latest last."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether there will be no more."""
 
 
 @dataclass(slots=True)
@@ -54,106 +65,14 @@ class Commitment:
         return float("inf") if self.best is None else self.best.time_s
 
 
-def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
-    """Bound the graph with all its options, and look for schedules in what solutions commit to, in turn.
-
-    Beside that smaller sets of choices are searched: the program, with its round trips to the host where there are some; all
-    else without round trips; all that is not lossy; and each kind of options alone, with nothing written over anything.
-
-    Args:
-        search: of the graph.
-        run_plain: solves a plain graph.
-        run: solves any graph, and with it what has fewer choices.
-    """
-    found = _begin(search, run_plain)
-    program = next(iter(found.all.values()))
-    program.closed = True  # it is not looked at again here
-    smaller: list[tuple[Graph, Run, Callable[[Trial], None]]]
-    smaller = [(program.plain.graph, run, lambda trial: found.take(program, trial))]
-    kinds = _Kinds.of(search.problem.whole)
-    if search.problem.copies is not None and not kinds.several_with_lossy:
-        smaller.append((search.problem.graph, run, found.take_fewer))
-    if kinds.several_with_lossy:
-        faithful = _only(search.problem.whole, kinds.exact)
-        smaller.append((faithful, run, found.taking(faithful)))
-    for kind in kinds.apart:
-        alone = _only(search.problem.whole.out_of_place(), (kind,))
-        smaller.append((alone, partial(_run_alone, run_plain=run_plain), found.taking(alone)))
-    parts = [PartBeside(search, *one, gives_way=True, place=place) for place, one in enumerate(smaller, start=1)]
-    with ExitStack() as stack:
-        for part_beside in parts:
-            stack.enter_context(part_beside).tell()
-        _bound_and_commit(search, found, parts)
+def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, Commitment], limit: float) -> None:
+    """Solve what has been committed to, and what is heard of, in a process that has been started for that."""
+    found = Commitments(search, run_plain)
+    found.all = known
+    found.work_on(heard, limit)
 
 
-def _run_alone(search: Search, run_plain: Run) -> None:
-    """The same without a search beside it."""
-    _bound_and_commit(search, _begin(search, run_plain), ())
-
-
-def _begin(search: Search, run_plain: Run) -> "_Commitments":
-    """With the program alone, nothing of it executed again."""
-    found = _Commitments(search, run_plain)
-    kept = found.try_instead(frozenset())
-    assert kept is not None  # the program alone runs
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Kinds:
-    """The options that ops on the computation's stream are of, by what they may differ."""
-
-    exact: tuple[str, ...]
-    lossy: tuple[str, ...]
-
-    @classmethod
-    def of(cls, graph: Graph) -> Self:
-        """Those of `graph`."""
-        computed = [op for op in graph.ops if op.optional and op.stream == COMPUTE]
-        lossy = {option_of(op): None for op in computed if op.variance}
-        return cls(tuple(dict.fromkeys(kind for kind in map(option_of, computed) if kind not in lossy)), tuple(lossy))
-
-    @property
-    def several_with_lossy(self) -> bool:
-        """Whether there are lossy ones and others."""
-        return bool(self.exact and self.lossy)
-
-    @property
-    def apart(self) -> tuple[str, ...]:
-        """Those to be searched alone: of several, but for those that a smaller set is searched with, which sees to them."""
-        if self.several_with_lossy:
-            return self.lossy
-        kinds = (*self.exact, *self.lossy)
-        return kinds if len(kinds) > 1 else ()
-
-
-def _only(graph: Graph, kinds: Collection[str]) -> Graph:
-    """`graph` with no other options than `kinds` on the computation's stream."""
-    return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
-
-
-def _bound_and_commit(search: Search, found: "_Commitments", parts: Sequence[PartBeside]) -> None:
-    """Refine the relaxation, and beside that solve what its solutions and others commit to, while there is anything to do."""
-    branches = Branches(search)
-    for instead in simple(search.problem):
-        found.try_instead(instead)
-    if search.best is None and search.problem.copies is None:
-        found.try_least(search.params.bound.first_slice)
-    committing = start_beside(search, lambda: found.work_on(branches))
-    try:
-        branches.refine()
-        beside: list[Beside | PartBeside] = [committing, *parts]
-        while not (search.solved() or search.stopped()) and (running := [one for one in beside if one.running]):
-            search.tell()
-            running[0].wait(POLL)
-    except BaseException:
-        search.halted = True
-        raise
-    finally:
-        end_beside(committing)
-
-
-class _Commitments:
+class Commitments:
     """Those that have been found."""
 
     def __init__(self, search: Search, run_plain: Run) -> None:
@@ -204,18 +123,26 @@ class _Commitments:
 
         return take
 
-    def learn(self) -> None:
-        """Commit to what the solutions do that have come in, and the best schedules."""
-        search = self.search
-        best = [trial for trial in (search.best, self.fewer) if trial is not None]
-        orders = [trial.order for trial in best if all(trial is not known for known in self.known)]
+    def learn(self, orders: Orders) -> None:
+        """Commit to what the best schedules do, and what has come in."""
+        best = [trial for trial in (self.search.best, self.fewer) if trial is not None]
+        for trial in best:
+            if all(trial is not known for known in self.known) and is_possible(self.search.problem, trial.order):
+                self.add(trial.order)
         self.known = best
+        for order in self.come_in(orders):
+            self.add(order)
+
+    def come_in(self, orders: Orders) -> Iterator[Order]:
+        """What the relaxation's solutions do, and the orders, each once."""
+        search = self.search
         while search.solutions:
             detail, choice = search.solutions.popleft()
-            orders.append(decoded(search.problem, detail, choice))
-        for order in orders:
+            order = decoded(search.problem, detail, choice)
             if is_possible(search.problem, order):
-                self.add(order)
+                yield order
+        while orders.orders:
+            yield orders.orders.popleft()
 
     def add(self, order: Order) -> None:
         """Commit to what `order` does, unless that is known."""
@@ -224,29 +151,69 @@ class _Commitments:
         key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
         self.all.setdefault(key, Commitment(plain, order.instead, away))
 
-    def work_on(self, branches: Branches) -> None:
-        """Solve them in turn, for longer and longer, until all are solved and nothing comes from the branches any more."""
-        search, params = self.search, self.search.params.bound
-        limit = params.first_slice
-        while not (search.solved() or search.stopped()):
-            self.learn()
-            while branches.orders:
-                self.add(branches.orders.popleft())
-            if not self.work(limit):
-                if branches.closed:
-                    return
-                search.clock.wait(POLL)
-            limit *= params.longer
+    def work_on(self, orders: Orders, limit: float) -> None:
+        """Solve them in turn, for longer and longer, until all are solved and no orders come any more.
 
-    def work(self, limit: float) -> bool:
+        A solve that takes longer goes on with that in another process: beside the bound's.
+
+        Args:
+            orders: come in meanwhile.
+            limit: for each of them to begin with.
+        """
+        search = self.search
+        until = begin_of(search, 1)
+        while not (search.solved() or search.stopped()):
+            self.learn(orders)
+            if search.clock.now >= until > 0:
+                until = 0.0
+                go_on = partial(_go_on, run_plain=self.run_plain, known=self.all, limit=limit)
+                process = start_process(search, search.problem.whole, go_on, params=search.params)
+                if process is not None:
+                    with process:
+                        self._follow(process, orders)
+                    return
+            if self.work(limit, until):
+                limit *= 1 if search.clock.now >= until > 0 else search.params.bound.longer
+            elif orders.closed:
+                return
+            else:
+                search.clock.wait(POLL)
+
+    def work(self, limit: float, until: float) -> bool:
         """Solve a few of the graphs, for so long each: those that have been least, then the best; whether any is open."""
         search = self.search
         still = [c for c in reversed(self.all.values()) if not c.closed]
         for commitment in sorted(still, key=lambda c: (c.runs, c.best_s))[: search.params.commitments.at_a_time]:
-            if search.solved() or search.stopped():
+            if search.solved() or search.stopped() or search.clock.now >= until > 0:
                 break
             self.solve(commitment, limit)
         return bool(still)
+
+    def _follow(self, process: PartProcess, orders: Orders) -> None:
+        """Have them solved elsewhere: hand on what comes in, and take what is found."""
+        search = self.search
+        known: list[Trial | None] = [None, self.fewer]
+        closed = False
+        while not (search.solved() or search.stopped()):
+            for order in self.come_in(orders):
+                process.tell(order)
+            best, fewer = search.best, self.fewer
+            if best is not known[0]:
+                process.tell(best)
+            if fewer is not None and fewer is not known[1]:
+                process.tell(fewer.order)
+            known = [best, fewer]
+            if orders.closed and not closed:
+                closed = True
+                process.tell(None)
+            news = process.hear(POLL)
+            if isinstance(news, Ended):
+                take_end(search, news)
+                return
+            if news is not None:
+                search.keep(news)
+                if search.best is news:
+                    known[0] = news
 
     def solve(self, commitment: Commitment, limit: float) -> None:
         """Solve a plain graph, offering its schedules."""

@@ -5,21 +5,31 @@ next smaller set of choices beside that of all of them, and that one with the ne
 the computation's stream, everything. Each goes as it would if no more was allowed, and ends as soon: when it is within its own
 tolerance. Or before, when its bound is above the best schedule of the whole; or when it is behind that and gets no better. From
 then on it costs nothing.
+
+Where time is counted most of them have a process of their own, as long as those that are left to the whole have the processor:
+threads share the interpreter's lock. Where work is counted they are threads, which take turns.
 """
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
+
+import numpy as np
 
 from graphs.ir import Graph
 from solvers.clock import Beside, Clock, left
 from solvers.request import Request
 from solvers.tolerance import Tolerance
+from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
 from solvers.windows.incumbent import Search
+from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial
 
 POLL = 0.05  # of the clock, between two looks at what is searched beside
+_NICE = 10  # others go first
 _GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
 
 
@@ -67,6 +77,40 @@ def end_beside(beside: Beside) -> None:
     beside.end(_GRACE_S)
 
 
+def begin_of(search: Search, place: int) -> float:
+    """When the one of this place begins, of those that begin one after another where time is counted."""
+    params = search.params.parts
+    return 0.0 if search.clock.counts_work else place * min(params.between, params.between_share * search.clock.limit)
+
+
+def start_process(
+    search: Search, graph: Graph, run: Callable[[Search, Heard], None], *, params: WindowsParams, nice: int = 0
+) -> PartProcess | None:
+    """Search `graph`, the whole or a part, in another process, as long as there is time; None if that is not to be, or cannot.
+
+    Args:
+        search: of the whole.
+        run, params, nice: as in ``Task``.
+    """
+    if search.clock.counts_work or search.is_apart:
+        return None
+    try:
+        return PartProcess(Task(graph, search.budget_bytes, search.request.tolerance, params, left(search.clock), run, nice))
+    except OSError:
+        return None  # a thread needs nothing that there might be too little of
+
+
+def take_end(search: Search, end: Ended) -> None:
+    """Take note of what a search in another process came to."""
+    search.largest = max(search.largest, end.largest)
+    if end.failure:
+        search.fail(f"looking for schedules failed: {end.failure}")
+
+
+def _without_hearing(search: Search, _: Heard, *, run: Callable[[Search], None]) -> None:
+    run(search)
+
+
 class PartBeside:
     """A part of the choices that is searched in a thread beside the whole's, in a ``with`` statement that ends it.
 
@@ -81,8 +125,8 @@ class PartBeside:
         run: Callable[[Search], None],
         take: Callable[[Trial], None],
         *,
-        gives_way: bool = False,
         place: int = 0,
+        of: int = 0,
     ) -> None:
         """What it searches.
 
@@ -91,12 +135,12 @@ class PartBeside:
             graph: the part.
             run: searches it.
             take: has the whole know of a schedule of the part.
-            gives_way: as ``Clock.gives_way``.
-            place: of those that give way to each other as well: where time is counted they begin one after another.
+            place: as in ``begin_of``.
+            of: how many there are that may have a process each; 0 if it is a thread.
         """
         self.search = search
-        self.gives_way = gives_way
         self.place = place
+        self.of = of
         self.graph = graph
         self.run = run
         self.take = take
@@ -142,24 +186,53 @@ class PartBeside:
         self._beside.wait(most)
 
     def _go(self) -> None:
-        search, params = self.search, self.search.params.parts
-        begin = self.place * min(params.between, params.between_share * search.clock.limit)
-        while not search.clock.counts_work and search.clock.now < begin:
+        search = self.search
+        begin = begin_of(search, self.place)
+        while search.clock.now < begin:
             if self._ended or search.halted:
                 return
             search.clock.wait(POLL)
-        clock = search.clock.part(search.clock.limit, gives_way=self.gives_way)
-        sub = part(search, self.graph, clock, search.request.tolerance, lambda: self._look(sub))
+        params = search.params
+        # Together as much memory as the whole.
+        bound = replace(params.bound, most_bytes=params.bound.most_bytes // max(1, self.of))
+        run = partial(_without_hearing, run=self.run)
+        process = start_process(search, self.graph, run, params=replace(params, bound=bound), nice=_NICE) if self.of else None
+        if process is None:
+            self._search()
+        else:
+            with process:
+                self._follow(process)
+
+    def _search(self) -> None:
+        """Search it in this thread."""
+        search = self.search
+        clock = search.clock.part(search.clock.limit)
+        sub = part(search, self.graph, clock, search.request.tolerance, lambda: self._look(sub.best, clock))
         self.run(sub)
-        self._look(sub)
+        self._look(sub.best, clock)
         search.largest = max(search.largest, sub.largest)
 
-    def _look(self, sub: Search) -> bool:
+    def _follow(self, process: PartProcess) -> None:
+        """Take what it finds elsewhere."""
+        search = self.search
+        clock, told_s = search.clock.part(search.clock.limit), np.inf
+        while not (self._look(self.best, clock) or search.stopped() or search.solved()):
+            if search.best_s() < told_s:
+                told_s = search.best_s()
+                process.tell(told_s)
+            news = process.hear(POLL)
+            if isinstance(news, Ended):
+                take_end(search, news)
+                return
+            if news is not None:
+                self._look(news, clock)
+
+    def _look(self, best: Trial | None, clock: Clock) -> bool:
         """Take note of its best schedule; whether it is to end."""
-        now, params = sub.clock.now, self.search.params.parts
-        if self.best is not sub.best:
-            self.best, self._better_at = sub.best, now
+        now, params = clock.now, self.search.params.parts
+        if self.best is not best:
+            self.best, self._better_at = best, now
         if self._may_tell:
             self.tell()
-        behind = self.search.best_s() < sub.best_s()
+        behind = best is None or self.search.best_s() < best.time_s
         return self._ended or (behind and now - self._better_at > max(params.least_idle, params.idle_share * now))

@@ -1,0 +1,117 @@
+"""Search with optional ops: the bound of all of them, what its solutions commit to, and smaller sets of choices beside that."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from graphs.ir import Graph
+from graphs.options.selection import option_of, without
+from graphs.pools import COMPUTE
+from solvers.clock import Beside
+from solvers.windows.branches import Branches
+from solvers.windows.heuristics.commitments import Commitments, Run
+from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, start_beside
+from solvers.windows.heuristics.stand_ins import simple
+from solvers.windows.incumbent import Search
+from solvers.windows.solution.decode import Trial
+
+
+def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
+    """Bound the graph with all its options, and look for schedules in what solutions commit to, in turn.
+
+    Beside that smaller sets of choices are searched: the program, with its round trips to the host where there are some; all
+    else without round trips; all that is not lossy; and each kind of options alone, with nothing written over anything.
+
+    Args:
+        search: of the graph.
+        run_plain: solves a plain graph.
+        run: solves any graph, and with it what has fewer choices.
+    """
+    found = _begin(search, run_plain)
+    program = next(iter(found.all.values()))
+    program.closed = True  # it is not looked at again here
+    smaller: list[tuple[Graph, Run, Callable[[Trial], None]]]
+    smaller = [(program.plain.graph, run, lambda trial: found.take(program, trial))]
+    kinds = _Kinds.of(search.problem.whole)
+    if search.problem.copies is not None and not kinds.several_with_lossy:
+        smaller.append((search.problem.graph, run, found.take_fewer))
+    if kinds.several_with_lossy:
+        faithful = _only(search.problem.whole, kinds.exact)
+        smaller.append((faithful, run, found.taking(faithful)))
+    for kind in kinds.apart:
+        alone = _only(search.problem.whole.out_of_place(), (kind,))
+        smaller.append((alone, partial(_run_alone, run_plain=run_plain), found.taking(alone)))
+    parts = [PartBeside(search, *one, place=place, of=len(smaller)) for place, one in enumerate(smaller, start=1)]
+    with ExitStack() as stack:
+        for part_beside in parts:
+            stack.enter_context(part_beside).tell()
+        _bound_and_commit(search, found, parts)
+
+
+def _run_alone(search: Search, run_plain: Run) -> None:
+    """The same without a search beside it."""
+    _bound_and_commit(search, _begin(search, run_plain), ())
+
+
+def _begin(search: Search, run_plain: Run) -> "Commitments":
+    """With the program alone, nothing of it executed again."""
+    found = Commitments(search, run_plain)
+    kept = found.try_instead(frozenset())
+    assert kept is not None  # the program alone runs
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """The options that ops on the computation's stream are of, by what they may differ."""
+
+    exact: tuple[str, ...]
+    lossy: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        """Those of `graph`."""
+        computed = [op for op in graph.ops if op.optional and op.stream == COMPUTE]
+        lossy = {option_of(op): None for op in computed if op.variance}
+        return cls(tuple(dict.fromkeys(kind for kind in map(option_of, computed) if kind not in lossy)), tuple(lossy))
+
+    @property
+    def several_with_lossy(self) -> bool:
+        """Whether there are lossy ones and others."""
+        return bool(self.exact and self.lossy)
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Those to be searched alone: of several, but for those that a smaller set is searched with, which sees to them."""
+        if self.several_with_lossy:
+            return self.lossy
+        kinds = (*self.exact, *self.lossy)
+        return kinds if len(kinds) > 1 else ()
+
+
+def _only(graph: Graph, kinds: Collection[str]) -> Graph:
+    """`graph` with no other options than `kinds` on the computation's stream."""
+    return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
+
+
+def _bound_and_commit(search: Search, found: "Commitments", parts: Sequence[PartBeside]) -> None:
+    """Refine the relaxation, and beside that solve what its solutions and others commit to, while there is anything to do."""
+    branches = Branches(search)
+    for instead in simple(search.problem):
+        found.try_instead(instead)
+    if search.best is None and search.problem.copies is None:
+        found.try_least(search.params.bound.first_slice)
+    committing = start_beside(search, lambda: found.work_on(branches, search.params.bound.first_slice))
+    try:
+        branches.refine()
+        beside: list[Beside | PartBeside] = [committing, *parts]
+        while not (search.solved() or search.stopped()) and (running := [one for one in beside if one.running]):
+            search.tell()
+            running[0].wait(POLL)
+    except BaseException:
+        search.halted = True
+        raise
+    finally:
+        end_beside(committing)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from graphs.ir import Graph
@@ -65,11 +66,11 @@ class Commitment:
         return float("inf") if self.best is None else self.best.time_s
 
 
-def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, Commitment], limit: float) -> None:
+def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, Commitment]) -> None:
     """Solve what has been committed to, and what is heard of, in a process that has been started for that."""
     found = Commitments(search, run_plain)
     found.all = known
-    found.work_on(heard, limit)
+    found.work_on(heard)
 
 
 class Commitments:
@@ -151,74 +152,72 @@ class Commitments:
         key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
         self.all.setdefault(key, Commitment(plain, order.instead, away))
 
-    def work_on(self, orders: Orders, limit: float) -> None:
-        """Solve them in turn, for longer and longer, until all are solved and no orders come any more.
+    def work_on(self, orders: Orders) -> None:
+        """Solve them in turn, each for longer and longer, until all are solved and no orders come any more.
 
         A solve that takes longer goes on with that in another process: beside the bound's.
 
         Args:
             orders: come in meanwhile.
-            limit: for each of them to begin with.
         """
         search = self.search
-        until = begin_of(search, 1)
+        moves_at = begin_of(search, 1)
         while not (search.solved() or search.stopped()):
+            closed = orders.closed  # before what has come in is taken from it
             self.learn(orders)
-            if search.clock.now >= until > 0:
-                until = 0.0
-                go_on = partial(_go_on, run_plain=self.run_plain, known=self.all, limit=limit)
+            if search.clock.now >= moves_at:
+                moves_at = inf
+                go_on = partial(_go_on, run_plain=self.run_plain, known=self.all)
                 process = start_process(search, search.problem.whole, go_on, params=search.params)
-                if process is not None:
-                    with process:
-                        self._follow(process, orders)
+                if process is not None and self._follow(process, orders):
                     return
-            if self.work(limit, until):
-                limit *= 1 if search.clock.now >= until > 0 else search.params.bound.longer
-            elif orders.closed:
-                return
-            else:
+            if not self.work(moves_at):
+                if closed:
+                    return
                 search.clock.wait(POLL)
 
-    def work(self, limit: float, until: float) -> bool:
-        """Solve a few of the graphs, for so long each: those that have been least, then the best; whether any is open."""
+    def work(self, until: float) -> bool:
+        """Solve a few of the graphs, those that have been least, then the best, begun before `until`; whether any is open."""
         search = self.search
         still = [c for c in reversed(self.all.values()) if not c.closed]
         for commitment in sorted(still, key=lambda c: (c.runs, c.best_s))[: search.params.commitments.at_a_time]:
-            if search.solved() or search.stopped() or search.clock.now >= until > 0:
+            if search.solved() or search.stopped() or search.clock.now >= until:
                 break
-            self.solve(commitment, limit)
+            self.solve(commitment)
         return bool(still)
 
-    def _follow(self, process: PartProcess, orders: Orders) -> None:
-        """Have them solved elsewhere: hand on what comes in, and take what is found."""
+    def _follow(self, process: PartProcess, orders: Orders) -> bool:
+        """Have them solved elsewhere: hand on what comes in, and take what is found; False if that ended before it was done."""
         search = self.search
-        known: list[Trial | None] = [None, self.fewer]
-        closed = False
-        while not (search.solved() or search.stopped()):
-            for order in self.come_in(orders):
-                process.tell(order)
-            best, fewer = search.best, self.fewer
-            if best is not known[0]:
-                process.tell(best)
-            if fewer is not None and fewer is not known[1]:
-                process.tell(fewer.order)
-            known = [best, fewer]
-            if orders.closed and not closed:
-                closed = True
-                process.tell(None)
-            news = process.hear(POLL)
-            if isinstance(news, Ended):
-                take_end(search, news)
-                return
-            if news is not None:
-                search.keep(news)
-                if search.best is news:
-                    known[0] = news
+        best, fewer, told_closed = None, self.fewer, False
+        with process:
+            while not (search.solved() or search.stopped()):
+                closed = orders.closed
+                for order in self.come_in(orders):
+                    process.tell(order)
+                if search.best is not None and search.best is not best:
+                    best = search.best
+                    process.tell(best)
+                if self.fewer is not None and self.fewer is not fewer:
+                    fewer = self.fewer
+                    process.tell(fewer.order)
+                if closed and not told_closed:
+                    told_closed = True
+                    process.tell(None)
+                news = process.hear(POLL)
+                if isinstance(news, Ended):
+                    take_end(search, news)
+                    return not news.died
+                if news is not None:
+                    search.keep(news)
+                    best = news if search.best is news else best
+        return True
 
-    def solve(self, commitment: Commitment, limit: float) -> None:
-        """Solve a plain graph, offering its schedules."""
+    def solve(self, commitment: Commitment) -> None:
+        """Solve a plain graph, for longer than the last time, offering its schedules."""
         tolerance = Tolerance.of(self.search.params.commitments.share * self.search.tolerance)
-        clock = self.search.clock.part(limit)
+        params = self.search.params.bound
+        clock = self.search.clock.part(params.first_slice * params.longer**commitment.runs)
         sub = part(self.search, commitment.plain.graph, clock, tolerance, lambda: self.take(commitment, sub.best))
         whole = Discretization((sub.problem.ops - 1,))
         best = commitment.best

@@ -70,10 +70,12 @@ class Ended:
     Attributes:
         largest: as in ``Search``.
         failure: what must not happen, and did.
+        died: before it had done what it was to do.
     """
 
     largest: tuple[int, int] = (0, 0)
     failure: str = ""
+    died: bool = False
 
 
 class PartProcess:
@@ -94,8 +96,9 @@ class PartProcess:
                 [os.fsdecode(program), "-c", _COMMAND, *sys.path],
                 stdin=there.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=None,
-                process_group=0,  # Ctrl-C is for who waits for the result; in the same session, for priorities hold in one
+                stderr=subprocess.DEVNULL,
+                # Ctrl-C is for who waits for the result; but priorities hold among the processes of one session.
+                process_group=0,
             )
         self._connection = Connection(here.detach())
         self._send(task)
@@ -117,7 +120,7 @@ class PartProcess:
         try:
             return self._connection.recv() if self._connection.poll(most) else None
         except (EOFError, OSError):
-            return Ended()
+            return Ended(died=True)
 
     def _send(self, what: object) -> None:
         with suppress(OSError):  # of its end is heard
@@ -127,7 +130,10 @@ class PartProcess:
 def main() -> None:
     """The process: search what comes over the standard input, a socket, and send back what is found."""
     connection = Connection(os.dup(0))
-    task: Task = connection.recv()
+    try:
+        task: Task = connection.recv()
+    except (EOFError, OSError):
+        return  # nobody wants it any more
     os.nice(task.nice)
     heard, best_s = Heard(), float("inf")
     told: Trial | None = None

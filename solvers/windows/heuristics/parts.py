@@ -234,5 +234,5 @@ class PartBeside:
             self.best, self._better_at = best, now
         if self._may_tell:
             self.tell()
-        behind = best is None or self.search.best_s() < best.time_s
+        behind = self.search.best_s() < (np.inf if best is None else best.time_s)
         return self._ended or (behind and now - self._better_at > max(params.least_idle, params.idle_share * now))

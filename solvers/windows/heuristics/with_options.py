@@ -103,7 +103,7 @@ def _bound_and_commit(search: Search, found: "Commitments", parts: Sequence[Part
         found.try_instead(instead)
     if search.best is None and search.problem.copies is None:
         found.try_least(search.params.bound.first_slice)
-    committing = start_beside(search, lambda: found.work_on(branches, search.params.bound.first_slice))
+    committing = start_beside(search, lambda: found.work_on(branches))
     try:
         branches.refine()
         beside: list[Beside | PartBeside] = [committing, *parts]

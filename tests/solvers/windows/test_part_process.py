@@ -1,0 +1,191 @@
+"""Searches in processes of their own."""
+
+import operator
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_options
+from solvers.clock import WallClock
+from solvers.policies.store_all import store_all
+from solvers.request import Request
+from solvers.result import Result, Status
+from solvers.tolerance import Tolerance
+from solvers.windows import solve
+from solvers.windows.driver import _run, run
+from solvers.windows.heuristics import part_process
+from solvers.windows.heuristics.commitments import _go_on
+from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
+from solvers.windows.heuristics.parts import _without_hearing
+from solvers.windows.heuristics.stand_ins import in_place
+from solvers.windows.incumbent import Search
+from solvers.windows.params import WindowsParams
+from solvers.windows.solution.decode import Trial
+
+# At once: small graphs are solved before anything else would begin.
+AT_ONCE = replace(WindowsParams(), parts=replace(WindowsParams().parts, between=0.0))
+TOLERANCE = Tolerance.of(1e-4)
+LONG = 7  # takes longer than starting a process
+SEEDS = (1, 5, 26, LONG)  # one has no schedule
+
+
+def instance(seed: int) -> tuple[Graph, int]:
+    """A graph with options, and a budget below its peak."""
+    draw = random.Random(seed)
+    graph = random_options(seed, draw.randint(40, 60) if seed == LONG else draw.randint(8, 12))
+    program = without_options(graph)
+    return graph, max(1, round(simulate(program, store_all(program)).peak_bytes * draw.uniform(0.6, 0.9)))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list["subprocess.Popen[bytes]"]:
+    """The processes that are started."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(part_process.subprocess, "Popen", Noted)
+    return processes
+
+
+def solved(seed: int, params: WindowsParams = AT_ONCE) -> Result:
+    graph, budget = instance(seed)
+    return solve(Request(graph, budget, TOLERANCE, WallClock(120), params=params))
+
+
+def heard_of(process: PartProcess) -> list[Trial | Ended]:
+    """All that is heard until it has ended."""
+    found: list[Trial | Ended] = []
+    with process:
+        while not found or not isinstance(found[-1], Ended):
+            if (news := process.hear(60.0)) is not None:
+                found.append(news)
+    return found
+
+
+def task_of(seed: int, task: Callable[[Search, Heard], None]) -> Task:
+    return Task(*instance(seed), TOLERANCE, WindowsParams(), 120.0, task)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_finds_what_is_found_here(seed: int) -> None:
+    here = Search(Request(*instance(seed), TOLERANCE, WallClock(120)))
+    run(here)
+    *found, end = heard_of(PartProcess(task_of(seed, partial(_without_hearing, run=run))))
+    assert isinstance(end, Ended) and (end.failure, end.died) == ("", False)
+    times = [trial.time_s for trial in found if isinstance(trial, Trial)]
+    assert times == sorted(times, reverse=True)
+    assert bool(times) == (here.best is not None)
+    if here.best is not None:
+        assert times[-1] == pytest.approx(here.best.time_s, rel=1e-4)
+
+
+def check_solves() -> None:
+    """With processes they come to what they do without."""
+    for seed in SEEDS:
+        found, here = solved(seed), solved(seed, WindowsParams())
+        assert (found.message, here.message) == ("", "") or found.status is Status.INFEASIBLE
+        assert here.status is found.status in (Status.OPTIMAL, Status.INFEASIBLE)
+        assert (found.time_s is None) == (here.time_s is None)
+        if here.time_s is not None:
+            assert found.time_s == pytest.approx(here.time_s, rel=1e-4)
+
+
+def test_solves_are_the_same_with_processes_as_with_threads(started: list["subprocess.Popen[bytes]"]) -> None:
+    check_solves()
+    assert len(started) > len(SEEDS)
+    assert all(process.returncode is not None for process in started)
+
+
+@pytest.mark.parametrize("command", ["raise SystemExit(1)", "import os; os.read(0, 1); os.kill(os.getpid(), 9)"])
+def test_what_a_process_that_dies_was_to_do_is_done_here(
+    command: str, started: list["subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_process, "_COMMAND", command)
+    assert heard_of(PartProcess(task_of(SEEDS[0], _until_stopped))) == [Ended(died=True)]
+    check_solves()
+    assert len(started) > len(SEEDS)
+
+
+def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_process, "get_executable", lambda: None)
+    with pytest.raises(OSError, match="no interpreter"):
+        PartProcess(task_of(LONG, _until_stopped))
+    check_solves()
+
+
+def test_what_orders_commit_to_is_solved_there() -> None:
+    graph, budget = instance(LONG)
+    search = Search(Request(graph, budget, TOLERANCE, WallClock(120)))
+    order = in_place(search.problem, frozenset())
+    assert order is not None
+    with PartProcess(task_of(LONG, partial(_go_on, run_plain=_run, known={}))) as process:
+        assert process.hear(0.2) is None
+        process.tell(order)
+        process.tell(None)
+        *found, end = heard_of(process)
+    assert isinstance(end, Ended) and (end.failure, end.died) == ("", False)
+    alone = solve(Request(without_options(graph), budget, TOLERANCE, WallClock(120)))
+    assert isinstance(found[-1], Trial)
+    assert alone.time_s is not None and found[-1].time_s == pytest.approx(alone.time_s, rel=1e-4)
+    judged = simulate(graph, found[-1].schedule)
+    assert (judged.time_s, judged.peak_bytes) == (pytest.approx(found[-1].time_s), found[-1].peak_bytes)
+
+
+def test_a_failure_is_told() -> None:
+    (end,) = heard_of(PartProcess(task_of(SEEDS[0], operator.add)))
+    assert isinstance(end, Ended) and not end.died
+    assert end.failure.startswith("TypeError: unsupported operand type(s) for +: 'Search' and 'Heard'")
+
+
+def test_what_is_known_to_be_better_ends_it() -> None:
+    graph, _ = instance(SEEDS[0])
+    with PartProcess(task_of(SEEDS[0], _until_stopped)) as process:
+        assert process.hear(0.5) is None
+        process.tell(2 * graph.time_s)
+        assert process.hear(0.5) is None
+        process.tell(0.0)  # nothing is faster
+        assert process.hear(60.0) == Ended()
+
+
+def test_nothing_is_left_of_it(started: list["subprocess.Popen[bytes]"]) -> None:
+    with pytest.raises(KeyboardInterrupt), PartProcess(task_of(SEEDS[0], _until_stopped)):
+        raise KeyboardInterrupt
+    assert started[0].returncode == -9
+    process = PartProcess(task_of(SEEDS[0], _until_stopped))
+    assert process.hear(0.5) is None
+    process._connection.close()  # as if whoever has started it had been killed
+    assert started[1].wait(60.0) == 0
+
+
+def _until_stopped(search: Search, _: Heard) -> None:
+    while not search.stopped():
+        search.clock.wait(0.01)
+
+
+def test_a_script_needs_no_guard(tmp_path: Path) -> None:
+    script = tmp_path / "plans.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import sys
+            sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+            from tests.solvers.windows.test_part_process import SEEDS, solved
+            print([solved(seed).status.value for seed in SEEDS[:2]])
+        """)
+    )
+    said = subprocess.run([sys.executable, script], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert said == f"{[solved(seed).status.value for seed in SEEDS[:2]]}\n"

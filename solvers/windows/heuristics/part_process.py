@@ -91,7 +91,7 @@ class PartProcess:
         if not program:
             raise OSError("there is no interpreter that could be started")
         here, there = socket.socketpair()
-        with there:
+        with here, there:
             self._process = subprocess.Popen(
                 [os.fsdecode(program), "-c", _COMMAND, *sys.path],
                 stdin=there.fileno(),
@@ -100,7 +100,7 @@ class PartProcess:
                 # Ctrl-C is for who waits for the result; but priorities hold among the processes of one session.
                 process_group=0,
             )
-        self._connection = Connection(here.detach())
+            self._connection = Connection(here.detach())
         self._send(task)
 
     def __enter__(self) -> Self:

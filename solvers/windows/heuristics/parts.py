@@ -6,8 +6,8 @@ the computation's stream, everything. Each goes as it would if no more was allow
 tolerance. Or before, when its bound is above the best schedule of the whole; or when it is behind that and gets no better. From
 then on it costs nothing.
 
-Where time is counted most of them have a process of their own, as long as those that are left to the whole have the processor:
-threads share the interpreter's lock. Where work is counted they are threads, which take turns.
+Where time is counted and there are options, each has a process of its own at a low priority, for threads share the interpreter's
+lock. Where work is counted they are threads, which take turns.
 """
 
 import traceback
@@ -112,7 +112,7 @@ def _without_hearing(search: Search, _: Heard, *, run: Callable[[Search], None])
 
 
 class PartBeside:
-    """A part of the choices that is searched in a thread beside the whole's, in a ``with`` statement that ends it.
+    """A part of the choices that is searched beside the whole, in a ``with`` statement that ends it.
 
     Attributes:
         best: its best schedule so far.

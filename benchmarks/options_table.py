@@ -36,7 +36,20 @@ def table(rows: Sequence[Row], offers: Sequence[Offer], specs: Mapping[str, str]
         for model in run
     ]
     missing = [model for model in specs if model not in run]
-    return "\n".join((_HEAD, *sections, *([f"Not run: {', '.join(missing)}.\n"] if missing else [])))
+    return "\n".join((_HEAD, *_gaps(rows, offers), *sections, *([f"Not run: {', '.join(missing)}.\n"] if missing else [])))
+
+
+def _gaps(rows: Sequence[Row], offers: Sequence[Offer]) -> list[str]:
+    """How near to their bounds the solves of all models come with all options together but lossy ones, if there are any."""
+    together = {
+        model: set_name([o.option for o in offers if o.model == model and o.ops and o.bits is not Bits.LOSSY])
+        for model in {offer.model for offer in offers}
+    }
+    found = [row.gap for row in rows if row.budget != LEAST and row.options == together.get(row.model) and row.gap is not None]
+    if not found:
+        return []
+    within = [f"{sum(gap <= most for gap in found)} with a gap of at most {most:.0%}" for most in (0.01, 0.02)]
+    return [f"All options together but lossy ones: of {len(found)} budgets with a schedule {', '.join(within)}.\n"]
 
 
 def _section(model: str, spec: str, rows: Sequence[Row], offers: Sequence[Offer]) -> str:
@@ -134,7 +147,11 @@ def _holds(rows: Sequence[Row]) -> str:
         f"within the tolerance of solves: {len(worse(rows, FLOATING)) - len(pairs)}."
     )
     sentences += [f"The link: {link}." for link in dict.fromkeys(row.link for row in rows if row.link)]
-    sentences.append(f"Limit of each solve: {', '.join(dict.fromkeys(row.limit for row in rows))}.")
+    by_limit: dict[str, dict[str, None]] = {}
+    for row in rows:
+        by_limit.setdefault(row.limit, {})[row.options.replace("+", " + ")] = None
+    limits = [limit + (f" ({'; '.join(names)})" if len(by_limit) > 1 else "") for limit, names in by_limit.items()]
+    sentences.append(f"Limit of each solve: {', '.join(limits)}.")
     return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
 
 

@@ -71,6 +71,13 @@ def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(cas
     text = table(rows, case.offers, SPECS | {"another": "zoo:vit"})
     assert format_ratio(half["chunks"].overhead) in text and "infeasible" in text and "not run" not in text
     assert "Worse with an option more, by over 0.1%: 0;" in text and "Not run: another." in text
+    gaps = [row.gap for row in rows if row.options == "offload+chunks" and row.gap is not None]
+    near = sum(gap <= 0.01 for gap in gaps)
+    assert f"of {len(gaps)} budgets with a schedule {near} with a gap of at most 1%" in text
+    by_time = [replace(row, limit="60 s") if row.options == "chunks" else row for row in rows]
+    assert f"Limit of each solve: {rows[0].limit}." in text
+    several = table(by_time, case.offers, SPECS)
+    assert f"Limit of each solve: {rows[0].limit} (none; offload; offload + chunks), 60 s (chunks)." in several
 
 
 def test_what_is_known_is_not_solved_again_and_what_was_not_run_is_said(case: Case, rows: list[Row]) -> None:

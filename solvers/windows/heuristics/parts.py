@@ -6,8 +6,8 @@ the computation's stream, everything. Each goes as it would if no more was allow
 tolerance. Or before, when its bound is above the best schedule of the whole; or when it is behind that and gets no better. From
 then on it costs nothing.
 
-Where time is counted and there are options, each has a process of its own at a low priority, for threads share the interpreter's
-lock. Where work is counted they are threads, which take turns.
+Where time is counted and there are options, each has a process of its own, all but the first at a low priority, for threads
+share the interpreter's lock. Where work is counted they are threads, which take turns.
 """
 
 import traceback
@@ -29,7 +29,7 @@ from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial
 
 POLL = 0.05  # of the clock, between two looks at what is searched beside
-_NICE = 10  # others go first
+_NICE = 10  # of those to which others go first
 _GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
 
 
@@ -196,7 +196,9 @@ class PartBeside:
         # Together as much memory as the whole.
         bound = replace(params.bound, most_bytes=params.bound.most_bytes // max(1, self.of))
         run = partial(_without_hearing, run=self.run)
-        process = start_process(search, self.graph, run, params=replace(params, bound=bound), nice=_NICE) if self.of else None
+        # The first, with the fewest choices, is the one that most often has the best schedule.
+        nice = 0 if self.place == 1 else _NICE
+        process = start_process(search, self.graph, run, params=replace(params, bound=bound), nice=nice) if self.of else None
         if process is None:
             self._search()
         else:

@@ -45,7 +45,7 @@ class PartParams:
     Attributes:
         least_idle: how long one that is behind the whole goes on at least without getting better;
         idle_share: and what share of its time.
-        between, between_share: between the beginnings of two that give way, or this share of the limit if that is less.
+        between, between_share: between the beginnings of two that may have processes, or this share of the limit if that is less.
     """
 
     least_idle: float = 20.0

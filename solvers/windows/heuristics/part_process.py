@@ -101,7 +101,7 @@ class PartProcess:
                 process_group=0,
             )
             self._connection = Connection(here.detach())
-        self._send(task)
+        self.tell(task)
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +111,10 @@ class PartProcess:
         self._connection.close()
         self._process.wait()
 
-    def tell(self, what: float | Trial | Order | None) -> None:
+    def tell(self, what: Task | float | Trial | Order | None) -> None:
         """Let it know of the whole's best schedule, of which a part is told the time; of an order, or with None of their end."""
-        self._send(what)
+        with suppress(OSError):  # of its end is heard
+            self._connection.send(what)
 
     def hear(self, most: float) -> Trial | Ended | None:
         """What it has found since, waiting for `most` seconds for that; of a process that has died, that it has ended."""
@@ -122,9 +123,11 @@ class PartProcess:
         except (EOFError, OSError):
             return Ended(died=True)
 
-    def _send(self, what: object) -> None:
-        with suppress(OSError):  # of its end is heard
-            self._connection.send(what)
+
+def description(error: Exception) -> str:
+    """What has gone wrong, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
 
 
 def main() -> None:
@@ -169,8 +172,7 @@ def main() -> None:
     try:
         task.run(search, heard)
     except Exception as error:  # noqa: BLE001 (who has started it says so)
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        failure = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        failure = description(error)
     with suppress(OSError):
         stop()
         connection.send(Ended(search.largest, failure))

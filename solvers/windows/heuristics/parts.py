@@ -10,7 +10,6 @@ Where time is counted and there are options, each has a process of its own, all 
 share the interpreter's lock. Where work is counted they are threads, which take turns.
 """
 
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from graphs.ir import Graph
 from solvers.clock import Beside, Clock, left
 from solvers.request import Request
 from solvers.tolerance import Tolerance
-from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
+from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task, description
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial
@@ -63,8 +62,7 @@ def start_beside(search: Search, function: Callable[[], None]) -> Beside:
         try:
             function()
         except Exception as error:  # noqa: BLE001 (what was found until then is still an answer)
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            search.fail(f"looking for schedules failed: {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+            _fail(search, description(error))
 
     return search.clock.start(find)
 
@@ -104,7 +102,11 @@ def take_end(search: Search, end: Ended) -> None:
     """Take note of what a search in another process came to."""
     search.largest = max(search.largest, end.largest)
     if end.failure:
-        search.fail(f"looking for schedules failed: {end.failure}")
+        _fail(search, end.failure)
+
+
+def _fail(search: Search, failure: str) -> None:
+    search.fail(f"looking for schedules failed: {failure}")
 
 
 def _without_hearing(search: Search, _: Heard, *, run: Callable[[Search], None]) -> None:

@@ -29,11 +29,14 @@ TOLERANCE = 1e-3  # of each solve
 
 def sets_of(offers: Sequence[Offer]) -> tuple[tuple[str, ...], ...]:
     """The sets of options that are solved for, each once: those that offer nothing are in none."""
-    there = [offer for offer in offers if offer.ops]
-    exact = [offer for offer in there if offer.bits is Bits.EXACT]
-    faithful = [offer for offer in there if offer.bits is not Bits.LOSSY]
-    sets = ([], *([offer] for offer in there), exact, faithful, there)
-    return tuple(dict.fromkeys(tuple(offer.option for offer in some) for some in sets))
+    every = tuple(offer.option for offer in offers if offer.ops)
+    exact = tuple(offer.option for offer in offers if offer.ops and offer.bits is Bits.EXACT)
+    return tuple(dict.fromkeys(((), *((name,) for name in every), exact, faithful_of(offers), every)))
+
+
+def faithful_of(offers: Sequence[Offer]) -> tuple[str, ...]:
+    """All that offer something but lossy ones."""
+    return tuple(offer.option for offer in offers if offer.ops and offer.bits is not Bits.LOSSY)
 
 
 @dataclass(frozen=True)

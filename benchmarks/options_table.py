@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from benchmarks.options_case import BUDGETS, SHARES, TOLERANCE, sets_of
+from benchmarks.options_case import BUDGETS, SHARES, TOLERANCE, faithful_of, sets_of
 from benchmarks.options_rows import LEAST, Bits, ErrorRow, Offer, Row, set_name
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.report.tables import as_markdown
@@ -41,10 +41,8 @@ def table(rows: Sequence[Row], offers: Sequence[Offer], specs: Mapping[str, str]
 
 def _gaps(rows: Sequence[Row], offers: Sequence[Offer]) -> list[str]:
     """How near to their bounds the solves of all models come with all options together but lossy ones, if there are any."""
-    together = {
-        model: set_name([o.option for o in offers if o.model == model and o.ops and o.bits is not Bits.LOSSY])
-        for model in {offer.model for offer in offers}
-    }
+    models = {offer.model for offer in offers}
+    together = {model: set_name(faithful_of([offer for offer in offers if offer.model == model])) for model in models}
     found = [row.gap for row in rows if row.budget != LEAST and row.options == together.get(row.model) and row.gap is not None]
     if not found:
         return []

@@ -59,12 +59,12 @@ class CommitmentParams:
     """Of plain graphs that solutions with optional ops commit to.
 
     Attributes:
-        at_a_time: so many in turn,
-        share: each to this share of the tolerance.
+        share: each is solved to this share of the tolerance.
+        anew: times as long as that took the best schedule is chosen anew, where there are no round trips.
     """
 
-    at_a_time: int = 3
     share: float = 0.25
+    anew: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)

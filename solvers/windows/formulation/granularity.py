@@ -54,10 +54,14 @@ class Discretization:
             return op, op
         return bisect_left(self.places, self.places[op]), self.places[op]
 
-    def split(self, ends: Iterable[int]) -> "Discretization":
-        """With windows that end at `ends` too. What has been known of whole windows stays known of them as spans."""
+    def ending_at(self, ends: Iterable[int]) -> "Discretization":
+        """With windows that end at `ends` too, or at the last op of their places."""
         ends = (self.places[end] for end in ends) if self.places else ends
-        finer = replace(self, ends=tuple(sorted({*self.ends, *ends})))
+        return replace(self, ends=tuple(sorted({*self.ends, *ends})))
+
+    def split(self, ends: Iterable[int]) -> "Discretization":
+        """The same. What has been known of whole windows stays known of them as spans."""
+        finer = self.ending_at(ends)
         windows = [(self.start_of(k), end) for k, end in enumerate(self.ends)]
         spans = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
         spans |= {(self.start_of(first), self.ends[last]) for first, last in halves(1, len(self.ends) - 1)}

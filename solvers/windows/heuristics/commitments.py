@@ -18,6 +18,7 @@ from graphs.pools import COMPUTE
 from solvers.places import places_of
 from solvers.tolerance import Tolerance
 from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.anew import Anew
 from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess
 from solvers.windows.heuristics.parts import POLL, begin_of, part, start_process, take_end
 from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead
@@ -49,6 +50,7 @@ class Commitment:
         instead: ops that stand for others in it.
         best: its best schedule so far.
         away: from the host, in the order that it comes from.
+        promise_s: time of the schedule that it comes from; inf where that is what a relaxation's solution does.
         runs: how often it has been solved for.
         closed: it need not be looked at again.
     """
@@ -57,13 +59,14 @@ class Commitment:
     instead: frozenset[int]
     away: frozenset[tuple[int, int]]
     best: Trial | None = None
+    promise_s: float = inf
     runs: int = 0
     closed: bool = False
 
     @property
     def best_s(self) -> float:
         """Time of the best schedule, inf if there is none."""
-        return float("inf") if self.best is None else self.best.time_s
+        return inf if self.best is None else self.best.time_s
 
 
 def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, Commitment]) -> None:
@@ -129,7 +132,7 @@ class Commitments:
         best = [trial for trial in (self.search.best, self.fewer) if trial is not None]
         for trial in best:
             if all(trial is not known for known in self.known) and is_possible(self.search.problem, trial.order):
-                self.add(trial.order)
+                self.add(trial.order, trial.time_s)
         self.known = best
         for order in self.come_in(orders):
             self.add(order)
@@ -145,23 +148,30 @@ class Commitments:
         while orders.orders:
             yield orders.orders.popleft()
 
-    def add(self, order: Order) -> None:
-        """Commit to what `order` does, unless that is known."""
+    def add(self, order: Order, promise_s: float = inf) -> None:
+        """Commit to what `order` does, unless that is known.
+
+        Args:
+            promise_s: as in ``Commitment``.
+        """
         plain = plain_graph(self.search.problem, order.computed)
         away = frozenset((here, place) for t, place in order.away if (here := plain.only(t)) is not None)
         key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
-        self.all.setdefault(key, Commitment(plain, order.instead, away))
+        commitment = self.all.setdefault(key, Commitment(plain, order.instead, away))
+        commitment.promise_s = min(commitment.promise_s, promise_s)
 
     def work_on(self, orders: Orders) -> None:
         """Solve them in turn, each for longer and longer, until all are solved and no orders come any more.
 
-        A solve that takes longer goes on with that in another process: beside the bound's.
+        Where there are no round trips, some of the best schedule at a time is chosen anew in between (``Anew``). A solve that
+        takes longer goes on with all that in another process: beside the bound's.
 
         Args:
             orders: come in meanwhile.
         """
         search = self.search
         moves_at = begin_of(search, 1)
+        anew = Anew(search) if search.problem.copies is None else None
         while not (search.solved() or search.stopped()):
             closed = orders.closed  # before what has come in is taken from it
             self.learn(orders)
@@ -171,20 +181,23 @@ class Commitments:
                 process = start_process(search, search.problem.whole, go_on, params=search.params)
                 if process is not None and self._follow(process, orders):
                     return
-            if not self.work(moves_at):
+            began, commitment = search.clock.now, self.next_one()
+            if commitment is not None:
+                self.solve(commitment)
+            is_open = commitment is not None
+            if anew is not None:
+                now, params = search.clock.now, search.params
+                most = max(params.bound.first_slice, params.commitments.anew * (now - began))
+                is_open |= anew.go_on(min(most, moves_at - now))
+            if not is_open:
                 if closed:
                     return
                 search.clock.wait(POLL)
 
-    def work(self, until: float) -> bool:
-        """Solve a few of the graphs, those that have been least, then the best, begun before `until`; whether any is open."""
-        search = self.search
-        still = [c for c in reversed(self.all.values()) if not c.closed]
-        for commitment in sorted(still, key=lambda c: (c.runs, c.best_s))[: search.params.commitments.at_a_time]:
-            if search.solved() or search.stopped() or search.clock.now >= until:
-                break
-            self.solve(commitment)
-        return bool(still)
+    def next_one(self) -> Commitment | None:
+        """Of those that have been solved least often the best, or the one that promises most; None if all are closed."""
+        still = (c for c in reversed(self.all.values()) if not c.closed)
+        return min(still, key=lambda c: (c.runs, min(c.best_s, c.promise_s)), default=None)
 
     def _follow(self, process: PartProcess, orders: Orders) -> bool:
         """Have them solved elsewhere: hand on what comes in, and take what is found; False if that ended before it was done."""

@@ -7,15 +7,16 @@ search, Shaw, CP 1998): all choices in some windows; or in all windows those of 
 be kept over much of the step. Unlike in a segment (``segments.py``), there are few choices.
 """
 
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from solvers.highs.program import Floats, Milp, Outcome
+from solvers.highs.program import Floats, Outcome
 from solvers.problem import OBJECTIVE_SCALE, without_small
 from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.heuristics.placed import Columns, Placed, columns_in, columns_of, fixed_but_for
 from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, tight_windows
 from solvers.windows.incumbent import Search
 from solvers.windows.refinement import solve_part
@@ -23,8 +24,6 @@ from solvers.windows.solution.decode import Trial, decoded, late_writers, order_
 from solvers.windows.solution.encode import choice_of_trial, start_values
 from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.refine import refined, where_it_waits, with_stages_in_order
-
-Columns = list[int]
 
 
 class Neighbourhoods:
@@ -34,18 +33,19 @@ class Neighbourhoods:
         self.search = search
         self.params = search.params.neighbourhoods
         self.coarse = coarse
-        self.small = without_small(search.problem, self.params.small_share)
+        # With optional ops, what is always there would need one that makes it.
+        plain = search.problem.places.plain
+        self.small = without_small(search.problem, self.params.small_share) if plain else search.problem
         self.known = CandidateSet()
         self.detail = coarse
-        self._best: _Placed | None = None
+        self._best: Placed | None = None
         self._draw = np.random.default_rng(0)
 
     def begin(self) -> None:
         """Take windows and choices from coarse solutions, and find a first schedule."""
         trials = self.coarse_trials()
-        windows = max(self.params.windows, self.params.size // self.search.problem.ops)
-        detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
-        self.detail = replace(detail, ends=tuple(sorted({*detail.ends, *self.coarse.ends})))
+        self.detail = self.coarse
+        self.look_closer(trials)
         fresh, before_s = self.detail, self.search.best_s()
         self.restart(self.params.whole_limit)
         # What was solved for the least capacity is not as good, but nearly fits.
@@ -53,6 +53,24 @@ class Neighbourhoods:
             self.search.tell("repairing a coarse solution")
             self.detail = fresh
             self.settle(trials[-1])
+
+    def look_closer(self, trials: Iterable[Trial]) -> None:
+        """Have a window wherever `trials` take much memory."""
+        windows = max(self.params.windows, self.params.size // self.search.problem.ops)
+        detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
+        self.detail = self.detail.ending_at(detail.ends)
+
+    def choose_from(self, ops: Iterable[int]) -> None:
+        """Have these executed again as well, wherever something near wants it."""
+        before = len(self.known.ops)
+        self.known.ops.update(ops)
+        if len(self.known.ops) > before:
+            self._best = None
+
+    def more_choices(self) -> bool:
+        """As of ``CandidateSet``."""
+        self._best = None
+        return self.known.more_choices(self.search.problem.ops)
 
     def coarse_trials(self) -> list[Trial]:
         """What solutions of coarse models look like, for several capacities."""
@@ -97,7 +115,7 @@ class Neighbourhoods:
         gap = self.params.settle_gap * search.tolerance
         answer = solve_part(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
-            return not self.known.more_choices(search.problem.ops)
+            return not self.more_choices()
         if answer.values is None:
             return False
         trial = self.look(model, read_choice(model, answer.values))
@@ -113,7 +131,7 @@ class Neighbourhoods:
         """Open what a few ops make, in all windows: some of it may be kept instead of the rest."""
         return self.openings("ops", lambda model: model.problem.ops, self.of_ops)
 
-    def openings(self, what: str, count: Callable[[Model], int], opened: Callable[["_Placed", int], Columns]) -> Iterator[None]:
+    def openings(self, what: str, count: Callable[[Model], int], opened: Callable[[Placed, int], Columns]) -> Iterator[None]:
         """Solve for some choices of the best schedule, the others fixed, as long as that may lead further.
 
         Args:
@@ -130,7 +148,7 @@ class Neighbourhoods:
             whole = count(best.model)
             search.tell(f"improving {min(size, whole)} of {whole} {what}")
             began = search.clock.now
-            program = _fixed_but_for(best, opened(best, size))
+            program = fixed_but_for(best, opened(best, size))
             answer = solve_part(search, program, params.open_limit, gap=params.open_gap, start=best.start)
             took = search.clock.now - began
             before = search.problem.units(best.trial.time_s - search.problem.base_s)
@@ -148,7 +166,7 @@ class Neighbourhoods:
                 size += 1 + int(params.grow * size)
             yield
 
-    def best_in_model(self) -> "_Placed":
+    def best_in_model(self) -> Placed:
         """The best schedule as a solution of the narrow model."""
         trial = self.search.best_trial()
         if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
@@ -156,19 +174,19 @@ class Neighbourhoods:
             self._best = self.placed(self.model(), trial)
         return self._best
 
-    def placed(self, model: Model, trial: Trial) -> "_Placed":
+    def placed(self, model: Model, trial: Trial) -> Placed:
         """What `trial` is in `model`."""
-        return _Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
+        return Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
 
-    def in_windows(self, best: "_Placed", size: int) -> Columns:
+    def in_windows(self, best: Placed, size: int) -> Columns:
         """Columns of `size` windows that follow each other, most often of such as execute much again."""
         costs = np.zeros(len(best.model.detail.ends))
         for (k, _), cost in best.repeated():
             costs[k] += cost
         middle = int(self._draw.choice(len(costs), p=_shares(costs)))
-        return _columns_of(best.model, range(middle - size // 2, middle + size // 2 + 1))
+        return columns_in(best.model, range(middle - size // 2, middle + size // 2 + 1))
 
-    def of_ops(self, best: "_Placed", size: int) -> Columns:
+    def of_ops(self, best: Placed, size: int) -> Columns:
         """Columns of `size` ops in two runs, most often of such as are executed again at much cost."""
         costs = np.zeros(best.model.problem.ops)
         for (_, i), cost in best.repeated():
@@ -177,12 +195,7 @@ class Neighbourhoods:
         ops = {
             i for middle in self._draw.choice(len(costs), 2, p=_shares(costs)) for i in range(middle - half, middle + half + 1)
         }
-        producers = best.model.problem.producers
-        return [
-            *(column for (_, i), column in best.model.again.items() if i in ops),
-            *(column for (_, t), column in best.model.handed.items() if producers[t] in ops),
-            *(column for (_, t), column in best.model.taken.items() if producers[t] in ops),
-        ]
+        return columns_of(best.model, ops)
 
     def settle(self, trial: Trial) -> bool:
         """Look closer where `trial` does not fit, and choose anew there, until all fits; whether it does.
@@ -199,6 +212,7 @@ class Neighbourhoods:
                 closer = where_it_waits(self.detail, trial, search.params.refinement)
             else:
                 closer = refined(self.detail, trial, budget_bytes, search.params.refinement, ahead=ahead)
+            if not fits and search.problem.places.plain:
                 closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
             closer = replace(closer, chains=frozenset())
             if closer == self.detail or search.enough():
@@ -220,7 +234,7 @@ class Neighbourhoods:
     def around(self, model: Model, trial: Trial) -> Choice | None:
         """A solution of `model` that is `trial` but for the windows around those in which that does not fit."""
         search, problem = self.search, self.search.problem
-        order = order_of(model.detail, trial.order.computed)
+        order = order_of(model.detail, trial.order.computed, instead=trial.order.instead, places=problem.places)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
         placed = self.placed(model, trial)
@@ -231,7 +245,7 @@ class Neighbourhoods:
         least = np.inf
         while not search.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
-            program = _fixed_but_for(placed, _columns_of(model, opened))
+            program = fixed_but_for(placed, columns_in(model, opened))
             answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.tolerance)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
@@ -241,55 +255,18 @@ class Neighbourhoods:
         return None if best is None else read_choice(model, best)
 
     def look(self, model: Model, choice: Choice) -> Trial | None:
-        """What a solution expands to; None if that would read what has been written over."""
+        """What a solution expands to; None if that would read what has been written over, or may not be executed."""
         order = decoded(model.problem, model.detail, choice)
         if writers := late_writers(self.search.problem, order):
-            self.detail = replace(model.detail, ends=tuple(sorted({*model.detail.ends, *writers})))
+            self.detail = model.detail.ending_at(writers)
+            return None
+        if not self.search.problem.allows(order.computed):
             return None
         return self.search.offer(order, model.detail)
 
     def model(self) -> Model:
         """The narrow model as it is now."""
         return build_restricted(self.small, self.detail, self.known, self.params)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A schedule, and what it is in a model."""
-
-    trial: Trial
-    model: Model
-    start: Floats
-
-    def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
-        """(window, op) that is executed again, and what that costs; or whose output is fetched, and what that takes."""
-        model, problem = self.model, self.model.problem
-        yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
-        if problem.copies is not None:
-            for (k, t), column in model.taken.items():
-                if self.start[column] > 0.5:
-                    yield (k, problem.producers[t]), problem.units(problem.copies.trips[t].in_s)
-
-
-def _fixed_but_for(placed: _Placed, opened: Columns) -> Milp:
-    """The program with its choices fixed as in `placed`, but for the columns `opened`."""
-    model, start = placed.model, placed.start
-    fixed = np.zeros(len(start), dtype=bool)
-    fixed[[*model.again.values(), *model.handed.values(), *model.taken.values()]] = True
-    fixed[opened] = False
-    fixed &= ~np.isnan(start)
-    lower, upper = model.program.lower.copy(), model.program.upper.copy()
-    lower[fixed] = upper[fixed] = start[fixed]
-    return replace(model.program, lower=lower, upper=upper)
-
-
-def _columns_of(model: Model, windows: Container[int]) -> Columns:
-    """Choices in these windows, and at their ends."""
-    return [
-        *(column for (k, _), column in model.again.items() if k in windows),
-        *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
-        *(column for (k, _), column in model.taken.items() if k in windows),
-    ]
 
 
 def _shares(costs: Floats) -> Floats:

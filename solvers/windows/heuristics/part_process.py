@@ -52,6 +52,7 @@ class Task:
         limit: seconds.
         run: searches; a function of a module, as it is known there by its name.
         nice: steps of priority that it is lower by, of which each is a fourth less of a core.
+        starts_others: whether it starts processes in turn.
     """
 
     graph: Graph
@@ -61,6 +62,7 @@ class Task:
     limit: float
     run: Callable[[Search, Heard], None]
     nice: int = 0
+    starts_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ def main() -> None:
 
     clock = WallClock(task.limit)
     search = Search(Request(task.graph, task.budget_bytes, task.tolerance, clock, should_stop=stop, params=task.params))
-    search.is_apart = True
+    search.is_apart = not task.starts_others
     threading.Thread(target=listen, daemon=True).start()
     failure = ""
     try:

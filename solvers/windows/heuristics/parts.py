@@ -6,12 +6,12 @@ the computation's stream, everything. Each goes as it would if no more was allow
 tolerance. Or before, when its bound is above the best schedule of the whole; or when it is behind that and gets no better. From
 then on it costs nothing.
 
-Where time is counted and there are options, each has a process of its own, all but the first at a low priority, for threads
-share the interpreter's lock. Where work is counted they are threads, which take turns.
+Where time is counted and there are options, each has a process of its own, some at a low priority, for threads share the
+interpreter's lock. Where work is counted they are threads, which take turns.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -82,18 +82,25 @@ def begin_of(search: Search, place: int) -> float:
 
 
 def start_process(
-    search: Search, graph: Graph, run: Callable[[Search, Heard], None], *, params: WindowsParams, nice: int = 0
+    search: Search,
+    graph: Graph,
+    run: Callable[[Search, Heard], None],
+    *,
+    params: WindowsParams,
+    nice: int = 0,
+    starts_others: bool = False,
 ) -> PartProcess | None:
     """Search `graph`, the whole or a part, in another process, as long as there is time; None if that is not to be, or cannot.
 
     Args:
         search: of the whole.
-        run, params, nice: as in ``Task``.
+        run, params, nice, starts_others: as in ``Task``.
     """
     if search.clock.counts_work or search.is_apart:
         return None
     try:
-        return PartProcess(Task(graph, search.budget_bytes, search.request.tolerance, params, left(search.clock), run, nice))
+        clock, tolerance = search.clock, search.request.tolerance
+        return PartProcess(Task(graph, search.budget_bytes, tolerance, params, left(clock), run, nice, starts_others))
     except OSError:
         return None  # a thread needs nothing that there might be too little of
 
@@ -113,6 +120,23 @@ def _without_hearing(search: Search, _: Heard, *, run: Callable[[Search], None])
     run(search)
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The process that one of several parts has where time is counted.
+
+    Attributes:
+        place: as in ``begin_of``, from 1.
+        of: how many there are, which together have as much memory as the whole.
+        goes_last: whether the others go first.
+        starts_others: as in ``Task``.
+    """
+
+    place: int
+    of: int
+    goes_last: bool = True
+    starts_others: bool = False
+
+
 class PartBeside:
     """A part of the choices that is searched beside the whole, in a ``with`` statement that ends it.
 
@@ -126,9 +150,7 @@ class PartBeside:
         graph: Graph,
         run: Callable[[Search], None],
         take: Callable[[Trial], None],
-        *,
-        place: int = 0,
-        of: int = 0,
+        own: Own | None = None,
     ) -> None:
         """What it searches.
 
@@ -137,12 +159,10 @@ class PartBeside:
             graph: the part.
             run: searches it.
             take: has the whole know of a schedule of the part.
-            place: as in ``begin_of``.
-            of: how many there are that may have a process each; 0 if it is a thread.
+            own: its process; None if it is a thread.
         """
         self.search = search
-        self.place = place
-        self.of = of
+        self.own = own
         self.graph = graph
         self.run = run
         self.take = take
@@ -189,23 +209,29 @@ class PartBeside:
 
     def _go(self) -> None:
         search = self.search
-        begin = begin_of(search, self.place)
+        begin = begin_of(search, self.own.place if self.own is not None else 0)
         while search.clock.now < begin:
             if self._ended or search.halted:
                 return
             search.clock.wait(POLL)
-        params = search.params
-        # Together as much memory as the whole.
-        bound = replace(params.bound, most_bytes=params.bound.most_bytes // max(1, self.of))
-        run = partial(_without_hearing, run=self.run)
-        # The first, with the fewest choices, is the one that most often has the best schedule.
-        nice = 0 if self.place == 1 else _NICE
-        process = start_process(search, self.graph, run, params=replace(params, bound=bound), nice=nice) if self.of else None
+        process = self._start(self.own) if self.own is not None else None
         if process is None:
             self._search()
         else:
             with process:
                 self._follow(process)
+
+    def _start(self, own: Own) -> PartProcess | None:
+        params = self.search.params
+        bound = replace(params.bound, most_bytes=params.bound.most_bytes // own.of)
+        return start_process(
+            self.search,
+            self.graph,
+            partial(_without_hearing, run=self.run),
+            params=replace(params, bound=bound),
+            nice=_NICE if own.goes_last else 0,
+            starts_others=own.starts_others,
+        )
 
     def _search(self) -> None:
         """Search it in this thread."""

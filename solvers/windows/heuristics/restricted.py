@@ -17,6 +17,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from solvers.problem import Problem
+from solvers.windows.formulation.at_all import add_executed_at_all
 from solvers.windows.formulation.copies import add_channels, add_copies
 from solvers.windows.formulation.draft import Family, ModelDraft, Terms
 from solvers.windows.formulation.granularity import Discretization, Model
@@ -24,6 +25,7 @@ from solvers.windows.formulation.in_stage import add_memory_in_order
 from solvers.windows.formulation.memory import add_memory_inside, add_memory_of_repeats
 from solvers.windows.formulation.models import compose, window_rows
 from solvers.windows.formulation.variables import variables
+from solvers.windows.formulation.variance import add_variance
 from solvers.windows.params import NeighbourhoodParams
 from solvers.windows.solution.decode import Order, Trial
 from solvers.windows.solution.expand import Choice
@@ -72,7 +74,7 @@ def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tup
     """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
     return (
         *(variables(_Near(known, params)), add_copies, window_rows, add_memory_inside, add_memory_of_repeats),
-        *(add_memory_in_order, add_channels),
+        *(add_memory_in_order, add_channels, add_executed_at_all, add_variance),
     )
 
 
@@ -100,14 +102,16 @@ class _Near:
         problem = draft.problem
         most = self.known.factor * max(self.params.few_choices, self.params.choices // draft.windows)
         found: set[int] = set()
-        nearest_first = [-problem.producers[t] for t in problem.inputs[v]]
+        makers = problem.makers
+        nearest_first = [-p for t in problem.inputs[v] for p in makers[t]]
         heapify(nearest_first)
         while nearest_first and len(found) < most:
             i = -heappop(nearest_first)
             if 0 <= i < start and i in self.known.ops and i not in found:
                 found.add(i)
                 for t in problem.inputs[i]:
-                    heappush(nearest_first, -problem.producers[t])
+                    for p in makers[t]:
+                        heappush(nearest_first, -p)
         return found
 
 

@@ -12,7 +12,7 @@ from graphs.pools import COMPUTE
 from solvers.clock import Beside
 from solvers.windows.branches import Branches
 from solvers.windows.heuristics.commitments import Commitments, Run
-from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, start_beside
+from solvers.windows.heuristics.parts import POLL, Own, PartBeside, end_beside, start_beside
 from solvers.windows.heuristics.stand_ins import simple
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Trial
@@ -21,29 +21,41 @@ from solvers.windows.solution.decode import Trial
 def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     """Bound the graph with all its options, and look for schedules in what solutions commit to, in turn.
 
-    Beside that smaller sets of choices are searched: the program, with its round trips to the host where there are some; all
-    else without round trips; all that is not lossy; and each kind of options alone, with nothing written over anything.
+    Beside that smaller sets of choices are searched. Where some of several kinds of options are lossy: all that is not, as if
+    no more was allowed, and each lossy kind alone. Else: the program, with its round trips to the host where there are some;
+    all else without round trips; and each of several kinds alone. A kind alone writes nothing over anything.
 
     Args:
         search: of the graph.
         run_plain: solves a plain graph.
         run: solves any graph, and with it what has fewer choices.
     """
+    if search.is_apart:  # whoever has started it sees to what is smaller
+        _run_alone(search, run_plain)
+        return
     found = _begin(search, run_plain)
     program = next(iter(found.all.values()))
     program.closed = True  # it is not looked at again here
-    smaller: list[tuple[Graph, Run, Callable[[Trial], None]]]
-    smaller = [(program.plain.graph, run, lambda trial: found.take(program, trial))]
-    kinds = _Kinds.of(search.problem.whole)
-    if search.problem.copies is not None and not kinds.several_with_lossy:
-        smaller.append((search.problem.graph, run, found.take_fewer))
+    whole = search.problem.whole
+    kinds = _Kinds.of(whole)
+    smaller: list[tuple[Graph, Run, Callable[[Trial], None]]] = []
     if kinds.several_with_lossy:
-        faithful = _only(search.problem.whole, kinds.exact)
+        faithful = _only(whole, kinds.exact)
         smaller.append((faithful, run, found.taking(faithful)))
+    else:
+        if search.problem.copies is not None:
+            smaller.append((search.problem.graph, run, found.take_fewer))
+        smaller.append((program.plain.graph, run, lambda trial: found.take(program, trial)))
     for kind in kinds.apart:
-        alone = _only(search.problem.whole.out_of_place(), (kind,))
+        alone = _only(whole.out_of_place(), (kind,))
         smaller.append((alone, partial(_run_alone, run_plain=run_plain), found.taking(alone)))
-    parts = [PartBeside(search, *one, place=place, of=len(smaller)) for place, one in enumerate(smaller, start=1)]
+    parts = [
+        # The first most often has the best schedule.
+        PartBeside(
+            search, *one, Own(place, len(smaller), goes_last=place > 1, starts_others=place == 1 and kinds.several_with_lossy)
+        )
+        for place, one in enumerate(smaller, start=1)
+    ]
     with ExitStack() as stack:
         for part_beside in parts:
             stack.enter_context(part_beside).tell()

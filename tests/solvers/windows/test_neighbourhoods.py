@@ -20,8 +20,8 @@ from solvers.windows.formulation.draft import ModelDraft
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import compose
 from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
-from solvers.windows.heuristics.portfolio import take_turns
 from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, restricted_families, tight_windows
+from solvers.windows.heuristics.turns import take_turns
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial, order_of, try_out

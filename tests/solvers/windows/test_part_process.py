@@ -5,12 +5,14 @@ import random
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from graphs.ir import Graph
@@ -27,7 +29,7 @@ from solvers.windows.driver import _run, run
 from solvers.windows.heuristics import part_process
 from solvers.windows.heuristics.commitments import _go_on
 from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
-from solvers.windows.heuristics.parts import _without_hearing
+from solvers.windows.heuristics.parts import _without_hearing, start_process
 from solvers.windows.heuristics.stand_ins import in_place
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
@@ -170,6 +172,30 @@ def test_nothing_is_left_of_it(started: list["subprocess.Popen[bytes]"]) -> None
     assert process.hear(0.5) is None
     process._connection.close()  # as if whoever has started it had been killed
     assert started[1].wait(60.0) == 0
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_it_starts_others_where_it_may_and_they_end_with_it(may: bool, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with PartProcess(replace(task_of(LONG, partial(_start_another, file=file)), starts_others=may)) as process:
+        while not file.exists():
+            assert process.hear(0.05) is None
+    started_by_it = int(file.read_text())
+    assert bool(started_by_it) == may
+    for _ in range(600 if may else 0):
+        if not psutil.pid_exists(started_by_it) or psutil.Process(started_by_it).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.1)
+    else:
+        assert not may
+
+
+def _start_another(search: Search, _: Heard, *, file: Path) -> None:
+    other = start_process(search, search.problem.whole, _until_stopped, params=search.params)
+    part_of = file.with_suffix(".part")
+    part_of.write_text(str(other._process.pid if other is not None else 0))
+    part_of.rename(file)
+    _until_stopped(search, _)
 
 
 def _until_stopped(search: Search, _: Heard) -> None:

@@ -117,4 +117,4 @@ def even_windows(detail: Discretization, time_s: Sequence[float], parts: int) ->
     """`detail` with windows that split the step into so many parts of equal time."""
     done_s = np.cumsum(time_s)
     places = np.searchsorted(done_s, np.linspace(0.0, done_s[-1], parts + 1)[1:-1])
-    return replace(detail, ends=tuple(sorted({*detail.ends, *(int(op) for op in places if op < len(time_s) - 1)})))
+    return detail.ending_at(int(op) for op in places if op < len(time_s) - 1)

@@ -10,7 +10,11 @@ Where time is counted and there are options, each has a process of its own, some
 interpreter's lock. Where work is counted they are threads, which take turns.
 """
 
+import os
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -55,10 +59,18 @@ def part(
     return sub
 
 
-def start_beside(search: Search, function: Callable[[], None]) -> Beside:
-    """Look for schedules in a thread beside this one."""
+def start_beside(search: Search, function: Callable[[], None], *, goes_last: bool = False) -> Beside:
+    """Search in a thread beside this one.
+
+    Args:
+        goes_last: whether others go first, where threads have priorities.
+    """
 
     def find() -> None:
+        if goes_last and sys.platform == "linux":
+            with suppress(OSError):
+                # What it starts in turn, such as HiGHS, has this priority too.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
         try:
             function()
         except Exception as error:  # noqa: BLE001 (what was found until then is still an answer)
@@ -87,19 +99,21 @@ def start_process(
     run: Callable[[Search, Heard], None],
     *,
     params: WindowsParams,
-    nice: int = 0,
+    goes_last: bool = False,
     starts_others: bool = False,
 ) -> PartProcess | None:
     """Search `graph`, the whole or a part, in another process, as long as there is time; None if that is not to be, or cannot.
 
     Args:
         search: of the whole.
-        run, params, nice, starts_others: as in ``Task``.
+        run, params, starts_others: as in ``Task``.
+        goes_last: whether others go first.
     """
     if search.clock.counts_work or search.is_apart:
         return None
     try:
         clock, tolerance = search.clock, search.request.tolerance
+        nice = _NICE if goes_last else 0
         return PartProcess(Task(graph, search.budget_bytes, tolerance, params, left(clock), run, nice, starts_others))
     except OSError:
         return None  # a thread needs nothing that there might be too little of
@@ -229,7 +243,7 @@ class PartBeside:
             self.graph,
             partial(_without_hearing, run=self.run),
             params=replace(params, bound=bound),
-            nice=_NICE if own.goes_last else 0,
+            goes_last=own.goes_last,
             starts_others=own.starts_others,
         )
 

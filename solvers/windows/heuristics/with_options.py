@@ -33,11 +33,11 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     if search.is_apart:  # whoever has started it sees to what is smaller
         _run_alone(search, run_plain)
         return
-    found = _begin(search, run_plain)
-    program = next(iter(found.all.values()))
-    program.closed = True  # it is not looked at again here
     whole = search.problem.whole
     kinds = _Kinds.of(whole)
+    found = _begin(search, run_plain, goes_last=kinds.several_with_lossy)
+    program = next(iter(found.all.values()))
+    program.closed = True  # it is not looked at again here
     smaller: list[tuple[Graph, Run, Callable[[Trial], None]]] = []
     if kinds.several_with_lossy:
         faithful = _only(whole, kinds.exact)
@@ -67,9 +67,9 @@ def _run_alone(search: Search, run_plain: Run) -> None:
     _bound_and_commit(search, _begin(search, run_plain), ())
 
 
-def _begin(search: Search, run_plain: Run) -> "Commitments":
+def _begin(search: Search, run_plain: Run, *, goes_last: bool = False) -> "Commitments":
     """With the program alone, nothing of it executed again."""
-    found = Commitments(search, run_plain)
+    found = Commitments(search, run_plain, goes_last=goes_last)
     kept = found.try_instead(frozenset())
     assert kept is not None  # the program alone runs
     return found
@@ -116,14 +116,25 @@ def _bound_and_commit(search: Search, found: "Commitments", parts: Sequence[Part
     if search.best is None and search.problem.copies is None:
         found.try_least(search.params.bound.first_slice)
     committing = start_beside(search, lambda: found.work_on(branches))
+    # Where others go first it is another thread that bounds: the priority of this one could not be raised again.
+    own = found.goes_last and not search.clock.counts_work
+    bounding = start_beside(search, branches.refine, goes_last=True) if own else None
     try:
-        branches.refine()
-        beside: list[Beside | PartBeside] = [committing, *parts]
-        while not (search.solved() or search.stopped()) and (running := [one for one in beside if one.running]):
-            search.tell()
-            running[0].wait(POLL)
+        if bounding is None:
+            branches.refine()
+        else:
+            _await(search, [bounding], search.stopped)
+        _await(search, [committing, *parts], lambda: search.solved() or search.stopped())
     except BaseException:
         search.halted = True
         raise
     finally:
-        end_beside(committing)
+        for thread in filter(None, (committing, bounding)):
+            end_beside(thread)
+
+
+def _await(search: Search, beside: Sequence[Beside | PartBeside], ended: Callable[[], bool]) -> None:
+    """Wait until all beside this have ended, or `ended`; meanwhile whoever has asked is told how it goes."""
+    while not ended() and (running := [one for one in beside if one.running]):
+        search.tell()
+        running[0].wait(POLL)

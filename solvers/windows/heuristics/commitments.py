@@ -77,15 +77,10 @@ def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, 
 
 
 class Commitments:
-    """Those that have been found.
+    """Those that have been found."""
 
-    Attributes:
-        goes_last: whether other processes go first.
-    """
-
-    def __init__(self, search: Search, run_plain: Run, *, goes_last: bool = False) -> None:
+    def __init__(self, search: Search, run_plain: Run) -> None:
         self.search = search
-        self.goes_last = goes_last
         self.run_plain = run_plain
         self.fewer: Trial | None = None  # the best without round trips to the host
         self.known: list[Trial] = []  # the best when it was last looked
@@ -183,7 +178,7 @@ class Commitments:
             if search.clock.now >= moves_at:
                 moves_at = inf
                 go_on = partial(_go_on, run_plain=self.run_plain, known=self.all)
-                process = start_process(search, search.problem.whole, go_on, params=search.params, goes_last=self.goes_last)
+                process = start_process(search, search.problem.whole, go_on, params=search.params)
                 if process is not None and self._follow(process, orders):
                     return
             began, commitment = search.clock.now, self.next_one()

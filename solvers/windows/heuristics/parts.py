@@ -99,21 +99,19 @@ def start_process(
     run: Callable[[Search, Heard], None],
     *,
     params: WindowsParams,
-    goes_last: bool = False,
+    nice: int = 0,
     starts_others: bool = False,
 ) -> PartProcess | None:
     """Search `graph`, the whole or a part, in another process, as long as there is time; None if that is not to be, or cannot.
 
     Args:
         search: of the whole.
-        run, params, starts_others: as in ``Task``.
-        goes_last: whether others go first.
+        run, params, nice, starts_others: as in ``Task``.
     """
     if search.clock.counts_work or search.is_apart:
         return None
     try:
         clock, tolerance = search.clock, search.request.tolerance
-        nice = _NICE if goes_last else 0
         return PartProcess(Task(graph, search.budget_bytes, tolerance, params, left(clock), run, nice, starts_others))
     except OSError:
         return None  # a thread needs nothing that there might be too little of
@@ -243,7 +241,7 @@ class PartBeside:
             self.graph,
             partial(_without_hearing, run=self.run),
             params=replace(params, bound=bound),
-            goes_last=own.goes_last,
+            nice=_NICE if own.goes_last else 0,
             starts_others=own.starts_others,
         )
 

@@ -33,11 +33,11 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     if search.is_apart:  # whoever has started it sees to what is smaller
         _run_alone(search, run_plain)
         return
-    whole = search.problem.whole
-    kinds = _Kinds.of(whole)
-    found = _begin(search, run_plain, goes_last=kinds.several_with_lossy)
+    found = _begin(search, run_plain)
     program = next(iter(found.all.values()))
     program.closed = True  # it is not looked at again here
+    whole = search.problem.whole
+    kinds = _Kinds.of(whole)
     smaller: list[tuple[Graph, Run, Callable[[Trial], None]]] = []
     if kinds.several_with_lossy:
         faithful = _only(whole, kinds.exact)
@@ -59,17 +59,21 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     with ExitStack() as stack:
         for part_beside in parts:
             stack.enter_context(part_beside).tell()
-        _bound_and_commit(search, found, parts)
+        if kinds.several_with_lossy and not search.clock.counts_work:
+            _bound_and_commit_last(search, found)
+        else:
+            _bound_and_commit(search, found)
+        _await(search, parts, search.solved)
 
 
 def _run_alone(search: Search, run_plain: Run) -> None:
     """The same without a search beside it."""
-    _bound_and_commit(search, _begin(search, run_plain), ())
+    _bound_and_commit(search, _begin(search, run_plain))
 
 
-def _begin(search: Search, run_plain: Run, *, goes_last: bool = False) -> "Commitments":
+def _begin(search: Search, run_plain: Run) -> Commitments:
     """With the program alone, nothing of it executed again."""
-    found = Commitments(search, run_plain, goes_last=goes_last)
+    found = Commitments(search, run_plain)
     kept = found.try_instead(frozenset())
     assert kept is not None  # the program alone runs
     return found
@@ -108,7 +112,7 @@ def _only(graph: Graph, kinds: Collection[str]) -> Graph:
     return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
 
 
-def _bound_and_commit(search: Search, found: "Commitments", parts: Sequence[PartBeside]) -> None:
+def _bound_and_commit(search: Search, found: Commitments) -> None:
     """Refine the relaxation, and beside that solve what its solutions and others commit to, while there is anything to do."""
     branches = Branches(search)
     for instead in simple(search.problem):
@@ -116,25 +120,30 @@ def _bound_and_commit(search: Search, found: "Commitments", parts: Sequence[Part
     if search.best is None and search.problem.copies is None:
         found.try_least(search.params.bound.first_slice)
     committing = start_beside(search, lambda: found.work_on(branches))
-    # Where others go first it is another thread that bounds: the priority of this one could not be raised again.
-    own = found.goes_last and not search.clock.counts_work
-    bounding = start_beside(search, branches.refine, goes_last=True) if own else None
     try:
-        if bounding is None:
-            branches.refine()
-        else:
-            _await(search, [bounding], search.stopped)
-        _await(search, [committing, *parts], lambda: search.solved() or search.stopped())
+        branches.refine()
+        _await(search, [committing], search.solved)
     except BaseException:
         search.halted = True
         raise
     finally:
-        for thread in filter(None, (committing, bounding)):
-            end_beside(thread)
+        end_beside(committing)
+
+
+def _bound_and_commit_last(search: Search, found: Commitments) -> None:
+    """The same where others go first: in another thread, for the priority of this one could not be raised again."""
+    bounding = start_beside(search, lambda: _bound_and_commit(search, found), goes_last=True)
+    try:
+        _await(search, [bounding], lambda: False)
+    except BaseException:
+        search.halted = True
+        raise
+    finally:
+        end_beside(bounding)
 
 
 def _await(search: Search, beside: Sequence[Beside | PartBeside], ended: Callable[[], bool]) -> None:
-    """Wait until all beside this have ended, or `ended`; meanwhile whoever has asked is told how it goes."""
-    while not ended() and (running := [one for one in beside if one.running]):
+    """Wait until all beside this have ended, or `ended`, or the solve is stopped; meanwhile it is told how it goes."""
+    while not (ended() or search.stopped()) and (running := [one for one in beside if one.running]):
         search.tell()
         running[0].wait(POLL)

@@ -32,7 +32,9 @@ from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial
 
 POLL = 0.05  # of the clock, between two looks at what is searched beside
-_NICE = 10  # of those to which others go first
+# Steps of priority that a search is lower by, of which each is a fourth less of a core:
+AFTER = 10  # if others go first,
+LAST = 15  # and if these do too
 _GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
 
 
@@ -59,18 +61,18 @@ def part(
     return sub
 
 
-def start_beside(search: Search, function: Callable[[], None], *, goes_last: bool = False) -> Beside:
+def start_beside(search: Search, function: Callable[[], None], *, nice: int = 0) -> Beside:
     """Search in a thread beside this one.
 
     Args:
-        goes_last: whether others go first, where threads have priorities.
+        nice: steps of priority that it is lower by, where threads have priorities.
     """
 
     def find() -> None:
-        if goes_last and sys.platform == "linux":
+        if nice and sys.platform == "linux":
             with suppress(OSError):
                 # What it starts in turn, such as HiGHS, has this priority too.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
         try:
             function()
         except Exception as error:  # noqa: BLE001 (what was found until then is still an answer)
@@ -137,15 +139,14 @@ class Own:
     """The process that one of several parts has where time is counted.
 
     Attributes:
-        place: as in ``begin_of``, from 1.
+        place: as in ``begin_of``.
         of: how many there are, which together have as much memory as the whole.
-        goes_last: whether the others go first.
-        starts_others: as in ``Task``.
+        nice, starts_others: as in ``Task``.
     """
 
     place: int
     of: int
-    goes_last: bool = True
+    nice: int
     starts_others: bool = False
 
 
@@ -241,7 +242,7 @@ class PartBeside:
             self.graph,
             partial(_without_hearing, run=self.run),
             params=replace(params, bound=bound),
-            nice=_NICE if own.goes_last else 0,
+            nice=own.nice,
             starts_others=own.starts_others,
         )
 

@@ -12,7 +12,7 @@ from graphs.pools import COMPUTE
 from solvers.clock import Beside
 from solvers.windows.branches import Branches
 from solvers.windows.heuristics.commitments import Commitments, Run
-from solvers.windows.heuristics.parts import POLL, Own, PartBeside, end_beside, start_beside
+from solvers.windows.heuristics.parts import AFTER, LAST, POLL, Own, PartBeside, end_beside, start_beside
 from solvers.windows.heuristics.stand_ins import simple
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Trial
@@ -38,8 +38,9 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     program.closed = True  # it is not looked at again here
     whole = search.problem.whole
     kinds = _Kinds.of(whole)
+    beside_lossy = kinds.several_with_lossy
     smaller: list[tuple[Graph, Run, Callable[[Trial], None]]] = []
-    if kinds.several_with_lossy:
+    if beside_lossy:
         faithful = _only(whole, kinds.exact)
         smaller.append((faithful, run, found.taking(faithful)))
     else:
@@ -49,17 +50,16 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     for kind in kinds.apart:
         alone = _only(whole.out_of_place(), (kind,))
         smaller.append((alone, partial(_run_alone, run_plain=run_plain), found.taking(alone)))
-    parts = [
-        # The first most often has the best schedule.
-        PartBeside(
-            search, *one, Own(place, len(smaller), goes_last=place > 1, starts_others=place == 1 and kinds.several_with_lossy)
-        )
-        for place, one in enumerate(smaller, start=1)
-    ]
+    # The first most often has the best schedule. If it has no lossy options it begins at once, and what has some goes last, so
+    # that on few cores too it finds what it would find without them.
+    begins, after = (0, LAST) if beside_lossy else (1, AFTER)
+    owns = [Own(begins, len(smaller), nice=0, starts_others=beside_lossy)]
+    owns += (Own(begins + n, len(smaller), after) for n in range(1, len(smaller)))
+    parts = [PartBeside(search, *one, own) for one, own in zip(smaller, owns, strict=True)]
     with ExitStack() as stack:
         for part_beside in parts:
             stack.enter_context(part_beside).tell()
-        if kinds.several_with_lossy and not search.clock.counts_work:
+        if beside_lossy and not search.clock.counts_work:
             _bound_and_commit_last(search, found)
         else:
             _bound_and_commit(search, found)
@@ -132,7 +132,7 @@ def _bound_and_commit(search: Search, found: Commitments) -> None:
 
 def _bound_and_commit_last(search: Search, found: Commitments) -> None:
     """The same where others go first: in another thread, for the priority of this one could not be raised again."""
-    bounding = start_beside(search, lambda: _bound_and_commit(search, found), goes_last=True)
+    bounding = start_beside(search, lambda: _bound_and_commit(search, found), nice=LAST)
     try:
         _await(search, [bounding], lambda: False)
     except BaseException:
@@ -143,7 +143,7 @@ def _bound_and_commit_last(search: Search, found: Commitments) -> None:
 
 
 def _await(search: Search, beside: Sequence[Beside | PartBeside], ended: Callable[[], bool]) -> None:
-    """Wait until all beside this have ended, or `ended`, or the solve is stopped; meanwhile it is told how it goes."""
+    """Wait until all beside this have ended, or `ended`, or the solve is stopped; meanwhile progress is reported."""
     while not (ended() or search.stopped()) and (running := [one for one in beside if one.running]):
         search.tell()
         running[0].wait(POLL)

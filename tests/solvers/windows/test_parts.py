@@ -1,6 +1,8 @@
 """Searches in a part of the choices: nothing gets slower by an option, and what they prove is proved of the part alone."""
 
+import os
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,14 +13,15 @@ from graphs.options.selection import option_of, without
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_options, with_overwriting
 from graphs.synthetic.transformer import TransformerSize, transformer
-from solvers.clock import WorkClock
+from solvers.clock import WallClock, WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
+from solvers.windows.branches import Branches
 from solvers.windows.choice_params import PartParams
 from solvers.windows.driver import run
-from solvers.windows.heuristics.parts import PartBeside
+from solvers.windows.heuristics.parts import LAST, PartBeside
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
 from tests.support.budgets import budget_at, peak_bytes
@@ -98,16 +101,38 @@ def test_no_budget_gets_slower_by_a_second_kind_of_options(seed: int) -> None:
     assert time_of(sending) <= time_of(both) * (1 + FLOATING)
 
 
-def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
+def lossy_and_faithful() -> tuple[Graph, Graph]:
+    """A graph with a lossy kind of options and another, and the same without the lossy ones."""
     graph = of_two_kinds(random_options(5, 40, 12))
     ops = tuple(replace(op, variance=1e-3) if op.optional and option_of(op) == "pack" else op for op in graph.ops)
     lossy = replace(graph, ops=ops, variance_limit=2e-3)
-    faithful = without(lossy, lambda op: op.variance > 0)
-    budget = budget_at(without_options(graph), 0.25)
+    return lossy, without(lossy, lambda op: op.variance > 0)
+
+
+def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
+    lossy, faithful = lossy_and_faithful()
+    budget = budget_at(without_options(lossy), 0.25)
     for smaller, larger in ((faithful, lossy), (offloading(faithful), offloading(lossy))):
         found = solved(larger, budget, 0.4)
         assert time_of(found) <= time_of(solved(smaller, budget, 0.4)) * (1 + FLOATING)
         assert found.schedule is not None and larger.allows(found.schedule.computed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux alone")
+def test_where_time_is_counted_what_is_lossy_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    bounded_at, refine = [], Branches.refine
+
+    def noted(branches: Branches) -> None:
+        bounded_at.append(os.getpriority(os.PRIO_PROCESS, 0))
+        refine(branches)
+
+    monkeypatch.setattr(Branches, "refine", noted)
+    for graph in lossy_and_faithful():
+        result = get_solver("windows")(Request(graph, budget_at(without_options(graph), 0.25), clock=WallClock(60.0)))
+        assert result.status is Status.OPTIMAL
+    assert bounded_at == [min(own + LAST, 19), own]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def searched_beside(graph: Graph, part: Graph, budget_bytes: int) -> tuple[Search, Search]:

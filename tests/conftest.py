@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ settings.load_profile("project")
 
 # Inductor compiles programs that try out the vector instructions of the processor, in ten seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# A suite in the background of a shell ignores Ctrl-C, and so would the processes that tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

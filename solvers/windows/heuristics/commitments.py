@@ -52,6 +52,7 @@ class Commitment:
         away: from the host, in the order that it comes from.
         promise_s: time of the schedule that it comes from; inf where that is what a relaxation's solution does.
         runs: how often it has been solved for.
+        spent: on that, by the clock.
         closed: it need not be looked at again.
     """
 
@@ -61,12 +62,18 @@ class Commitment:
     best: Trial | None = None
     promise_s: float = inf
     runs: int = 0
+    spent: float = 0.0
     closed: bool = False
 
     @property
     def best_s(self) -> float:
         """Time of the best schedule, inf if there is none."""
         return inf if self.best is None else self.best.time_s
+
+    @property
+    def known_s(self) -> float:
+        """Time of the best schedule that it has or comes from, inf if there is none."""
+        return min(self.best_s, self.promise_s)
 
 
 def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, Commitment]) -> None:
@@ -195,9 +202,17 @@ class Commitments:
                 search.clock.wait(POLL)
 
     def next_one(self) -> Commitment | None:
-        """Of those that have been solved least often the best, or the one that promises most; None if all are closed."""
-        still = (c for c in reversed(self.all.values()) if not c.closed)
-        return min(still, key=lambda c: (c.runs, min(c.best_s, c.promise_s)), default=None)
+        """The best one until it has had as much time as all others, then the best of those solved least often.
+
+        None if none is open. New ones come in for as long as there is a bound: if they came first, the best would not be solved
+        for longer.
+        """
+        still = [commitment for commitment in reversed(self.all.values()) if not commitment.closed]
+        best = min(still, key=lambda c: c.known_s, default=None)
+        if best is not None and best.known_s < inf and 2 * best.spent <= sum(c.spent for c in self.all.values()):
+            return best
+        others = [commitment for commitment in still if commitment is not best]
+        return min(others, key=lambda c: (c.runs, c.known_s), default=best)
 
     def _follow(self, process: PartProcess, orders: Orders) -> bool:
         """Have them solved elsewhere: hand on what comes in, and take what is found; False if that ended before it was done."""
@@ -232,12 +247,13 @@ class Commitments:
         params = self.search.params.bound
         clock = self.search.clock.part(params.first_slice * params.longer**commitment.runs)
         sub = part(self.search, commitment.plain.graph, clock, tolerance, lambda: self.take(commitment, sub.best))
-        whole = Discretization((sub.problem.ops - 1,))
+        whole, began = Discretization((sub.problem.ops - 1,)), self.search.clock.now
         best = commitment.best
         sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
         self.run_plain(sub)
         self.take(commitment, sub.best)
         commitment.runs += 1
+        commitment.spent += self.search.clock.now - began
         commitment.closed = self.is_done(sub)
 
     def is_done(self, sub: Search) -> bool:

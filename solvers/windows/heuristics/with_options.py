@@ -35,7 +35,8 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
         return
     found = _begin(search, run_plain)
     program = next(iter(found.all.values()))
-    program.closed = True  # it is not looked at again here
+    # The part that searches it needs no help where each does all its work; on few cores one of low priority does.
+    program.closed = search.clock.counts_work
     whole = search.problem.whole
     kinds = _Kinds.of(whole)
     beside_lossy = kinds.several_with_lossy

@@ -1,0 +1,65 @@
+"""Which of the plain graphs that solutions commit to is solved next."""
+
+from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.synthetic.random_graphs import random_options
+from solvers.clock import WorkClock
+from solvers.request import Request
+from solvers.windows.driver import _run
+from solvers.windows.heuristics.commitments import Commitment, Commitments
+from solvers.windows.heuristics.stand_ins import in_place, simple
+from solvers.windows.incumbent import Search
+from solvers.windows.solution.plain import plain_graph
+from tests.support.budgets import budget_at
+
+
+def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
+    """Those of doing what the graph's simple choices are, each known of as what a relaxation does."""
+    search = Search(Request(graph, budget_at(without_options(graph), 0.6), clock=WorkClock(5.0)))
+    found, own = Commitments(search, _run), []
+    for instead in [frozenset[int](), *simple(search.problem)]:
+        order = in_place(search.problem, instead)
+        assert order is not None
+        own.append(Commitment(plain_graph(search.problem, order.computed), instead, frozenset()))
+    found.all = dict(enumerate(own))
+    return found, own
+
+
+def test_the_best_is_solved_for_as_long_as_all_others_that_come_in() -> None:
+    found, (first, *_) = commitments(random_options(7, 50))
+    first.promise_s = 1.0
+    turns = []
+    for _ in range(9):
+        new = Commitment(first.plain, first.instead, frozenset())  # one more each time, never solved
+        found.all[len(found.all)] = new
+        commitment = found.next_one()
+        assert commitment is not None
+        turns.append(commitment is first)
+        commitment.runs += 1
+        commitment.spent += 3.0 if commitment is first else 1.0
+        assert first.spent <= sum(c.spent for c in found.all.values() if c is not first) + 3.0
+    assert turns == [True, False, False, False] * 2 + [True]
+
+
+def test_others_come_in_turn_and_what_is_closed_does_not() -> None:
+    found, (first, second, third, *rest) = commitments(random_options(7, 50))
+    for commitment in rest:
+        commitment.closed = True
+    first.runs, second.runs, third.runs = 2, 1, 1
+    third.promise_s = 2.0
+    third.spent = 1.0
+    assert found.next_one() is second  # the third is the best, and has had more than the others
+    second.closed = True
+    assert found.next_one() is first
+    first.closed = True
+    assert found.next_one() is third
+    third.closed = True
+    assert found.next_one() is None
+
+
+def test_a_solve_is_counted_by_the_clock() -> None:
+    found, (first, *_) = commitments(random_options(7, 50))
+    now = found.search.clock.now
+    found.solve(first)
+    assert first.runs == 1
+    assert first.spent == found.search.clock.now - now > 0

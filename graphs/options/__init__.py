@@ -190,7 +190,8 @@ def with_options(
     graph = holding(graph, traced_options(names))
     if only is not None:
         graph = holding_ops(graph, only)
-    for name, bits in map(parsed, names):
+    # Round trips to the host are of what is in the device's memory: their ops stand behind all others.
+    for name, bits in sorted(map(parsed, names), key=lambda named: OPTIONS[named[0]].copies):
         if (rewrite := OPTIONS[name].rewrite) is not None:
             if surroundings is None:
                 around = "the link to the host" if OPTIONS[name].copies else "other devices: Surroundings(others=...)"

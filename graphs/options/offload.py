@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
+from graphs.options.placement import is_copy, is_placed, on_devices_alone, placement_beside
 from graphs.options.surroundings import Surroundings
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
+from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 # What is smaller is not worth a copy: PCIe carries it in 20 us, about what it takes to start and to wait for it.
 LEAST_BYTES = 2**20
@@ -50,18 +51,18 @@ class Copies:
 def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     """`graph` with a round trip for each tensor that the program makes and reads on the device and does not keep.
 
-    States of generators stay, and what only optional ops make. Tensors of less than ``LEAST_BYTES`` stay, unless the graph has
-    only such.
+    States of generators stay, and what only optional ops make, so also copies on other devices. Tensors of less than
+    ``LEAST_BYTES`` stay, unless the graph has only such.
 
     Raises:
-        GraphError: the graph has other pools or streams already.
+        GraphError: the graph has other pools or streams already than those of other devices.
     """
-    if len(graph.pools) > 1 or len(graph.streams) > 1:
-        raise GraphError("offload is added to a graph that has other pools or streams already: add it once, and before them")
+    if not on_devices_alone(graph):
+        raise GraphError("offload is added to a graph that has other pools or streams already: add it once, and behind placement")
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
-    # What draws from a state writes it there first, and would have to wait for its copy.
-    made = [t for t in made if graph.consumers[t.id] and t.kind is not Kind.RANDOM_STATE]
     made = [t for t in made if t.producers[0] < len(graph.program)]
+    # What draws from a state writes it there first, and would have to wait for its copy.
+    made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
     ops, tensors = list(graph.ops), list(graph.tensors)
     for t in large or made:
@@ -76,44 +77,56 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
         tensors.append(Tensor(copy, f"{t.name}@host", t.size_bytes, (out,), t.kind, t.shape, t.dtype, pool=HOST))
     # The stream that fills the host's memory owns it: nothing else waits for room there.
     pools = (*graph.pools, Pool(HOST, DEVICE_TO_HOST, surroundings.host_bytes))
-    return Graph(tuple(ops), tuple(tensors), graph.kept, graph.provenance, pools)
+    return replace(graph, ops=tuple(ops), tensors=tuple(tensors), pools=pools)
 
 
 def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
     """The inverse of ``offloaded``: the rest with the same ids, and the round trips (None: there are none).
 
     Raises:
-        GraphError: the graph has other pools or streams than those.
+        GraphError: the graph has other pools or streams than those, and than other devices have.
     """
     if len(graph.pools) == 1 and len(graph.streams) == 1:
         return graph, None
     host = next((pool for pool in graph.pools if pool.name == HOST), None)
     made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
-    rest = next((op.id for op in graph.ops if op.optional and op.stream != COMPUTE), len(graph.ops))
+    rest = next((op.id for op in graph.ops if op.optional and op.stream == DEVICE_TO_HOST), len(graph.ops))
     trips: dict[int, RoundTrip] = {}
     copying = graph.ops[rest:]
     for out, back in zip(copying[::2], copying[1::2], strict=False):
         if _is_round_trip(graph, out, back):
             trips[out.inputs[0]] = RoundTrip(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
     only_these = len(copying) == 2 * len(trips) and len(graph.tensors) == made + len(trips)
-    if (
-        not only_these
-        or any(op.stream != COMPUTE for op in graph.ops[:rest])
-        or len(graph.pools) != 2
-        or host is None
-        or host.owner != DEVICE_TO_HOST
-        or graph.static_bytes_by_pool[HOST]
-    ):
-        raise GraphError(
-            f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
-            "optional ops, which are not just round trips of single tensors to the host: schedules are found for graphs without "
-            "other choices on other streams"
-        )
-    tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < rest)) for t in graph.tensors[:made])
-    total = sum(tensors[t].size_bytes for t in trips)
+    if not only_these or (host is not None and (host.owner != DEVICE_TO_HOST or graph.static_bytes_by_pool[HOST])):
+        raise _other_choices(graph)
+    if host is not None:
+        tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < rest)) for t in graph.tensors[:made])
+        pools = tuple(pool for pool in graph.pools if pool is not host)
+        left = replace(graph, ops=graph.ops[:rest], tensors=tensors, pools=pools)
+    else:
+        left = graph
+    if not on_devices_alone(left):
+        raise _other_choices(graph)
+    if is_placed(left):
+        placement_beside(left)  # which refuses what that does not make
+    if host is None:
+        return left, None
+    total = sum(left.tensors[t].size_bytes for t in trips)
     limited = host.capacity_bytes is not None and total > host.capacity_bytes
-    copies = Copies(MappingProxyType(dict(sorted(trips.items()))), host.capacity_bytes if limited else None)
-    return Graph(graph.ops[:rest], tensors, graph.kept, graph.provenance, variance_limit=graph.variance_limit), copies
+    return left, Copies(MappingProxyType(dict(sorted(trips.items()))), host.capacity_bytes if limited else None)
+
+
+def _is_read(graph: Graph, t: Tensor) -> bool:
+    """Whether an op reads it that does not just copy it to another device."""
+    return any(not is_copy(graph.ops[op]) for op in graph.consumers[t.id])
+
+
+def _other_choices(graph: Graph) -> GraphError:
+    return GraphError(
+        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
+        "optional ops, which are not just round trips of single tensors to the host and ops on other devices: schedules are "
+        "found for graphs without other choices on other streams"
+    )
 
 
 def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:

@@ -10,6 +10,9 @@ any other. So parameters that the optimizer has changed are never stale, and tak
 Some ops stay on the main device: those that draw random numbers, which another generator would draw otherwise; those that write
 in place, or read what is written, for a copy has no side of the write to be on; and those around a tensor that is held on for
 another. Kept tensors end on the main device. A stand-in's workspace is that of its op, unless another was measured.
+
+What else a graph offers stays on the main device: optional ops that compute there, before these, and round trips to the host
+(``graphs.options.offload``), behind them. A stand-in writes over nothing; its op may, where the schedule executes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +21,9 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Tensor
+from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.pools import COMPUTE, Pool
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 COPY = "copy"  # target of the ops that copy
 
@@ -33,8 +37,8 @@ class Placement:
         program: the graph without them, with the same ids.
         pools: of the devices.
         runs: by device and op of the program the op that executes it there, None where it cannot run.
-        places: by device and tensor of the program the tensor that is its copy there, None where it never is.
-        copies: by (from, to, tensor of the program) the op that copies.
+        places: by device and tensor of `program` the tensor that is its copy there, None where it never is.
+        copies: by (from, to, tensor of `program`) the op that copies.
     """
 
     whole: Graph
@@ -46,14 +50,14 @@ class Placement:
 
 
 def placed(graph: Graph, surroundings: Surroundings) -> Graph:
-    """`graph` with the choice of running its ops on ``surroundings.others`` as well.
+    """`graph` with the choice of running the ops of its program on ``surroundings.others`` as well.
 
     Raises:
-        GraphError: the graph has choices already; no other device is given, one has the name of another memory, or not a time
-            for each op; or no op can run there.
+        GraphError: the graph has other pools or streams already; no other device is given, one has the name of another memory,
+            or not a time for each op; or no op can run there.
     """
-    if not graph.plain:
-        raise GraphError("placement is added to a graph that has choices already: add it first, and once")
+    if len(graph.pools) > 1 or len(graph.streams) > 1:
+        raise GraphError("placement is added to a graph that has other pools or streams already: add it once, and before them")
     if not surroundings.others:
         raise GraphError(
             "placement needs another device, and the times of the ops there: trace the step with --other-devices cpu:2, or cuda "
@@ -75,22 +79,29 @@ class _Writer:
         self.places = [list(range(len(graph.tensors)))]
         self.others: list[OtherDevice] = []
         self.fixed = fixed(graph)
+        self.taken = {DEVICE, COMPUTE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE}  # names of pools and streams
 
     def add_device(self, device: OtherDevice) -> None:
         """Pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
-        if len(device.times_s) != len(self.source.ops):
+        program = self.source.program
+        if len(device.times_s) != len(program):
             raise GraphError(
-                f"device {device.name!r} has {len(device.times_s)} times for a program of {len(self.source.ops)} ops: give one "
-                "for each, None where an op cannot run there"
+                f"device {device.name!r} has {len(device.times_s)} times for a program of {len(program)} ops: give one for each, "
+                "None where an op cannot run there"
             )
+        stream = f"{COMPUTE}@{device.name}"
+        ends = [ends for pool in self.pools for ends in ((pool.name, device.name), (device.name, pool.name))]
+        new = [device.name, stream, *(_channel(*pools) for pools in ends)]
+        if taken := [name for name in new if name in self.taken]:
+            raise GraphError(f"device {device.name!r} would have a memory or stream {taken[0]!r}, and there is one: rename it")
+        self.taken.update(new)
         moved = [
             (op, time_s)
-            for op, time_s in zip(self.source.ops, device.times_s, strict=True)
+            for op, time_s in zip(program, device.times_s, strict=True)
             if time_s is not None and op.id not in self.fixed
         ]
         if not moved:
             raise GraphError(f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device")
-        stream = f"{COMPUTE}@{device.name}"
         self.pools.append(Pool(device.name, stream, device.capacity_bytes))
         self.others.append(device)
         there = dict.fromkeys(t for op, _ in moved for t in (*op.inputs, *op.outputs))
@@ -128,15 +139,15 @@ class _Writer:
     def _copy_all(self, source: int, target: int) -> None:
         """Copies of all tensors that may be in both memories; none to where a tensor is static."""
         link = self.others[max(source, target) - 1]
-        names = self.pools[source].name, self.pools[target].name
+        stream = _channel(self.pools[source].name, self.pools[target].name)
         for t in self.source.tensors:
             before, after = self.places[source][t.id], self.places[target][t.id]
             if before < 0 or after < 0 or (t.static and target == 0):
                 continue
             phase = self.source.ops[t.producers[0] if t.producers else 0].phase
             time_s = link.latency_s + t.size_bytes / link.bytes_per_s
-            copy = Op(0, f"copy_{t.name}_{'_to_'.join(names)}", COPY, (before,), (after,), time_s)
-            self._add(replace(copy, phase=phase, stream="_to_".join(names), optional=True))
+            copy = Op(0, f"copy_{t.name}_{stream}", COPY, (before,), (after,), time_s)
+            self._add(replace(copy, phase=phase, stream=stream, optional=True))
 
     def _add(self, op: Op) -> None:
         op = replace(op, id=len(self.ops))
@@ -146,7 +157,16 @@ class _Writer:
 
     def graph(self) -> Graph:
         """What has become of it."""
-        return Graph(tuple(self.ops), tuple(self.tensors), self.source.kept, self.source.provenance, tuple(self.pools))
+        return replace(self.source, ops=tuple(self.ops), tensors=tuple(self.tensors), pools=tuple(self.pools))
+
+
+def without_placement(graph: Graph) -> Graph:
+    """`graph` on its main device, with all else that it offers. Of what is left, ids close ranks."""
+    if not is_placed(graph):
+        return graph
+    there = {pool.owner for pool in graph.pools if _is_device(pool)}
+    left = without(graph, lambda op: is_copy(op) or op.stream in there)
+    return replace(left, pools=tuple(pool for pool in graph.pools if not _is_device(pool)))
 
 
 def fixed(graph: Graph) -> frozenset[int]:
@@ -154,7 +174,7 @@ def fixed(graph: Graph) -> frozenset[int]:
     written = {t for op in graph.ops for t in op.mutates}
     held = {t.id for t in graph.tensors if t.held_for is not None}
     return frozenset(
-        op.id for op in graph.ops if op.random or op.mutates or not (written | held).isdisjoint((*op.inputs, *op.outputs))
+        op.id for op in graph.program if op.random or op.mutates or not (written | held).isdisjoint((*op.inputs, *op.outputs))
     )
 
 
@@ -165,7 +185,22 @@ def is_copy(op: Op) -> bool:
 
 def is_placed(graph: Graph) -> bool:
     """Whether ``placed`` has given `graph` other devices."""
-    return any(pool.owner == f"{COMPUTE}@{pool.name}" for pool in graph.pools)
+    return any(map(_is_device, graph.pools))
+
+
+def on_devices_alone(graph: Graph) -> bool:
+    """Whether the other pools and streams of `graph`, if any, are those that ``placed`` has given it."""
+    owners = {pool.owner for pool in graph.pools}
+    return all(map(_is_device, graph.pools[1:])) and all(op.stream in owners or is_copy(op) for op in graph.ops)
+
+
+def _channel(source: str, target: str) -> str:
+    """Name of the stream of the copies from one pool to another."""
+    return f"{source}_to_{target}"
+
+
+def _is_device(pool: Pool) -> bool:
+    return pool.owner == f"{COMPUTE}@{pool.name}"
 
 
 def placement_of(graph: Graph) -> Placement:
@@ -174,18 +209,30 @@ def placement_of(graph: Graph) -> Placement:
     Raises:
         GraphError: it has other choices than these.
     """
-    program = graph.program
+    found = placement_beside(graph)
+    if not found.program.plain:
+        raise _other_choices(found.program.ops[-1])
+    return found
+
+
+def placement_beside(graph: Graph) -> Placement:
+    """As ``placement_of``, of a graph that may have optional ops on the main device besides; those are in ``program``.
+
+    Raises:
+        GraphError: it has other pools or streams, or ops there that ``placed`` does not make.
+    """
+    first = next((op.id for op in graph.ops if op.stream != COMPUTE), len(graph.ops))
     count = next((t.id for t in graph.tensors if t.pool != graph.pools[0].name), len(graph.tensors))
     device = {pool.owner: d for d, pool in enumerate(graph.pools)}
     pool = {pool.name: d for d, pool in enumerate(graph.pools)}
-    runs: list[list[int | None]] = [[None] * len(program) for _ in graph.pools]
+    runs: list[list[int | None]] = [[None] * len(graph.program) for _ in graph.pools]
     places: list[list[int | None]] = [[None] * count for _ in graph.pools]
-    runs[0], places[0] = [op.id for op in program], list(range(count))
+    runs[0], places[0] = [op.id for op in graph.program], list(range(count))
     base = list(range(len(graph.tensors)))
     copies: dict[tuple[int, int, int], int] = {}
-    for op in graph.ops[len(program) :]:
+    for op in graph.ops[first:]:
         known = False
-        if op.target == COPY and len(op.inputs) == len(op.outputs) == 1:
+        if is_copy(op) and len(op.inputs) == len(op.outputs) == 1:
             (before,), (after,) = op.inputs, op.outputs
             source, target = pool[graph.tensors[before].pool], pool[graph.tensors[after].pool]
             if source == 0 and target and after >= count > before:
@@ -194,24 +241,29 @@ def placement_of(graph: Graph) -> Placement:
             known = source != target and base[before] == base[after] < count and key not in copies and not op.stands_for
             copies[key] = op.id
         elif len(op.stands_for) == 1 and (d := device.get(op.stream, 0)):
-            stood_for = program[op.stands_for[0]]
+            stood_for = graph.ops[op.stands_for[0]]
             runs[d][stood_for.id] = op.id
             known = (_placed(places[d], stood_for.inputs), _placed(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
         if not known:
-            raise GraphError(
-                f"op {op.name!r} is optional, and neither copies a tensor from one device to another nor stands for one op on "
-                "another device: this takes graphs with no other choice than placement"
-            )
+            raise _other_choices(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):
         raise GraphError("the graph has tensors on other devices that are no copies: this takes graphs that have placement alone")
-    tensors = tuple(replace(t, producers=t.producers[:1]) for t in graph.tensors[:count])
+    tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < first)) for t in graph.tensors[:count])
+    alone = replace(graph, ops=graph.ops[:first], tensors=tensors, pools=graph.pools[:1]) if len(graph.pools) > 1 else graph
     return Placement(
         whole=graph,
-        program=graph if graph.plain else Graph(program, tensors, graph.kept, graph.provenance),
+        program=alone,
         pools=graph.pools,
         runs=tuple(map(tuple, runs)),
         places=tuple(map(tuple, places)),
         copies=MappingProxyType(copies),
+    )
+
+
+def _other_choices(op: Op) -> GraphError:
+    return GraphError(
+        f"op {op.name!r} is optional, and neither copies a tensor from one device to another nor stands for one op on another "
+        "device: this takes graphs with no other choice than placement"
     )
 
 

@@ -7,9 +7,9 @@ for each of these tensors copies from every memory to every other.
 Static tensors live on the main device: what is read elsewhere is copied there, once or more often in a step, and freed there like
 any other. So parameters that the optimizer has changed are never stale, and take memory there only while they are wanted.
 
-Some ops stay on the main device: those that draw random numbers, which another generator would draw otherwise; those that write
-in place, or read what is written, for a copy has no side of the write to be on; and those around a tensor that is held on for
-another. Kept tensors end on the main device. A stand-in's workspace is that of its op, unless another was measured.
+Some ops stay on the main device: those that draw random numbers, which another generator would draw otherwise, or save its state;
+those that write in place, or read what is written, for a copy has no side of the write to be on; and those around a tensor that
+is held on for another. Kept tensors end on the main device. A stand-in has the workspace of its op, unless another was measured.
 
 What else a graph offers stays on the main device: optional ops that compute there, before these, and round trips to the host
 (``graphs.options.offload``), behind them. A stand-in writes over nothing; its op may, where the schedule executes it.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.errors import GraphError
-from graphs.ir import Graph, Op, Tensor
+from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
@@ -164,18 +164,17 @@ def without_placement(graph: Graph) -> Graph:
     """`graph` on its main device, with all else that it offers. Of what is left, ids close ranks."""
     if not is_placed(graph):
         return graph
-    there = {pool.owner for pool in graph.pools if _is_device(pool)}
+    others = devices_of(graph)[1:]
+    there = {pool.owner for pool in others}
     left = without(graph, lambda op: is_copy(op) or op.stream in there)
-    return replace(left, pools=tuple(pool for pool in graph.pools if not _is_device(pool)))
+    return replace(left, pools=tuple(pool for pool in graph.pools if pool not in others))
 
 
 def fixed(graph: Graph) -> frozenset[int]:
     """Ops of the program that stay on the main device."""
-    written = {t for op in graph.ops for t in op.mutates}
-    held = {t.id for t in graph.tensors if t.held_for is not None}
-    return frozenset(
-        op.id for op in graph.program if op.random or op.mutates or not (written | held).isdisjoint((*op.inputs, *op.outputs))
-    )
+    stay = {t for op in graph.ops for t in op.mutates}
+    stay |= {t.id for t in graph.tensors if t.held_for is not None or t.kind is Kind.RANDOM_STATE}
+    return frozenset(op.id for op in graph.program if op.random or op.mutates or not stay.isdisjoint((*op.inputs, *op.outputs)))
 
 
 def is_copy(op: Op) -> bool:
@@ -185,22 +184,23 @@ def is_copy(op: Op) -> bool:
 
 def is_placed(graph: Graph) -> bool:
     """Whether ``placed`` has given `graph` other devices."""
-    return any(map(_is_device, graph.pools))
+    return len(devices_of(graph)) > 1
+
+
+def devices_of(graph: Graph) -> tuple[Pool, ...]:
+    """The pools of the devices, the main one first: without the host's."""
+    return tuple(pool for pool in graph.pools if pool.name == DEVICE or pool.owner == f"{COMPUTE}@{pool.name}")
 
 
 def on_devices_alone(graph: Graph) -> bool:
     """Whether the other pools and streams of `graph`, if any, are those that ``placed`` has given it."""
     owners = {pool.owner for pool in graph.pools}
-    return all(map(_is_device, graph.pools[1:])) and all(op.stream in owners or is_copy(op) for op in graph.ops)
+    return devices_of(graph) == graph.pools and all(op.stream in owners or is_copy(op) for op in graph.ops)
 
 
 def _channel(source: str, target: str) -> str:
     """Name of the stream of the copies from one pool to another."""
     return f"{source}_to_{target}"
-
-
-def _is_device(pool: Pool) -> bool:
-    return pool.owner == f"{COMPUTE}@{pool.name}"
 
 
 def placement_of(graph: Graph) -> Placement:

@@ -83,18 +83,18 @@ class CopyingWriter(Writer):
         """As ``Writer``."""
         super().__init__(graph, program, repeated=repeated)
         self._number = count()
-        self._under_way: UnderWay[str] = UnderWay()  # by variable
+        self._trips: UnderWay[str] = UnderWay()  # by variable
 
     @property
     def copies(self) -> tuple[str, ...]:
         """Variables of the copies that may be under way after the steps written so far."""
-        return self._under_way.copies
+        return self._trips.copies
 
     def _before(self, step: Step) -> list[str]:
         if not isinstance(step, Compute):
-            return self._wait(self._under_way.before_freeing(step.tensor))
+            return self._wait(self._trips.before_freeing(step.tensor))
         if self.graph.ops[step.op].stream == COMPUTE:
-            return self._wait(self._under_way.before_reading(self.graph.ops[step.op].inputs))
+            return self._wait(self._trips.before_reading(self.graph.ops[step.op].inputs))
         return []
 
     def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> list[str]:
@@ -104,12 +104,12 @@ class CopyingWriter(Writer):
         (source,), (target,) = copy.inputs, copy.outputs
         name = f"c{next(self._number)}"
         if copy.stream == DEVICE_TO_HOST:
-            self._under_way.out(source, name)
-            arguments = ", ".join((variable(source), *self._under_way.making(source)))
+            self._trips.out(source, name)
+            arguments = ", ".join((variable(source), *self._trips.making(source)))
             # What is there already is copied once more, and dropped.
             made = variable(target) if target in wanted else "_"
             return [f"{made}, {name} = channels.out({arguments})", *(() if target in wanted else ("del _",))]
-        self._under_way.back(target, name)
+        self._trips.back(target, name)
         return [f"{variable(target)}, {name} = channels.back({variable(source)})"]
 
     def _wait(self, names: Iterable[str]) -> list[str]:
@@ -120,7 +120,8 @@ def check_runnable(graph: Graph, program: Program) -> None:
     """Refuse a graph with choices that are not run.
 
     Raises:
-        GraphError: it has others than round trips to the host, and ops on the compute stream that `program` has calls of.
+        GraphError: it has others than round trips to the host, ops on other devices, and ops on the compute stream that `program`
+            has calls of.
     """
     without_copies(without_computed(graph))
     unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]

@@ -130,6 +130,10 @@ class StreamCopy:
         self.tensor: torch.Tensor | None = tensor
         self._computing = computing
 
+    def finish(self) -> None:
+        """As ``Copy.finish``: another thread needs what it makes. The computation still has to wait for it."""
+        self.event.synchronize()
+
     @property
     def has_ended(self) -> bool:
         """As ``Issued.has_ended``."""

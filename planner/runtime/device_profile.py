@@ -87,7 +87,7 @@ class _Profile:
         program, sources = self._real.capture.program, []
         stay = fixed(self._graph)
         for op in self._graph.program:
-            call = None if op.id in stay else moved(program, op.id, None, self._real.device, self._place)
+            call = None if op.id in stay else moved(program, op, op, self._real.device, self._place)
             if call is not None:
                 lines = [*call.bind(op.outputs), f"return ({_listed(op.outputs)})"]
                 sources.append(f"def op_{op.id}({_listed(op.inputs)}):\n" + "".join(f"    {line}\n" for line in lines))

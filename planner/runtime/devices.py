@@ -11,6 +11,7 @@ import torch
 from graphs.cost.others import NamedDevice, named_device
 from graphs.errors import CopyError, DeviceError, GraphError
 from graphs.ir import Graph
+from graphs.options.placement import devices_of, is_copy
 from planner.runtime.transfers import LOOK_S, Channel, Pass, StoppedError, Transfer
 from planner.runtime.workers import Worker
 
@@ -23,7 +24,8 @@ class Devices:
     """The main device, in whose thread a step is called, and the others of a graph with placement.
 
     Attributes:
-        places: where PyTorch makes tensors, for each of the graph's pools.
+        pools: of the graph, the main device's first.
+        places: where PyTorch makes tensors, for each of them.
     """
 
     def __init__(self, graph: Graph, main: torch.device) -> None:
@@ -32,14 +34,15 @@ class Devices:
         Raises:
             GraphError: a pool has no name of a device of this machine.
         """
-        named = [named_device(pool.name) for pool in graph.pools[1:]]
+        self.pools = devices_of(graph)
+        named = [named_device(pool.name) for pool in self.pools[1:]]
         self.places = (main, *(place_of(device) for device in named))
-        self._named = {pool.owner: device for pool, device in zip(graph.pools[1:], named, strict=True)}
-        self._place = dict(zip((pool.owner for pool in graph.pools), self.places, strict=True))
+        self._named = {pool.owner: device for pool, device in zip(self.pools[1:], named, strict=True)}
+        self._place = dict(zip((pool.owner for pool in self.pools), self.places, strict=True))
         self._workers = {
             stream: Worker(device.name, f"ops on {device.name}", device.threads) for stream, device in self._named.items()
         }
-        channels = [stream for stream in graph.streams if stream not in self._place]
+        channels = dict.fromkeys(op.stream for op in graph.ops if is_copy(op))
         self._channels = {stream: Channel() for stream in channels}
         self._workers |= {stream: Worker(_words(stream), f"copies from {_words(stream)}") for stream in channels}
         self._streams = {stream: torch.cuda.Stream(self._place[stream]) for stream in self._named if self._on_cuda(stream)}

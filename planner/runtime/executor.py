@@ -58,9 +58,7 @@ class Executor:
             GraphError: the captured graph has choices that are not run.
             ScheduleError: the schedule does not run on the captured graph.
         """
-        placed = is_placed(capture.graph)
-        if not placed:
-            check_runnable(capture.graph, capture.program)
+        check_runnable(capture.graph, capture.program)
         simulate(capture.graph, schedule)
         self.graph = capture.graph
         self.program = capture.program
@@ -68,10 +66,10 @@ class Executor:
         self.schedule = schedule
         self._step = TrainingStep(model, loss_fn)
         device = next(self._step.parameters()).device
-        self.devices = Devices(capture.graph, device) if placed else None
+        self.devices = Devices(capture.graph, device) if is_placed(capture.graph) else None
         self.channels = _channels(capture.graph, device) if channels is None else channels
         if self.devices is not None:
-            self.launched = self.code = compile_placed(capture.graph, capture.program, schedule, self.devices)
+            self.launched = self.code = compile_placed(capture.graph, capture.program, schedule, self.devices, self.channels)
         else:
             self.launched = self.code = compile_schedule(capture.graph, capture.program, schedule, self.channels)
         if self.devices is not None or self.channels is not None:

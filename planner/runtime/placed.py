@@ -2,8 +2,12 @@
 
 A device's part has what it computes, the frees of its memory, and its end of copies: who sends a tensor (``send``), and who takes
 memory for it (``take``), waits for it before it is read (``arrived``), and for all copies of a tensor before it is freed
-(``wait``). ``planner.runtime.devices`` runs the parts side by side. Both passes end when all parts have: nothing is under way
-while the loss is the caller's.
+(``finish``). ``planner.runtime.devices`` runs the parts side by side. Both passes end when all parts have: no other device is at
+work while the loss is the caller's.
+
+The main device's part has also what goes to the host and comes back (``planner.runtime.copying``). What comes from the host may
+be sent on while it is under way; what comes from another device is waited for before it goes to the host, since nobody here knows
+until then how it is laid out.
 """
 
 import re
@@ -15,15 +19,16 @@ from typing import Any
 import torch
 
 from graphs.capture.program import Call, Program, load, variable
-from graphs.capture.writer import Writer
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options.passes import passes_of
-from graphs.options.placement import Placement, is_copy, placement_of
+from graphs.options.placement import is_copy
 from graphs.overwriting import Pairs
+from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Free, Schedule, Step
+from planner.runtime.channels import Channels
 from planner.runtime.codegen import Code, assemble, repeated
-from planner.runtime.copying import UnderWay
+from planner.runtime.copying import CopyingWriter, UnderWay
 from planner.runtime.devices import Devices, Part
 from planner.runtime.transfers import Transfer
 
@@ -33,19 +38,26 @@ _VARIABLE = re.compile(r"\bt(\d+)\b")
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
-def compile_placed(graph: Graph, program: Program, schedule: Schedule, devices: Devices) -> Code:
-    """Compile `schedule`, which must be valid on `graph` (``simulate``), a graph with placement alone, for `devices`.
+def compile_placed(
+    graph: Graph, program: Program, schedule: Schedule, devices: Devices, channels: Channels | None = None
+) -> Code:
+    """Compile `schedule`, which must be valid on `graph` (``simulate``), a graph with placement, for `devices`.
+
+    Args:
+        channels: by which it copies to the host and back, if at all.
 
     Raises:
         GraphError: it executes an op where it cannot be called.
     """
-    placement = placement_of(graph)
-    calls = {op: _moved_call(placement, program, devices, op) for op in sorted({*schedule.computed}) if _stands_in(graph.ops[op])}
+    elsewhere = {pool.owner: d for d, pool in enumerate(devices.pools) if d}
+    executed = (graph.ops[op] for op in sorted({*schedule.computed}))
+    calls = {op.id: _moved_call(graph, program, devices, op, elsewhere[op.stream]) for op in executed if op.stream in elsewhere}
     halves = passes_of(graph, schedule)
     many = repeated(graph, program, schedule)
     main = DeviceWriter(graph, program, 0, devices, calls, many)
-    assembled = assemble(graph, replace(program, namespace={**program.namespace, **main.names}), main, halves, "copies")
-    parts = [_parts(DeviceWriter(graph, program, d, devices, calls, many), halves) for d in range(1, len(graph.pools))]
+    names = {**program.namespace, **main.names, "channels": channels}
+    assembled = assemble(graph, replace(program, namespace=names), main, halves, "copies")
+    parts = [_parts(DeviceWriter(graph, program, d, devices, calls, many), halves) for d in elsewhere.values()]
     passes = [_Pass(graph, devices, steps, [part.passes[i] for part in parts]) for i, steps in enumerate(halves)]
 
     run_forward: Callable[..., Any] = assembled.forward  # with the copies of the pass besides
@@ -61,7 +73,7 @@ def compile_placed(graph: Graph, program: Program, schedule: Schedule, devices: 
         gradients: tuple[Any, ...] = passes[1].run(partial(run_backward, static, saved), states)
         return gradients
 
-    sources = [assembled.source, *(f"# {pool.name}\n{part.source}" for pool, part in zip(graph.pools[1:], parts, strict=True))]
+    sources = [assembled.source, *(f"# {pool.name}\n{part.source}" for pool, part in zip(devices.pools[1:], parts, strict=True))]
     return replace(assembled, forward=forward, backward=backward, source="\n\n".join(sources))
 
 
@@ -78,7 +90,7 @@ class _Copy:
     target: int
 
 
-class DeviceWriter(Writer):
+class DeviceWriter(CopyingWriter):
     """Writes what one device does, of one pass after the other.
 
     Attributes:
@@ -88,18 +100,15 @@ class DeviceWriter(Writer):
     def __init__(
         self, graph: Graph, program: Program, device: int, devices: Devices, calls: Mapping[int, Call], repeated: set[int]
     ) -> None:
-        """As ``Writer``, for the device that is `device` among the graph's pools; `calls` are of ops on further devices."""
+        """As ``Writer``, for the device that is `device` among those; `calls` are of ops on others than the main one."""
         super().__init__(graph, program, repeated=repeated)
-        self._pool = graph.pools[device]
+        pool = devices.pools[device]
+        self._pools = {pool.name} if device else {pool.name, HOST}
+        self._streams = {pool.owner} if device else {COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE}
         self._calls = calls
-        self._under_way: UnderWay[_Copy] = UnderWay()
+        self._transfers: UnderWay[_Copy] = UnderWay()
         place = devices.places[device]
         self.names = {"_place": place, **(namespace_on(program, place) if device else {})}
-
-    @property
-    def copies(self) -> tuple[str, ...]:
-        """None is under way when a pass ends."""
-        return ()
 
     def write(self, steps: Iterable[Step]) -> list[str]:
         """The lines of the device in a pass, `steps` of which are of all devices."""
@@ -110,19 +119,19 @@ class DeviceWriter(Writer):
             over = self._overwriting.follow(steps, place)
             if isinstance(step, Free):
                 if self._is_here(step.tensor):
-                    lines += self._wait(self._under_way.before_freeing(step.tensor))
+                    lines += self._finish(self._transfers.before_freeing(step.tensor))
                     lines += self._write(step, over)
                 continue
             op = self.graph.ops[step.op]
             if is_copy(op):
                 lines += self._copy(op, numbers)
                 numbers += 1
-            elif op.stream == self._pool.owner:
+            elif op.stream in self._streams:
                 lines += self._arrive(op.inputs)
                 lines += self._write(step, over)
         lines += self._arrive(self.live)
-        lines += self._wait(self._under_way.copies)
-        self._under_way = UnderWay()
+        lines += self._finish(self._transfers.copies)
+        self._transfers = UnderWay()
         return lines
 
     def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> list[str]:
@@ -131,24 +140,24 @@ class DeviceWriter(Writer):
     def _copy(self, op: Op, number: int) -> list[str]:
         (source,), (target,) = op.inputs, op.outputs
         if self._is_here(source):
-            making = "".join(f", copies[{copy.number}]" for copy in self._under_way.making(source))
-            self._under_way.out(source, _Copy(number, target))
-            return [f"copies[{number}].send({variable(source)}{making})"]
+            making = [f"copies[{copy.number}]" for copy in self._transfers.making(source)]
+            self._transfers.out(source, _Copy(number, target))
+            return [f"copies[{number}].send({', '.join((variable(source), *making, *self._trips.making(source)))})"]
         if self._is_here(target):
-            self._under_way.back(target, _Copy(number, target))
+            self._transfers.back(target, _Copy(number, target))
             self.live[target] = None
             return [f"{variable(target)} = copies[{number}].take({self.graph.tensors[target].size_bytes}, _place)"]
         return []
 
     def _arrive(self, tensors: Iterable[int]) -> list[str]:
-        copies = self._under_way.before_reading(tensors)
+        copies = self._transfers.before_reading(tensors)
         return [f"{variable(c.target)} = copies[{c.number}].arrived({variable(c.target)})" for c in copies]
 
-    def _wait(self, copies: Iterable[_Copy]) -> list[str]:
-        return [f"copies[{copy.number}].wait()" for copy in copies]
+    def _finish(self, copies: Iterable[_Copy]) -> list[str]:
+        return [f"copies[{copy.number}].finish()" for copy in copies]
 
     def _is_here(self, t: int) -> bool:
-        return self.graph.tensors[t].pool == self._pool.name
+        return self.graph.tensors[t].pool in self._pools
 
 
 class _Pass:
@@ -158,7 +167,7 @@ class _Pass:
         self, graph: Graph, devices: Devices, steps: Sequence[Step], parts: Sequence[Callable[[list[Any], Any], None]]
     ) -> None:
         self._devices = devices
-        self._parts = dict(zip((pool.owner for pool in graph.pools[1:]), parts, strict=True))
+        self._parts = dict(zip((pool.owner for pool in devices.pools[1:]), parts, strict=True))
         self._channels: dict[str, list[int]] = {}
         copies = [graph.ops[step.op] for step in steps if isinstance(step, Compute) and is_copy(graph.ops[step.op])]
         for number, op in enumerate(copies):
@@ -169,10 +178,6 @@ class _Pass:
         """What `main` returns; `states` are what each other device holds between passes."""
         wanted: dict[str, Part] = {s: partial(part, state) for (s, part), state in zip(self._parts.items(), states, strict=True)}
         return self._devices.run(main, wanted, self._channels, self._count)
-
-
-def _stands_in(op: Op) -> bool:
-    return op.optional and not is_copy(op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,48 +201,39 @@ def _parts(writer: DeviceWriter, halves: Halves) -> _Parts:
     return _Parts((functions["forward"], functions["backward"]), source)
 
 
-def _moved_call(placement: Placement, program: Program, devices: Devices, op: int) -> Call:
+def _moved_call(graph: Graph, program: Program, devices: Devices, stand_in: Op, device: int) -> Call:
     """The call of an op that stands for one of the program, over the tensors of its device."""
-    stand_in = placement.whole.ops[op]
-    device = next(d for d, pool in enumerate(placement.pools) if pool.owner == stand_in.stream)
-    call = moved(program, stand_in.stands_for[0], placement.places[device], devices.places[0], devices.places[device])
+    call = moved(program, graph.ops[stand_in.stands_for[0]], stand_in, devices.places[0], devices.places[device])
     if call is None:
         raise GraphError(
-            f"op {stand_in.name!r} cannot be called elsewhere than on {devices.places[0]}: it names another device, or is no one "
-            "call of a kernel of eager PyTorch; trace the step with --other-devices, which finds out"
+            f"op {stand_in.name!r} cannot be called elsewhere than on {devices.places[0]}: it names another device, or what is "
+            "only there, or is no one call of a kernel of eager PyTorch; trace the step with --other-devices, which finds out"
         )
     return call
 
 
-def moved(program: Program, op: int, place: Sequence[int | None] | None, here: torch.device, there: torch.device) -> Call | None:
-    """The call of an op of `program` over the tensors that `place` says (None: the same), to be made `there`.
+def moved(program: Program, op: Op, stand_in: Op, here: torch.device, there: torch.device) -> Call | None:
+    """The call of `op`, of the program, to be made `there` over the tensors that `stand_in` has in place of its own.
 
     Where a call names a device, names of the program's namespace that are devices stand for the other one there. None where
-    that is not enough: where it names another device than the main one, `here`, or several operators that may; or where it
-    reads nothing and names no device, and `there` is of another type.
+    that is not enough: where it names another device than the main one, `here`, or several operators that may; where it is
+    called with what the op does not read, as batch norms with the statistics that they update; or where it reads nothing and
+    names no device, and `there` is of another type.
     """
-    call = program.calls[op]
+    call = program.calls[op.id]
     if not isinstance(call, Call) or call.composed is not None or call.random_state is not None:
         return None
     named = [value for name in _NAME.findall(call.expression) if isinstance(value := program.namespace.get(name), torch.device)]
     if any(device.type != here.type for device in named):
         return None
-    if not _VARIABLE.search(call.expression) and not named and there.type != "cpu":
+    given = {int(t) for t in _VARIABLE.findall(call.expression)}
+    if not given.issubset(op.inputs) or (not given and not named and there.type != "cpu"):
         return None
-
-    def elsewhere(match: re.Match[str]) -> str:
-        return variable(_there(place, int(match[1])))
-
-    outputs = tuple((_there(place, t), path) for t, path in call.outputs)
-    return replace(call, expression=_VARIABLE.sub(elsewhere, call.expression), outputs=outputs)
+    place = dict(zip((*op.inputs, *op.outputs), (*stand_in.inputs, *stand_in.outputs), strict=True))
+    expression = _VARIABLE.sub(lambda found: variable(place[int(found[1])]), call.expression)
+    return replace(call, expression=expression, outputs=tuple((place[t], path) for t, path in call.outputs), in_place=None)
 
 
 def namespace_on(program: Program, place: torch.device) -> dict[str, object]:
     """What stands on `place` for those names of `program` that are devices."""
     return {name: place for name, value in program.namespace.items() if isinstance(value, torch.device)}
-
-
-def _there(place: Sequence[int | None] | None, t: int) -> int:
-    found = t if place is None else place[t]
-    assert found is not None
-    return found

@@ -25,7 +25,7 @@ def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: 
 
 
 def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:
-    """Most bytes in each pool but the main device's during a step, by its name; none where there are no others.
+    """Most bytes in the memory of each device but the main one during a step, by its name; none where there are no others.
 
     Each pool has a run of its own: what its device allocates is seen in that device's thread, and by one profiler at a time.
 
@@ -37,7 +37,7 @@ def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingSt
     cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
     isolated, found = Isolated(executor, step, batch), {}
     with unchanged(step, batch, written=written_by(captured, step, batch)):
-        for pool, place in zip(executor.graph.pools[1:], executor.devices.places[1:], strict=True):
+        for pool, place in zip(executor.devices.pools[1:], executor.devices.places[1:], strict=True):
             measure = _cuda_peak if place.type == "cuda" else _cpu_peak
             found[pool.name] = measure(executor, pool.name, place, lambda: run_both(isolated, batch))
     return found

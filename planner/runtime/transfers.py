@@ -17,6 +17,7 @@ import torch
 
 from graphs.errors import CopyError
 from graphs.units import format_bytes
+from planner.runtime.host_memory import Copy
 from planner.runtime.host_tensor import storage_bytes
 
 
@@ -79,14 +80,14 @@ class Transfer:
         self._under = under
         self._sent, self._taken, self._done = threading.Event(), threading.Event(), threading.Event()
         self._layout: _Layout | None = None
-        self._made_by: Transfer | None = None
+        self._made_by: Copy | None = None
         self._events: list[torch.cuda.Event] = []
 
-    def send(self, tensor: torch.Tensor, made_by: "Transfer | None" = None) -> None:
+    def send(self, tensor: torch.Tensor, made_by: Copy | None = None) -> None:
         """Let `tensor` be copied.
 
         Args:
-            made_by: the copy that fills `tensor`, which is what that has taken, if it may be under way.
+            made_by: the copy that fills `tensor`, if it may be under way; that of a transfer is what it has taken.
         """
         self._source, self._made_by = tensor, made_by
         self._note(tensor)
@@ -101,12 +102,12 @@ class Transfer:
 
     def arrived(self, taken: torch.Tensor) -> torch.Tensor:
         """Wait for the copy; what has come, in the memory that was `taken` for it."""
-        self.wait()
+        self.finish()
         assert self._layout is not None
         made, at = torch.empty(0, dtype=self._layout.dtype, device=taken.device), self._layout
         return made.set_(taken.untyped_storage(), at.offset, at.shape, at.stride)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait for the copy.
 
         Raises:
@@ -123,15 +124,15 @@ class Transfer:
         """Make it, in the thread of `channel`.
 
         Raises:
-            CopyError: more has come than there was to come.
+            CopyError: more has come than there was to come, or what was to come from the host has not.
             StoppedError: the pass has failed.
         """
         self._under.wait(self._sent)
         if self._made_by is not None:
-            self._made_by.wait()
+            self._made_by.finish()
         self._under.wait(self._taken)
         source, target = self._source, self._target
-        at = _layout(source) if self._made_by is None else self._made_by._layout
+        at = self._made_by._layout if isinstance(self._made_by, Transfer) else _layout(source)
         assert at is not None
         self._layout, values = _fitting(source, at, len(target))
         channel.copy(values, target[: len(values)], self._events)

@@ -1,6 +1,5 @@
 """Options of one graph together: the same graph in whatever order they are named, and each can be left out again."""
 
-import random
 from dataclasses import replace
 from itertools import permutations
 
@@ -8,35 +7,21 @@ import pytest
 
 from graphs.errors import GraphError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
-from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
 from graphs.options.placement import is_placed, placed, placement_beside, placement_of, without_placement
 from graphs.options.selection import without_computed
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
-from graphs.synthetic.random_graphs import random_options, with_overwriting
-
-OPTIONS = ("placement", "offload")
-
-
-def found_in_a_step(seed: int, ops: int = 8) -> Graph:
-    """A graph with optional ops on the main device, ops that may write over inputs, and a limit of what is lossy."""
-    draw = random.Random(seed)
-    return replace(with_overwriting(random_options(seed, ops), draw), variance_limit=0.5)
-
-
-def around(graph: Graph, *names: str, host_bytes: int | None = 1000) -> Surroundings:
-    """Devices that any op of the program may run on."""
-    others = tuple(OtherDevice(name, tuple(op.time_s for op in graph.program), 2.0) for name in names or ("second",))
-    return Surroundings(Link.even(4.0), host_bytes, others)
+from graphs.simulate import simulate
+from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
+from tests.support.event_judge import judged, runs
 
 
 def test_any_order_of_names_gives_the_same_graph() -> None:
     for seed in range(10):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
-        first, *rest = (with_options(graph, names, known) for names in permutations(OPTIONS))
+        first, *rest = (with_options(graph, names, known) for names in permutations(BESIDE))
         assert all((first.ops, first.tensors, first.pools) == (other.ops, other.tensors, other.pools) for other in rest)
         assert (first.program, first.kept, first.variance_limit) == (graph.program, graph.kept, 0.5)
         # The program, what is computed otherwise, what other devices do, and last the round trips to the host.
@@ -53,7 +38,7 @@ def test_stand_ins_and_copies_are_of_the_program_alone() -> None:
     offered = 0
     for seed in range(20):
         graph = found_in_a_step(seed)
-        whole = with_options(graph, OPTIONS, around(graph))
+        whole = with_options(graph, BESIDE, around(graph))
         made = {t for op in graph.program for t in (*op.inputs, *op.outputs)}
         for op in whole.ops[len(graph.ops) :]:
             assert made.issuperset(t for t in (*op.inputs, *op.outputs) if whole.tensors[t].pool == DEVICE)
@@ -70,7 +55,7 @@ def test_each_is_left_out_again() -> None:
     for seed in range(20):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
-        whole, both = with_options(graph, OPTIONS, known), placed(graph, known)
+        whole, both = with_options(graph, BESIDE, known), placed(graph, known)
         rest, copies = without_copies(whole)
         assert rest == both and copies is not None
         assert copies.host_bytes is None or copies.host_bytes == 1000
@@ -91,7 +76,7 @@ def test_each_is_left_out_again() -> None:
 
 def test_what_is_refused() -> None:
     graph = found_in_a_step(3)
-    whole, both = with_options(graph, OPTIONS, around(graph)), placed(graph, around(graph))
+    whole, both = with_options(graph, BESIDE, around(graph)), placed(graph, around(graph))
     for twice in (lambda: placed(both, around(graph)), lambda: placed(offloaded(graph, around(graph)), around(graph))):
         with pytest.raises(GraphError, match="has other pools or streams already: add it once, and before them"):
             twice()
@@ -118,3 +103,18 @@ def test_what_is_refused() -> None:
         ops = (*both.ops[: stand_in.id], changed, *both.ops[stand_in.id + 1 :])
         with pytest.raises(GraphError, match=said):
             without_copies(replace(both, ops=ops))
+
+
+def test_both_judges_say_the_same_of_schedules_with_all_of_them() -> None:
+    streams, written_over = set[str](), 0
+    for seed in range(25):
+        graph = found_in_a_step(seed)
+        whole = with_options(graph, BESIDE, around(graph, "second", "third"))
+        schedule = any_schedule(whole, seed)
+        assert runs(whole, schedule.steps)
+        found, verdict = simulate(whole, schedule), judged(whole, schedule)
+        assert found.pool_peaks_bytes == tuple(verdict.peaks_bytes[pool.name] for pool in whole.pools)
+        assert found.clocks_s == tuple(verdict.done_s[stream] for stream in whole.streams)
+        streams.update(whole.ops[op].stream for op in schedule.computed)
+        written_over += simulate(whole.out_of_place(), schedule).peak_bytes > found.peak_bytes
+    assert streams == set(whole.streams) and written_over > 3

@@ -50,6 +50,19 @@ def test_a_step_is_measured_on_both(traced: Path) -> None:
     assert all(device.workspaces_bytes[op.id] == op.workspace_bytes for op in graph.ops if op.id not in stay)
 
 
+def test_a_step_is_measured_with_what_is_found_in_it() -> None:
+    """Times of other devices are of the program; what draws stays, and what updates statistics, which are here alone."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+    batch = torch.randn(12, 8), torch.randn(12, 4)
+    options = ["chunks", "pack", "kernels", "in-place", "compress"]
+    graph = planner.trace(model, nn.MSELoss(), batch, options=options, other_devices=[SECOND], passes=1)
+    (device,) = known_devices(graph.provenance)
+    assert len(device.times_s) == len(graph.program) < len(graph.ops)
+    stay = {op.target.split(".")[1] for op, time_s in zip(graph.program, device.times_s, strict=True) if time_s is None}
+    assert stay == {"_native_batch_norm_legit_functional", "copy_", "add", "get_state", "native_dropout"}
+    assert graph.writes_over_inputs and any(op.time_s for op in graph.ops if op.optional)
+
+
 def test_traced_solved_and_run(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.json"
     solved = ["solve", str(traced), "--budget", "100%", "--options", "placement", "--solver", "xengine-overlapped"]

@@ -2,20 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from random import Random
+
+import torch
 
 from graphs.capture.lower import Capture
 from graphs.ir import Graph
 from graphs.options import with_options
+from graphs.options.passes import in_passes
 from graphs.options.placement import Placement, placement_of
+from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.options.traced import with_graph
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.runtime.executor import Executor
+from planner.runtime.placed import moved
 from planner.tracing import capture_real, with_times
+from tests.support.all_choices import BESIDE, any_schedule
 from tests.support.steps import make
 
 SECOND = "cpu:1"
+TRACED = ("chunks", "pack", "kernels", "in-place", "compress")
 
 
 def profiled(name: str) -> Capture:
@@ -24,11 +33,45 @@ def profiled(name: str) -> Capture:
     return with_times(capture_real(*workload, optimizer="none", accumulate=False), *workload, passes=1)
 
 
+@cache
+def traced(name: str) -> Capture:
+    """The step `name` with all that is found in it, measured."""
+    workload = make(name)
+    captured = capture_real(*workload, optimizer="none", accumulate=False, options=TRACED)
+    return with_times(captured, *workload, passes=1)
+
+
+def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool = True, host_bytes: int | None = None) -> Capture:
+    """The step `name` with further pools of the CPU, round trips to the host, and what is found in it.
+
+    Args:
+        exact: none of that differs in a bit; else it may be compressed to 4 bits.
+    """
+    captured = traced(name)
+    around = replace(pools_of_the_cpu(captured, names), host_bytes=host_bytes)
+    options = (*(option for option in TRACED if option != "compress"), *BESIDE, *(() if exact else ("compress:4",)))
+    return with_graph(captured, with_options(captured.graph, options, around, exact_ops(captured.graph) if exact else None))
+
+
+def step_with_everything(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:
+    """As ``placed_step``, of a graph with all options."""
+    workload = make(name)
+    offered = with_everything(name)
+    schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+    return offered, schedule, Executor(offered, schedule, workload.model, workload.loss_fn)
+
+
 def on_pools(captured: Capture, names: Sequence[str] = (SECOND,)) -> Capture:
     """`captured` with further pools of the CPU, over a link that is faster than any."""
-    times = tuple(op.time_s for op in captured.graph.ops)
-    others = tuple(OtherDevice(name, times, 1e12) for name in names)
-    return replace(captured, graph=with_options(captured.graph, ["placement"], Surroundings(Link.even(1e12), others=others)))
+    return replace(captured, graph=with_options(captured.graph, ["placement"], pools_of_the_cpu(captured, names)))
+
+
+def pools_of_the_cpu(captured: Capture, names: Sequence[str]) -> Surroundings:
+    """Devices called `names`, and the host, over links that are faster than any."""
+    cpu = torch.device("cpu")
+    able = [moved(captured.program, op, op, cpu, cpu) is not None for op in captured.graph.program]
+    times = tuple(op.time_s if can else None for op, can in zip(captured.graph.program, able, strict=True))
+    return Surroundings(Link.even(1e12), others=tuple(OtherDevice(name, times, 1e12) for name in names))
 
 
 def placed_step(name: str, seed: int, names: Sequence[str] = (SECOND,)) -> tuple[Capture, Schedule, Executor]:
@@ -46,6 +89,23 @@ def placed_at_random(graph: Graph, seed: int) -> Schedule:
     found = Schedule(tuple(placing.steps()))
     simulate(graph, found)
     return found
+
+
+def state(step: Executor) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in step._step.state_dict().items()}
+
+
+def assert_undone_and_right_again(step: Executor, before: dict[str, torch.Tensor], generator: torch.Tensor) -> None:
+    after = state(step)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    workload = make("mutated")
+    torch.set_rng_state(generator)
+    parameters, planned = list(workload.model.parameters()), list(step._step.parameters())
+    eager = workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1])
+    wanted = torch.autograd.grad(eager, parameters)
+    torch.set_rng_state(generator)
+    loss = step(*workload.batch)
+    assert torch.equal(loss, eager) and all(map(torch.equal, wanted, torch.autograd.grad(loss, planned)))
 
 
 class _Placing:

@@ -20,7 +20,15 @@ from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from tests.support.adamw import assert_same, train
 from tests.support.executed import assert_alike_in_threads, late_copies
-from tests.support.placed_steps import SECOND, on_pools, placed_at_random, placed_step, profiled
+from tests.support.placed_steps import (
+    SECOND,
+    assert_undone_and_right_again,
+    on_pools,
+    placed_at_random,
+    placed_step,
+    profiled,
+    state,
+)
 from tests.support.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -120,23 +128,6 @@ def test_two_forwards_before_one_backward_and_several_threads() -> None:
     both = torch.autograd.grad(step(*batch) + 2 * step(*batch), parameters)
     assert all(torch.equal(3 * a, b) or torch.allclose(3 * a, b) for a, b in zip(expected, both, strict=True))
     assert_alike_in_threads(step, batch, rounds=5)
-
-
-def state(step: Executor) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in step._step.state_dict().items()}
-
-
-def assert_undone_and_right_again(step: Executor, before: dict[str, torch.Tensor], generator: torch.Tensor) -> None:
-    after = state(step)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    workload = make("mutated")
-    torch.set_rng_state(generator)
-    parameters, planned = list(workload.model.parameters()), list(step._step.parameters())
-    eager = workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1])
-    wanted = torch.autograd.grad(eager, parameters)
-    torch.set_rng_state(generator)
-    loss = step(*workload.batch)
-    assert torch.equal(loss, eager) and all(map(torch.equal, wanted, torch.autograd.grad(loss, planned)))
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])

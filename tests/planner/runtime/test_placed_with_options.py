@@ -1,0 +1,155 @@
+"""Steps on several pools of the CPU that also go to the host and back, pack, chunk and write over inputs, all in one schedule."""
+
+import gc
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphs.capture.lower import Capture
+from graphs.capture.step import TrainingStep
+from graphs.cost.replay import written_by
+from graphs.errors import CopyError
+from graphs.options.passes import in_passes
+from graphs.options.selection import gradient_error, option_of
+from graphs.pools import COMPUTE
+from graphs.simulate import simulate
+from graphs.zoo import Workload
+from planner.runtime.executor import Executor
+from planner.runtime.measure import outcome
+from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from tests.support.adamw import assert_same, train
+from tests.support.all_choices import any_schedule
+from tests.support.executed import assert_alike_in_threads, late_copies
+from tests.support.placed_steps import (
+    SECOND,
+    assert_undone_and_right_again,
+    state,
+    step_with_everything,
+    traced,
+    with_everything,
+)
+from tests.support.steps import make
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+# What each can do besides: a head in chunks, masks in bits, a stand-in by another kernel, ops in place.
+STEPS = ("gpt2_written", "mutated", "tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "vit", "unet")))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The main device has as many threads as the others: then its kernels are the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_within_its_bytes(executor: Executor, workload: Workload, captured: Capture) -> None:
+    """Each memory holds at most what was predicted, and the host's pool nothing when the step is done."""
+    step = TrainingStep(workload.model, workload.loss_fn)
+    predicted = simulate(executor.graph, executor.schedule)
+    tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
+    gc.collect()
+    measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+    # The gradient of the loss is counted throughout, and comes with the backward pass.
+    assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
+    others = other_peaks_measured(captured, executor, step, workload.batch)
+    assert executor.channels is not None
+    memory = executor.channels.memory
+    assert (*others.values(), memory.peak_bytes) == predicted.pool_peaks_bytes[1:]
+    assert memory.used_bytes == 0
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> None:
+    workload = make(name)
+    eager = train(workload, None)
+    ways: set[str] = set()
+    for seed, names in enumerate(((SECOND,), (SECOND, "cpu"), (SECOND,))):
+        offered = with_everything(name, names)
+        schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+        assert_same(eager, train(workload, (offered, schedule)))
+        executor = Executor(offered, schedule, workload.model, workload.loss_fn)
+        assert_within_its_bytes(executor, workload, traced(name))
+        ops = [offered.graph.ops[op] for op in schedule.computed]
+        ways |= {option_of(op) if op.stream == COMPUTE else op.stream for op in ops if op.optional}
+        ways |= {"in place"} if re.search(r"out=t|\w_\(t", executor.code.source) else set()
+    assert {f"{COMPUTE}@{SECOND}", f"device_to_{SECOND}", f"{SECOND}_to_device", "device_to_host", "host_to_device"} <= ways
+    wanted = {"gpt2_written": {"chunks", "pack", "kernels", "in place"}, "mutated": {"pack"}, "tied": {"kernels", "in place"}}
+    assert wanted.get(name, set()) <= ways
+
+
+def test_what_is_lossy_or_rounds_is_so_wherever_the_rest_runs() -> None:
+    workload, captured = make("gpt2_written"), traced("gpt2_written")
+    offered = with_everything("gpt2_written", exact=False)
+    eager = TrainingStep(workload.model, workload.loss_fn)
+    written = written_by(captured, eager, workload.batch)
+    reference = outcome(eager, workload.model, workload.batch, seed=0, written=written)
+    for seed in range(2):
+        schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+        executor = Executor(offered, schedule, workload.model, workload.loss_fn)
+        assert_within_its_bytes(executor, workload, captured)
+        found = outcome(executor, workload.model, workload.batch, seed=0, written=written)
+        predicted = gradient_error(offered.graph, schedule.computed)
+        assert predicted is not None and predicted > 0 and reference.gradient_error(found) < 3 * predicted
+        loss, wanted = found.values["loss"], reference.values["loss"]
+        assert loss is not None and wanted is not None and torch.allclose(loss, wanted)
+
+
+def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = late_copies(monkeypatch)
+    workload = make("mutated")
+    eager = train(workload, None)
+    sent_on = waited = 0
+    for seed in range(4):
+        offered, schedule, executor = step_with_everything("mutated", seed)
+        assert_same(eager, train(workload, (offered, schedule)))
+        source = executor.code.source
+        # What comes from the host goes on to the other device at once, what comes from there to the host once it is here.
+        sent_on += len(re.findall(r"\.send\(t\d+, c\d+\)", source))
+        waited += len(re.findall(r"(t\d+) = copies\[\d+\]\.arrived\(\1\)\n +t\d+, c\d+ = channels\.out\(\1\)", source))
+    ends = ("device", SECOND), (SECOND, "device"), ("device", "host"), ("host", "device")
+    assert makers == {f"planner: {source} to {target}" for source, target in ends}
+    assert sent_on and waited
+
+
+def test_the_host_holds_no_more_than_it_may() -> None:
+    offered, schedule, _ = step_with_everything("tied", 1)
+    most = simulate(offered.graph, schedule).pool_peaks_bytes[-1]
+    workload = make("tied")
+    limited = with_everything("tied", host_bytes=most)
+    executor = Executor(limited, schedule, workload.model, workload.loss_fn)
+    for _ in range(3):
+        executor(*workload.batch).backward()
+        assert executor.channels is not None
+        assert executor.channels.memory.peak_bytes == most >= executor.channels.memory.allocated_bytes
+
+
+def test_several_threads_may_step_one_plan() -> None:
+    _, _, step = step_with_everything("tied", 3)
+    assert_alike_in_threads(step, make("tied").batch, rounds=5)
+    assert step.channels is not None and step.channels.memory.used_bytes == 0
+
+
+@pytest.mark.parametrize("thread", ["device to host", "host to device"])
+def test_a_copy_to_the_host_or_back_that_fails(thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = step_with_everything("mutated", 0)
+    batch = make("mutated").batch
+    before, generator = state(step), torch.get_rng_state()
+
+    def fails(target: Any, source: Any) -> None:
+        if threading.current_thread().name == f"planner: {thread}":
+            raise OSError("the link is down")
+        target[:] = source
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", fails)
+        with pytest.raises(CopyError, match=rf"a copy from {thread} failed: OSError: the link is down"):
+            step(*batch).backward()
+    assert_undone_and_right_again(step, before, generator)

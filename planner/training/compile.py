@@ -166,7 +166,8 @@ def compile(  # noqa: A001
     def make(batch: Batch, budget: str | int) -> PlannedStep:
         if dynamic:
             return DynamicStep(compiler, batch, budget, other_sizes, max_plans=max_plans)
-        made_with = {**solved.keywords, **asked, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
+        placed = {"other_devices": list(other_devices)} if places else {}
+        made_with = {**solved.keywords, **asked, **placed, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
         return _planned(compiler, batch, budget, cache, made_with)
 
     if replan:

@@ -13,7 +13,7 @@ from graphs.errors import GraphError, MismatchError, PlannerError
 from graphs.ir import Graph
 from graphs.options import OPTIONS, check_complete, parsed, with_options
 from graphs.options.selection import exact_ops
-from graphs.options.surroundings import Link, Surroundings
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
 
 # What PCIe 4, or 5 beside a training step that uses memory itself, carries in each direction.
@@ -95,8 +95,7 @@ class Choices:
         """
         around = None
         if self.host_bytes is not None or self.places:
-            others = known_devices(graph.provenance) if self.places else ()
-            around = Surroundings(self.link(graph.provenance).link, self.host_bytes, others)
+            around = Surroundings(self.link(graph.provenance).link, self.host_bytes, self._devices(graph.provenance))
         return with_options(graph, self.options, around, exact_ops(graph) if self.exact else None)
 
     def recorded(self, graph: Graph) -> dict[str, object]:
@@ -105,10 +104,15 @@ class Choices:
         if self.exact:
             said["exact"] = exact_ops(graph)
         if self.places:
-            return {**said, DEVICES_KEY: recorded_devices(known_devices(graph.provenance))}
+            said[DEVICES_KEY] = recorded_devices(self._devices(graph.provenance))
         if self.host_bytes is None:
             return said
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
+
+    def _devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
+        """That ops may run on, of those that a graph of this provenance was traced with."""
+        known = known_devices(provenance) if self.places else ()
+        return tuple(device.exactly for device in known) if self.exact else known
 
     def link(self, provenance: Mapping[str, object]) -> KnownLink:
         """The link to plan with, for a graph of this provenance.
@@ -207,14 +211,13 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
     names, only = recorded_options(settings), _recorded_exact(settings)
-    known = recorded_link(settings)
+    known, others = recorded_link(settings), known_devices(settings)
     if known is None:
-        others = known_devices(settings)
         return with_options(graph, names, Surroundings(Link.even(1.0), others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
         raise _edited(f"the options {names!r} with {host_bytes!r} bytes on the host")
-    return with_options(graph, names, Surroundings(known.link, host_bytes), only)
+    return with_options(graph, names, Surroundings(known.link, host_bytes, others), only)
 
 
 def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What options of a graph need to know of the machine around the device."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from graphs.errors import GraphError
@@ -89,6 +89,14 @@ class OtherDevice:
             raise GraphError(
                 f"device {self.name!r} has {len(self.times_s)} times and {len(self.workspaces_bytes)} workspaces: give one each"
             )
+
+    @property
+    def exactly(self) -> Self:
+        """This device with those of its ops alone that make the program's bits there."""
+        if not self.differs:
+            return self
+        times_s = tuple(time_s if op in self.exact else None for op, time_s in enumerate(self.times_s))
+        return replace(self, times_s=times_s, differs="")
 
     def __str__(self) -> str:
         times = [time_s for time_s in self.times_s if time_s is not None]

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from graphs.cost.link import MEASURED_LINK, measured_link
 from graphs.cost.others import DEVICES_KEY, known_devices
+from graphs.options import parsed
 from graphs.options.selection import LEFT_OUT
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.choices import recorded_link
+from planner.choices import recorded_link, recorded_options
 from planner.visible import visible
 
 if TYPE_CHECKING:
@@ -73,10 +74,9 @@ def plan_text(plan: Plan) -> str:
 def _copied(plan: Plan) -> str:
     if not plan.copied:
         return ""
-    if not plan.pool_peaks_bytes.keys() <= {HOST}:
-        return f", {plan.copied:,} copies and ops on other devices"
-    only_copies = plan.settings.get("options", ["offload"]) == ["offload"]
-    return f", {plan.copied:,} {'copies' if only_copies else 'optional ops'}"
+    if not {parsed(name)[0] for name in recorded_options(plan.settings)} <= {"offload", "placement"}:
+        return f", {plan.copied:,} optional ops"
+    return f", {plan.copied:,} copies{'' if plan.pool_peaks_bytes.keys() <= {HOST} else ' and ops on other devices'}"
 
 
 def _tolerated(plan: Plan) -> str:

@@ -19,9 +19,10 @@ from graphs.options import with_options
 from graphs.options.placement import fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.small import diamond
-from planner.choices import with_recorded
+from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
 from planner.solving import solve
+from tests.support.all_choices import found_in_a_step
 
 MODEL = "zoo:mlp,layers=1,width=24,batch=16,classes=5"
 SECOND = "cpu:1"
@@ -80,21 +81,26 @@ def test_traced_solved_and_run(traced: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compiled() -> None:
+def test_compiled(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     batch = torch.randn(12, 8), torch.randn(12, 4)
-    step = planner.compile(
-        model,
-        nn.MSELoss(),
-        batch,
-        budget="100%",
-        solver="xengine",
-        options=["placement"],
-        other_devices=[SECOND],
-        passes=1,
-        compare_eager=False,
+    step, other = (
+        planner.compile(
+            model,
+            nn.MSELoss(),
+            batch,
+            budget="100%",
+            solver="xengine",
+            options=["placement"],
+            other_devices=[device],
+            passes=1,
+            compare_eager=False,
+            cache=tmp_path,
+        )
+        for device in (SECOND, "cpu:2")
     )
+    assert list(other.plan.pool_peaks_bytes) == ["cpu:2"]  # that of the first is kept, and is for other devices
     assert step.plan.settings["options"] == ["placement"] and SECOND in step.plan.pool_peaks_bytes
     loss = step(*batch)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -150,6 +156,28 @@ def test_what_a_file_may_not_say() -> None:
         with_recorded(diamond(), edited([1.0]))
     with pytest.raises(TraceError, match="ops cannot be measured on 'cuda' with the roofline 'cpu', for nothing is run"):
         planner.trace(nn.Linear(2, 2), None, (torch.ones(2),), roofline="cpu", other_devices=["cuda"])
+
+
+def test_plans_have_what_their_graph_is_made_of_again() -> None:
+    """Devices, the link and the host's memory, whatever else was found in the step."""
+    ops = len(found_in_a_step(5).program)
+    rounds = OtherDevice("cpu", (1.0,) * ops, 1.0, differs="rounding", exact=(0, 2))
+    provenance = {DEVICES_KEY: recorded_devices([OtherDevice("b", (2.0,) * ops, 1.0, 99), rounds])}
+    graph = replace(found_in_a_step(5), provenance=provenance)
+    assert {op.differs for op in with_options(graph, ["placement"], Surroundings(Link.even(1.0), others=(rounds,))).ops} == {
+        "",
+        "rounding",
+    }
+    for options, exact in ((["placement"], False), (["offload", "placement"], False), (["placement", "offload"], True)):
+        copies = "offload" in options
+        choices = choices_of(options, "3GB/s" if copies else None, 1000 if copies else None, exact=exact)
+        assert choices is not None
+        offered = choices.offered(graph)
+        assert with_recorded(graph, choices.recorded(graph)) == offered
+        assert (len(offered.pools), "host_budget_bytes" in choices.recorded(graph)) == (3 + copies, copies)
+        stand_ins = [op for op in offered.ops if op.stream == "compute@cpu"]
+        assert all(op.exact for op in stand_ins) is exact
+        assert not exact or {op.stands_for for op in stand_ins} <= {(0,), (2,)}
 
 
 CHANGES: dict[str, tuple[OtherDevice, Callable[[Op, Graph], Any], object]] = {

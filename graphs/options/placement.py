@@ -78,28 +78,17 @@ class _Writer:
         self.pools = list(graph.pools)
         self.places = [list(range(len(graph.tensors)))]
         self.others: list[OtherDevice] = []
-        self.fixed = fixed(graph)
         self.taken = {DEVICE, COMPUTE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE}  # names of pools and streams
 
     def add_device(self, device: OtherDevice) -> None:
         """Pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
-        program = self.source.program
-        if len(device.times_s) != len(program):
-            raise GraphError(
-                f"device {device.name!r} has {len(device.times_s)} times for a program of {len(program)} ops: give one for each, "
-                "None where an op cannot run there"
-            )
+        moved = movable(self.source, device)
         stream = f"{COMPUTE}@{device.name}"
         ends = [ends for pool in self.pools for ends in ((pool.name, device.name), (device.name, pool.name))]
         new = [device.name, stream, *(_channel(*pools) for pools in ends)]
         if taken := [name for name in new if name in self.taken]:
             raise GraphError(f"device {device.name!r} would have a memory or stream {taken[0]!r}, and there is one: rename it")
         self.taken.update(new)
-        moved = [
-            (op, time_s)
-            for op, time_s in zip(program, device.times_s, strict=True)
-            if time_s is not None and op.id not in self.fixed
-        ]
         if not moved:
             raise GraphError(f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device")
         self.pools.append(Pool(device.name, stream, device.capacity_bytes))
@@ -175,6 +164,21 @@ def fixed(graph: Graph) -> frozenset[int]:
     stay = {t for op in graph.ops for t in op.mutates}
     stay |= {t.id for t in graph.tensors if t.held_for is not None or t.kind is Kind.RANDOM_STATE}
     return frozenset(op.id for op in graph.program if op.random or op.mutates or not stay.isdisjoint((*op.inputs, *op.outputs)))
+
+
+def movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
+    """The ops of the program that may run on `device`, each with its seconds there.
+
+    Raises:
+        GraphError: the device has not a time, or None, for each op.
+    """
+    if len(device.times_s) != len(graph.program):
+        raise GraphError(
+            f"device {device.name!r} has {len(device.times_s)} times for a program of {len(graph.program)} ops: give one for "
+            "each, None where an op cannot run there"
+        )
+    stay, times = fixed(graph), zip(graph.program, device.times_s, strict=True)
+    return [(op, time_s) for op, time_s in times if time_s is not None and op.id not in stay]
 
 
 def is_copy(op: Op) -> bool:

@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="of the optional ops of a graph, count only those that differ from the program in not a bit",
+        help="of the optional ops of a graph, and its ops on other devices, count only those that differ in not a bit",
     )
     parser.add_argument("file", metavar="FILE", help="what planner trace or planner solve wrote")
 
@@ -25,7 +25,6 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what the file holds. Returns the exit code."""
     from graphs.io.formats import read_graph_or_plan
-    from graphs.options.selection import exact_ops, holding_ops
     from graphs.plan import Plan
     from planner.report.describe import plan_data, plan_info_text
     from planner.report.graph_facts import graph_data, graph_facts, graph_text
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print_text(plan_info_text(content))
     else:
-        facts = graph_facts(holding_ops(content, exact_ops(content)) if arguments.exact else content)
+        facts = graph_facts(content, exact=arguments.exact)
         if arguments.json:
             print_json(graph_data(facts))
         else:

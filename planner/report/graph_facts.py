@@ -4,15 +4,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from graphs.cost.others import known_devices
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
 from graphs.options.offload import offloaded, without_copies
-from graphs.options.selection import IN_PLACE, holding, traced_with
+from graphs.options.selection import IN_PLACE, exact_ops, holding, holding_ops, traced_with
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from planner.report.describe import aligned, provenance_lines, summary_data, table
+from planner.report.device_facts import DeviceFacts, device_facts, device_line
 from planner.solving import summarize
 from planner.visible import visible
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
@@ -78,7 +80,7 @@ class GraphFacts:
     everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
     A schedule is known for `least_budget_found_bytes`. With round trips to the host these are `least_budget_offload_bytes`
     and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there. `traced` has each of the
-    options that the graph was traced with, alone.
+    options that the graph was traced with, alone; `placement` the other devices, by name.
     """
 
     summary: GraphSummary
@@ -92,6 +94,7 @@ class GraphFacts:
     least_budget_offload_found_bytes: int
     least_budget_offload_host_bytes: int
     traced: Mapping[str, OptionFacts]
+    placement: Mapping[str, DeviceFacts]
     least_budget_any_order_bytes: int
     least_budget_op: str
     least_budget_reason: str
@@ -99,9 +102,19 @@ class GraphFacts:
     largest_tensors: tuple[TensorFacts, ...]
 
 
-def graph_facts(graph: Graph) -> GraphFacts:
-    """The facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain."""
+def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
+    """The facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain.
+
+    Args:
+        exact: count only what differs from the program in not a bit.
+
+    Raises:
+        MismatchError: its provenance has other devices that cannot be.
+        GraphError: these are not those of its ops.
+    """
+    graph = holding_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
+    devices = [device.exactly if exact else device for device in known_devices(graph.provenance)]
     traced = {name: _option_facts(holding(without_copies(graph)[0], (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
@@ -123,6 +136,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
         traced=traced,
+        placement={device.name: device_facts(graph, device) for device in devices},
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
@@ -156,6 +170,7 @@ def graph_text(facts: GraphFacts) -> str:
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
         ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {host or 'nothing on the host'}"),
         *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
+        *(("with placement", device_line(name, device, summary.ops)) for name, device in facts.placement.items()),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [

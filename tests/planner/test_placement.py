@@ -77,7 +77,19 @@ def test_traced_solved_and_run(traced: Path, tmp_path: Path, capsys: pytest.Capt
     data = json.loads(said)
     assert data["measured_pools_bytes"] == data["predicted_pools_bytes"] == {SECOND: found.pool_peaks_bytes[SECOND]}
     assert main(["info", str(traced)]) == 0
-    assert f"devices          {SECOND}: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    graph, stay = read_graph(traced), fixed(read_graph(traced))
+    ops = len(graph.program)
+    assert f"devices          {SECOND}: " in said
+    assert f"with placement   {ops - len(stay)} of {ops} ops may run on {SECOND}, all exact: " in said
+    rounds = replace(known_devices(graph.provenance)[0], differs="rounding", exact=(0,), capacity_bytes=10**9)
+    write_graph(
+        replace(graph, provenance={**graph.provenance, DEVICES_KEY: recorded_devices([rounds])}), tmp_path / "rounds.json"
+    )
+    for more, offered, inexact in (([], ops - len(stay), ops - len(stay) - 1), (["--exact"], 1, 0)):
+        assert main(["info", str(tmp_path / "rounds.json"), "--json", *more]) == 0
+        device = json.loads(capsys.readouterr().out)["placement"][SECOND]
+        assert (device["ops"], device["inexact_ops"], device["capacity_bytes"]) == (offered, inexact, 10**9)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from graphs.errors import CopyError
 from graphs.options.passes import in_passes
 from graphs.options.selection import gradient_error, option_of
 from graphs.pools import COMPUTE
+from graphs.schedule import Compute
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.runtime.executor import Executor
@@ -153,3 +155,19 @@ def test_a_copy_to_the_host_or_back_that_fails(thread: str, monkeypatch: pytest.
         with pytest.raises(CopyError, match=rf"a copy from {thread} failed: OSError: the link is down"):
             step(*batch).backward()
     assert_undone_and_right_again(step, before, generator)
+
+
+def test_results_of_the_forward_pass_come_with_it_whatever_goes_to_the_host() -> None:
+    graph = with_everything("tied").graph
+    moved = 0
+    for seed in range(6):
+        schedule = any_schedule(graph, seed)
+        again = in_passes(graph, schedule)
+        assert in_passes(graph, again) == again
+        simulate(graph, again)
+        before, after = Counter(schedule.steps), Counter(again.steps)
+        moved += again != schedule and before == after
+        # What is computed here again in the backward pass is copied besides, for the caller gets it before.
+        assert not before - after
+        assert all(isinstance(step, Compute) and graph.kept.issuperset(graph.ops[step.op].outputs) for step in after - before)
+    assert moved

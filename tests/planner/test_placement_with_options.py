@@ -1,0 +1,115 @@
+"""Plans with other devices and all other exact options: recorded, read again, run, and trained with."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graphs.io.formats import read_plan, write_plan
+from graphs.ir import Graph
+from graphs.options.passes import in_passes
+from graphs.plan import Plan
+from graphs.pools import HOST
+from graphs.simulate import simulate
+from planner.choices import choices_of
+from planner.plan_check import check_plan
+from planner.report.describe import plan_text
+from planner.report.page import page
+from planner.report.timeline import Timeline
+from planner.running import run
+from planner.solving import other_peaks, summarize
+from planner.training import compile as compiling
+from tests.support.all_choices import any_schedule
+
+SECOND = "cpu:1"
+FOUND = ["pack", "kernels", "in-place"]
+BUDGET = 10**6
+OPTIONS = ["placement", *FOUND, "offload"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:what is planned takes:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """The main device has as many threads as the other one: then its kernels are the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small() -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    return model, nn.MSELoss(), (torch.randn(24, 8), torch.randn(24, 4))
+
+
+def random_plan(
+    graph: Graph, budget: int, *, seed: int, options: Sequence[str] = OPTIONS, host_budget: Any = 10**9, **_: Any
+) -> Plan:
+    """What a solve could have found."""
+    choices = choices_of(options, "1GB/s", host_budget, exact=True)
+    assert choices is not None
+    offered = choices.offered(graph)
+    schedule = in_passes(offered, any_schedule(offered, seed))
+    found = simulate(offered, schedule)
+    return Plan(
+        graph=summarize(offered),
+        schedule=schedule,
+        budget_bytes=budget,
+        peak_bytes=found.peak_bytes,
+        time_s=found.time_s,
+        bound_s=None,
+        status="feasible",
+        solver="chance",
+        seconds=0.0,
+        settings=choices.recorded(offered),
+        pool_peaks_bytes=other_peaks(offered, found),
+    )
+
+
+def no_solve(*_: Any, **__: Any) -> Plan:
+    raise AssertionError("there is a plan already")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plan_is_run(seed: int, tmp_path: Path) -> None:
+    model, loss_fn, batch = small()
+    graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
+    write_plan(random_plan(graph, BUDGET, seed=seed), tmp_path / "plan.json")
+    plan = read_plan(tmp_path / "plan.json")
+    offered = choices_of(OPTIONS, "1GB/s", 10**9, exact=True).offered(graph)  # type: ignore[union-attr]
+    check_plan(offered, plan)
+    assert list(plan.pool_peaks_bytes) == [SECOND, HOST]
+    text = plan_text(plan)
+    assert f"{SECOND} memory" in text and f"{HOST} memory" in text and f"{plan.copied} optional ops" in text
+    assert "compute@cpu:1" in page(Timeline(offered, plan))
+    report = run(plan, model, loss_fn, batch, repeats=1)
+    assert report.identical and not report.eager_differences
+    assert report.measured_pools_bytes == report.predicted_pools_bytes == {SECOND: plan.pool_peaks_bytes[SECOND]}
+    assert report.measured_host_bytes == report.predicted_host_bytes == plan.pool_peaks_bytes[HOST]
+    assert report.measured_peak_bytes <= plan.peak_bytes
+
+
+def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, loss_fn, batch = small()
+    monkeypatch.setattr(compiling, "solve", lambda *given, **named: random_plan(*given, **named, seed=3))
+    compiled = partial(planner.compile, budget=BUDGET, options=OPTIONS, host_budget="1GB", exact=True, passes=1)
+    kept = tmp_path / "plans"
+    first = compiled(model, loss_fn, batch, other_devices=[SECOND], compare_eager=False, cache=kept)
+    monkeypatch.setattr(compiling, "solve", no_solve)  # the plan is read again
+    step = compiled(model, loss_fn, batch, other_devices=[SECOND], compare_eager=False, cache=kept)
+    assert step.plan.schedule == first.plan.schedule and list(step.plan.pool_peaks_bytes) == [SECOND, HOST]
+    for planned in (first, step):
+        torch.manual_seed(1)
+        loss = planned(*batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        torch.manual_seed(1)
+        eager = loss_fn(model(batch[0]), batch[1])
+        assert torch.equal(loss, eager)
+        assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))

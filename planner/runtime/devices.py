@@ -86,10 +86,12 @@ class Devices:
             under.fail(error)
             for job in jobs:
                 job.settle()
-            if not isinstance(error, StoppedError) or under.error is None:
+            first = under.error if isinstance(error, StoppedError) else None
+            under.error = None  # its frames would hold it, and with it all that the step has made
+            if first is None:
                 raise
             # A new one, which does not hold the frames of who met it.
-            raise type(under.error)(str(under.error)) from under.error.__cause__
+            raise type(first)(str(first)) from first.__cause__
         return result
 
     @contextmanager

@@ -122,15 +122,26 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_host_holds_no_more_than_it_may() -> None:
-    offered, schedule, _ = step_with_everything("tied", 1)
+    offered, schedule, _ = step_with_everything("mutated", 0)
     most = simulate(offered.graph, schedule).pool_peaks_bytes[-1]
-    workload = make("tied")
-    limited = with_everything("tied", host_bytes=most)
+    workload = make("mutated")
+    limited = with_everything("mutated", host_bytes=most)
     executor = Executor(limited, schedule, workload.model, workload.loss_fn)
+    assert executor.channels is not None
+    memory = executor.channels.memory
     for _ in range(3):
         executor(*workload.batch).backward()
-        assert executor.channels is not None
-        assert executor.channels.memory.peak_bytes == most >= executor.channels.memory.allocated_bytes
+        assert memory.peak_bytes == most >= memory.allocated_bytes
+    loss = executor(*workload.batch)
+    assert memory.used_bytes
+    before = state(executor)
+    with pytest.raises(CopyError, match=r"of the host's memory in use, and the step may .* call backward\(\) before the next"):
+        executor(*workload.batch)
+    assert all(torch.equal(value, before[name]) for name, value in state(executor).items())
+    del loss
+    assert memory.used_bytes == 0  # nothing of what failed is held
+    executor(*workload.batch).backward()
+    assert memory.peak_bytes == most
 
 
 def test_several_threads_may_step_one_plan() -> None:

@@ -87,7 +87,7 @@ class Devices:
             for job in jobs:
                 job.settle()
             first = under.error if isinstance(error, StoppedError) else None
-            under.error = None  # its frames would hold it, and with it all that the step has made
+            under.error, under.copies = None, ()  # its frames would hold it, and with it all that the step has made
             if first is None:
                 raise
             # A new one, which does not hold the frames of who met it.

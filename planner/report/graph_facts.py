@@ -8,6 +8,7 @@ from graphs.cost.others import known_devices
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
 from graphs.options.offload import offloaded, without_copies
+from graphs.options.placement import without_placement
 from graphs.options.selection import IN_PLACE, exact_ops, holding, holding_ops, traced_with
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
@@ -115,7 +116,8 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     graph = holding_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in known_devices(graph.provenance)]
-    traced = {name: _option_facts(holding(without_copies(graph)[0], (name,))) for name in traced_with(graph)}
+    here = without_placement(without_copies(graph)[0])
+    traced = {name: _option_facts(holding(here, (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)

@@ -19,6 +19,7 @@ from graphs.simulate import simulate
 from planner.choices import choices_of
 from planner.plan_check import check_plan
 from planner.report.describe import plan_text
+from planner.report.graph_facts import graph_facts
 from planner.report.page import page
 from planner.report.timeline import Timeline
 from planner.running import run
@@ -113,3 +114,12 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         eager = loss_fn(model(batch[0]), batch[1])
         assert torch.equal(loss, eager)
         assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))
+
+
+def test_what_a_graph_with_all_of_them_offers_is_what_it_was_traced_with() -> None:
+    model, loss_fn, batch = small()
+    graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
+    offered = choices_of(OPTIONS, "1GB/s", 10**9).offered(graph)  # type: ignore[union-attr]
+    facts, alone = graph_facts(offered), graph_facts(graph)
+    assert facts.traced == alone.traced and facts.placement == alone.placement
+    assert facts.least_budget_bytes == alone.least_budget_bytes

@@ -123,11 +123,10 @@ def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
         PlannerError: `solver` takes no graph that has some.
     """
     entry = SOLVERS[solver]
-    if choices.places != entry.places:
-        others = "'xengine-overlapped'" if choices.places else "'windows'"
+    if choices.places != entry.places and (choices.places or entry.only_places):
         does = "places no ops on other devices" if choices.places else "does nothing but place ops on other devices"
-        raise PlannerError(f"the solver {solver!r} {does}: take the solver {others}, or other options than {choices.named}")
-    if not choices.places and not entry.copies and not (entry.choices and choices.host_bytes is None):
+        raise PlannerError(f"the solver {solver!r} {does}: take the solver 'windows', or other options than {choices.named}")
+    if not entry.only_places and not entry.copies and not (entry.choices and choices.host_bytes is None):
         does = "copies nothing" if entry.choices else "recomputes only"
         raise PlannerError(f"the solver {solver!r} {does}: leave the options out, or take the solver 'windows'")
     return choices.offered(graph)

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from graphs.ir import Graph, Op
 from graphs.options.offload import Copies
+from graphs.pools import COMPUTE, DEVICE
 from graphs.units import format_bytes
 
 
@@ -56,7 +57,7 @@ def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudge
     may be higher.
 
     Args:
-        graph: one with one pool and one stream.
+        graph: one without round trips to the host.
         copies: round trips to the host. What makes one may be there until it is read, though nothing makes it again; of
             these tensors together no more than the host holds.
     """
@@ -78,7 +79,7 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
     Of ops that may be executed in one place the least need counts, and none where the place may be left out.
     `copies` as in ``least_budget_bound``.
     """
-    sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
+    sizes = _sizes(graph)
     held, stays, away = _held_bytes(graph, sizes, budget_bytes, copies)
     instead: dict[int, list[Op]] = {}
     left_out: set[int] = set()
@@ -106,6 +107,11 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
     return best
 
 
+def _sizes(graph: Graph) -> list[int]:
+    """Of what is made on the device."""
+    return [0 if t.static or t.pool != DEVICE else t.size_bytes for t in graph.tensors]
+
+
 _Stays = dict[int, tuple[int, int]]  # for tensors, from which op to before which they must be somewhere
 
 
@@ -113,8 +119,9 @@ def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays:
     """Of `op` with what must be in memory beside it. An output takes the place of an input that need not stay, where it may."""
     over = {o for o, t in op.overwrites if t not in stays or not stays[t][0] <= op.id < stays[t][1]}
     inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs if t not in over)
-    total = graph.static_bytes + inputs + outputs + op.workspace_bytes + held_bytes
-    return Need(op.id, total, graph.static_bytes, inputs, outputs, op.workspace_bytes, held_bytes)
+    workspace = op.workspace_bytes if op.stream == COMPUTE else 0
+    total = graph.static_bytes + inputs + outputs + workspace + held_bytes
+    return Need(op.id, total, graph.static_bytes, inputs, outputs, workspace, held_bytes)
 
 
 def _held_bytes(
@@ -171,7 +178,7 @@ def any_order_need(graph: Graph) -> Need:
     workspace, and the kept tensors that were made by what it depends on, directly or by way of others.
     ``need_at`` counts, for one order, all that comes before v there: its bound is no lower, but of that order.
     """
-    sizes = [0 if t.static else t.size_bytes for t in graph.tensors]
+    sizes = _sizes(graph)
     kept = [t for t in graph.tensors if t.id in graph.kept and t.size_bytes]
     depends: list[int] = []  # for each op a bit for each op that it depends on
     best: Need | None = None

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import without_copies
+from graphs.options.placement import without_placement
 from graphs.options.selection import PartOf, without_computed
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, left
+from solvers.ending import ended
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.policies.store_all import store_all
 from solvers.problem import problem_of
@@ -65,6 +67,8 @@ def least_budget(
         should_stop: polled; once True, the bracket so far is the answer.
     """
     clock = clock or WallClock(30.0)
+    whole = ended(graph)
+    graph = whole.graph
     should_stop = should_stop or (lambda: False)
     proved = least_budget_bound(*without_copies(graph)).budget_bytes
     best = least_known(graph, clock.part(_SLICE * clock.limit), should_stop=should_stop, proved_bytes=proved)
@@ -81,7 +85,7 @@ def least_budget(
             refused = budget + 1
         if search.infeasible:
             proved = refused
-    return LeastBudgetBracket(proved, found, best)
+    return LeastBudgetBracket(proved, found, whole.schedule_of_source(best))
 
 
 def least_known(
@@ -98,7 +102,7 @@ def least_known(
     program = without_options(rest)
     found = [store_all(program)]
     if copies is not None:
-        sending = without_computed(graph)
+        sending = without_computed(without_placement(graph))
         least = least_sending(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:

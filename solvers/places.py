@@ -12,6 +12,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from graphs.ir import Graph, Op
+from solvers.ending import end_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Places:
 
 
 def places_of(graph: Graph) -> Places:
-    """The places of `graph`, which has one pool and one stream, without optional ops that no schedule of the class can use."""
+    """The places of `graph`, which has no round trips to the host, without optional ops that no schedule of the class can use."""
     n = len(graph.program)
     if n == len(graph.ops):
         everywhere = tuple(range(n))
@@ -106,13 +107,15 @@ def _put(op: Op, ids: list[int], there: list[bool]) -> None:
 def may_stand(graph: Graph, op: Op) -> bool:
     """Whether `op`, executed in the place of the last op it stands for, keeps the order of the rest of the program.
 
-    It must make what is kept of its group. With several ops in that, none may write in place, and none of the other ops
-    between them writes what it reads, or draws random numbers after one of the group would have.
+    It must make what is kept of its group, unless the end of the step asks for that. With several ops in the group, none may
+    write in place, and none of the other ops between them writes what it reads, or draws random numbers after one of the group
+    would have.
     """
     group = [graph.ops[p] for p in op.stands_for]
     if not group:
         return False
-    if any(t in graph.kept and t not in op.outputs for p in group for t in p.outputs):
+    asked = end_inputs(graph)
+    if any(t in graph.kept and t not in op.outputs and t not in asked for p in group for t in p.outputs):
         return False
     if len(group) == 1:
         return True

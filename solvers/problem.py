@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import Copies, without_copies
+from graphs.pools import COMPUTE
+from solvers.devices import Devices, devices_of, sizes_in, workspace_bytes_in
+from solvers.ending import end_inputs
 from solvers.places import Places, circles, places_of
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
@@ -22,10 +25,11 @@ class Problem:
         graph: the same without round trips to the host; ops and tensors have the same ids.
         copies: these round trips, None if there are none.
         places: which op of the graph has which position, and what stands for what.
+        devices: other ones, None where there are none.
         capacity_bytes: M, the budget less the static bytes.
-        time_s: c_i for each op.
+        time_s: c_i for each op, 0 for what runs on other devices.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
-        sizes: b_t for each tensor (0 for static ones).
+        sizes: b_t for each tensor (0 for static ones, and what is in another memory).
         makers: for each tensor the ops that make it, in order.
         producers: p(t) for each tensor (-1 for static ones), the first of its makers.
         consumers: for each tensor the ops that read it, in order.
@@ -47,6 +51,7 @@ class Problem:
     graph: Graph
     copies: Copies | None
     places: Places
+    devices: Devices | None
     capacity_bytes: int
     time_s: tuple[float, ...]
     inputs: tuple[tuple[int, ...], ...]
@@ -86,6 +91,10 @@ class Problem:
         """Seconds of the program's ops, each executed once."""
         return self.graph.time_s
 
+    def seconds(self, i: int) -> float:
+        """What op i takes on whatever stream it runs."""
+        return self.time_s[i] if self.devices is None else self.time_s[i] + self.devices.seconds[i]
+
     @property
     def least_s(self) -> float:
         """No schedule takes less: the program's ops once, or what stands for them where that is faster."""
@@ -113,7 +122,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
             models find are schedules of the graph still, but no bounds.
 
     Raises:
-        GraphError: the graph has other pools or streams than round trips to the host need.
+        GraphError: the graph has other pools or streams than round trips to the host and other devices need.
     """
     whole = graph
     graph, copies = without_copies(whole)
@@ -132,16 +141,20 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     ]
     allowed = [may or places.optional[i] for i, may in enumerate(allowed)]
     produced = [not t.static for t in graph.tensors]
-    sizes = tuple(t.size_bytes if produced[t.id] else 0 for t in graph.tensors)
+    devices = devices_of(graph, places)
+    sizes = sizes_in(graph, graph.pools[0])
     kept = tuple(t.id in graph.kept for t in graph.tensors)
     inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in ops)
     outputs = tuple(op.outputs for op in ops)
     held = tuple(frozenset((*inputs[i], *outputs[i])).difference(t for _, t in op.overwrites) for i, op in enumerate(ops))
-    own = tuple(sum(sizes[t] for t in held[i]) + op.workspace_bytes for i, op in enumerate(ops))
+    own = tuple(sum(sizes[t] for t in held[i]) + workspace_bytes_in(graph.pools[0], op) for i, op in enumerate(ops))
     again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     makers = _positions(outputs, len(sizes))
     program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in makers]
-    settled = tuple(max((p, *places.stood_by[p])) if p >= 0 else len(ops) for p in program)
+    asked = end_inputs(graph)
+    settled = tuple(
+        len(ops) - 1 if t in asked else max((p, *places.stood_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
+    )
     last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
     needed = [again[i] if places.sure[i] else own[i] for i in range(len(ops))]
     return Problem(
@@ -149,8 +162,9 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         graph=graph,
         copies=copies,
         places=places,
+        devices=devices,
         capacity_bytes=capacity_bytes,
-        time_s=tuple(op.time_s for op in ops),
+        time_s=tuple(op.time_s if op.stream == COMPUTE else 0.0 for op in ops),
         inputs=inputs,
         outputs=outputs,
         sizes=sizes,

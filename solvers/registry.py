@@ -19,7 +19,7 @@ class Entry:
 
     With `copies` it takes graphs that offer round trips to the host, with `choices` such with optional ops beside the
     program's, with `places` those that offer other devices; all others refuse graphs with choices. With `offloads` it does
-    nothing without round trips, with `places` nothing without devices.
+    nothing without round trips, with `only_places` nothing without devices, and with anything besides.
     """
 
     module: str
@@ -29,6 +29,7 @@ class Entry:
     choices: bool = False
     offloads: bool = False
     places: bool = False
+    only_places: bool = False
 
 
 CHEN = "solvers.policies.chen"
@@ -48,6 +49,7 @@ SOLVERS: dict[str, Entry] = {
         "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)",
         copies=True,
         choices=True,
+        places=True,
     ),
     "store_all": Entry("solvers.policies.store_all", "keep everything: no recomputation"),
     "checkmate": Entry("solvers.checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)"),
@@ -90,10 +92,17 @@ SOLVERS: dict[str, Entry] = {
         choices=True,
     ),
     "xengine": Entry(
-        XENGINE, "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)", places=True
+        XENGINE,
+        "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)",
+        places=True,
+        only_places=True,
     ),
     "xengine-overlapped": Entry(
-        XENGINE, "the same for the makespan of devices that work side by side", {"overlapped": True}, places=True
+        XENGINE,
+        "the same for the makespan of devices that work side by side",
+        {"overlapped": True},
+        places=True,
+        only_places=True,
     ),
 }
 

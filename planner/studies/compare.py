@@ -164,7 +164,7 @@ def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
     Raises:
         PlannerError: no such method.
     """
-    every = tuple(name for name, entry in SOLVERS.items() if (offload or not entry.offloads) and not entry.places)
+    every = tuple(name for name, entry in SOLVERS.items() if (offload or not entry.offloads) and not entry.only_places)
     names = every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in SOLVERS:

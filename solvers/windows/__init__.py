@@ -5,11 +5,13 @@ bound, and its solution expands to a real schedule. Where that schedule is over 
 is refined, and solved again. See docs/formulation.md for the program and ``driver.py`` for the loop.
 """
 
+from dataclasses import replace
 from importlib.metadata import version
 
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
+from solvers.ending import ended
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 from solvers.windows.driver import run
@@ -25,7 +27,8 @@ def solve(request: Request) -> Result:
     With a clock that counts work the schedule is a function of the request (while memory lasts: see
     ``BoundParams.most_bytes``), for the same versions of the libraries and processors of the same arithmetic.
     """
-    search = Search(request)
+    whole = ended(request.graph)
+    search = Search(replace(request, graph=whole.graph))
     program, copies = search.problem.graph, search.problem.copies
     least = least_budget_bound(program, copies)
     settled = request.tolerance.first
@@ -39,7 +42,7 @@ def solve(request: Request) -> Result:
         request.graph,
         budget_bytes=request.budget_bytes,
         status=status,
-        schedule=search.best.schedule if search.best else None,
+        schedule=whole.schedule_of_source(search.best.schedule) if search.best else None,
         bound_s=None if status is Status.INFEASIBLE else search.bound_s,
         solver="windows",
         seconds=request.clock.seconds,

@@ -68,6 +68,33 @@ class CommitmentParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacingParams:
+    """Of placements on several devices that are varied.
+
+    Attributes:
+        memory: a variation is compared with what was accepted so many variations ago;
+        idle: after so many without a better one it begins again from the best,
+        beginnings: so often.
+        first: as long as this it goes on before anything is solved, or this share of the limit if that is less:
+        first_share.
+        again_share: of the variations, in which one op is computed again, or no more, where what it makes is copied;
+        linked_share: of the others, in which ops move that depend on each other, rather than such as follow each other;
+        few: in half of them so many move as are drawn with this probability of an end after each.
+        slice: as long as this it goes on beside other searches at a time.
+    """
+
+    memory: int = 30
+    idle: int = 2_000
+    beginnings: int = 10
+    first: float = 2.0
+    first_share: float = 0.2
+    again_share: float = 0.25
+    linked_share: float = 0.5
+    few: float = 0.5
+    slice: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class BranchParams:
     """Of the relaxation split by what is executed in a few places.
 

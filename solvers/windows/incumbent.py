@@ -14,7 +14,7 @@ from solvers.request import Request
 from solvers.result import is_within
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import Order, Trial, try_out
+from solvers.windows.solution.decode import NOWHERE_BYTES, Order, Trial, try_out
 from solvers.windows.solution.encode import without_needless
 from solvers.windows.solution.expand import Choice
 from solvers.windows.solution.lean import lean
@@ -156,7 +156,7 @@ class Search:
     def offer(self, order: Order, detail: Discretization) -> Trial:
         """Try an order out and keep it if it fits and is the fastest so far, or is once it is improved."""
         trial = self._tried(order)
-        if self.least is None or trial.peak_bytes < self.least.peak_bytes:
+        if trial.peak_bytes < (NOWHERE_BYTES if self.least is None else self.least.peak_bytes):
             self.least = trial
         if trial.peak_bytes <= self.budget_bytes and (self._take(trial) or self._is_near(trial)):
             self._take(self._improved(trial, detail))

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
-from solvers.windows.choice_params import BranchParams, CommitmentParams, PartParams, RoundTripParams
+from solvers.windows.choice_params import BranchParams, CommitmentParams, PartParams, PlacingParams, RoundTripParams
 
 # What tries most comes last.
 _IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
@@ -265,6 +265,7 @@ class WindowsParams:
     branches: BranchParams = field(default_factory=BranchParams)
     parts: PartParams = field(default_factory=PartParams)
     commitments: CommitmentParams = field(default_factory=CommitmentParams)
+    placing: PlacingParams = field(default_factory=PlacingParams)
 
     def recorded(self) -> dict[str, object]:
         """As results record them: by group and name, in what JSON has."""

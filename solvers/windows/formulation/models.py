@@ -5,7 +5,8 @@ into runs; op e_k is the last one of window k. Window k lasts from the end of th
 e_(k-1) to the end of that of e_k. With an op per window this is Checkmate's formulation (Jain et
 al., MLSys 2020); with fewer windows it is smaller, and its optimum is a lower bound all the same.
 
-Objective: minimise the sum of c_i over R and Q, and over D, and of what the compute stream waits.
+Objective: minimise the sum of c_i over R and Q, and over D, and of what the compute stream waits, and how long the step goes on
+elsewhere when that is done.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,14 @@ from solvers.windows.formulation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.formulation.granularity import Discretization, Frame, Model
 from solvers.windows.formulation.in_stage import add_memory_in_order
 from solvers.windows.formulation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
+from solvers.windows.formulation.side_by_side import add_kept, add_memory_elsewhere, add_side_by_side
 from solvers.windows.formulation.spans import add_spans
 from solvers.windows.formulation.variables import every_op, variables
 from solvers.windows.formulation.variance import add_variance
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Rows 1 to 15 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
+    """Rows 1 to 19 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
 
     Raises:
         StoppedError: `should_stop`, which is polled, was True.
@@ -47,6 +49,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_channels,
         add_executed_at_all,
         add_variance,
+        add_side_by_side,
     )
 
 
@@ -66,6 +69,7 @@ def build_ordered(
         add_memory_inside,
         add_memory_of_repeats,
         add_memory_in_order,
+        add_side_by_side,
     )
 
 
@@ -87,5 +91,8 @@ def each_window(*families: WindowFamily) -> Family:
     return add_rows
 
 
-# Rows 1 to 5, which every program has.
-window_rows = each_window(add_inputs_of_new, add_inputs_of_repeated, add_beginnings_of_circles, add_hand_over, add_memory_at_end)
+# Rows 1 to 5, which every program has, and with other devices 16 and 17.
+window_rows = each_window(
+    *(add_inputs_of_new, add_inputs_of_repeated, add_beginnings_of_circles, add_hand_over, add_kept),
+    *(add_memory_at_end, add_memory_elsewhere),
+)

@@ -86,7 +86,9 @@ def _add_handed(draft: ModelDraft, k: int) -> None:
         for t in problem.outputs[i]:
             if i == problem.producers[t] and not draft.is_settled(k, t) and problem.last_use[t] >= start:
                 same = draft.handed.get((k - 1, t)) if _is_idle(draft, k - 1, t) else None
-                draft.handed[k, t] = draft.column() if same is None else same
+                # What takes no memory is handed over wherever it can be.
+                whole = problem.devices is None or problem.sizes[t] > 0
+                draft.handed[k, t] = draft.column(integer=whole) if same is None else same
 
 
 def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:

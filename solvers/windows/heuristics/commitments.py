@@ -21,6 +21,7 @@ from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.heuristics.anew import Anew
 from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess
 from solvers.windows.heuristics.parts import POLL, begin_of, part, start_process, take_end
+from solvers.windows.heuristics.placing import Placements
 from solvers.windows.heuristics.stand_ins import in_place, is_possible, least_instead
 from solvers.windows.incumbent import Search
 from solvers.windows.solution.decode import Order, Trial, decoded, order_of, trial_of_whole
@@ -50,6 +51,7 @@ class Commitment:
         instead: ops that stand for others in it.
         best: its best schedule so far.
         away: from the host, in the order that it comes from.
+        found_s: time of the best schedule that it has come to, in the graph with options; inf if there is none.
         promise_s: time of the schedule that it comes from; inf where that is what a relaxation's solution does.
         runs: how often it has been solved for.
         spent: on that, by the clock.
@@ -60,6 +62,7 @@ class Commitment:
     instead: frozenset[int]
     away: frozenset[tuple[int, int]]
     best: Trial | None = None
+    found_s: float = inf
     promise_s: float = inf
     runs: int = 0
     spent: float = 0.0
@@ -73,7 +76,7 @@ class Commitment:
     @property
     def known_s(self) -> float:
         """Time of the best schedule that it has or comes from, inf if there is none."""
-        return min(self.best_s, self.promise_s)
+        return min(self.found_s, self.promise_s)
 
 
 def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, Commitment]) -> None:
@@ -94,6 +97,7 @@ class Commitments:
         self.places = search.problem.places
         self.whole = Discretization((search.problem.ops - 1,), places=self.places.last)
         self.all: dict[object, Commitment] = {}
+        self.placements = Placements(search) if search.problem.devices is not None else None
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
@@ -155,6 +159,12 @@ class Commitments:
         while orders.orders:
             yield orders.orders.popleft()
 
+    def place(self, limit: float) -> None:
+        """Vary where ops run, for so long by the clock, and commit to what would be fast in more memory."""
+        lacking = self.placements.go_on(limit) if self.placements is not None else None
+        if lacking is not None:
+            self.add(lacking)
+
     def add(self, order: Order, promise_s: float = inf) -> None:
         """Commit to what `order` does, unless that is known.
 
@@ -196,6 +206,9 @@ class Commitments:
                 now, params = search.clock.now, search.params
                 most = max(params.bound.first_slice, params.commitments.anew * (now - began))
                 is_open |= anew.go_on(min(most, moves_at - now))
+            if self.placements is not None:
+                self.place(max(search.params.placing.slice, search.clock.now - began))
+                is_open |= not self.placements.done
             if not is_open:
                 if closed:
                     return
@@ -271,6 +284,9 @@ class Commitments:
         away = frozenset((plain.tensors[t], place) for t, place in trial.order.away)
         order = order_of(self.whole, computed, away, commitment.instead, self.places)
         if problem.copies is None:
-            self.search.offer(order, self.whole)
+            found = self.search.offer(order, self.whole)
         else:
-            self.search.keep(trial_of_whole(problem, plain, order, trial))
+            found = trial_of_whole(problem, plain, order, trial)
+            self.search.keep(found)
+        if found.peak_bytes <= self.search.budget_bytes:
+            commitment.found_s = min(commitment.found_s, found.time_s)

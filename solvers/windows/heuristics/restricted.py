@@ -24,6 +24,7 @@ from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.formulation.in_stage import add_memory_in_order
 from solvers.windows.formulation.memory import add_memory_inside, add_memory_of_repeats
 from solvers.windows.formulation.models import compose, window_rows
+from solvers.windows.formulation.side_by_side import add_side_by_side
 from solvers.windows.formulation.variables import variables
 from solvers.windows.formulation.variance import add_variance
 from solvers.windows.params import NeighbourhoodParams
@@ -74,7 +75,7 @@ def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tup
     """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
     return (
         *(variables(_Near(known, params)), add_copies, window_rows, add_memory_inside, add_memory_of_repeats),
-        *(add_memory_in_order, add_channels, add_executed_at_all, add_variance),
+        *(add_memory_in_order, add_channels, add_executed_at_all, add_variance, add_side_by_side),
     )
 
 

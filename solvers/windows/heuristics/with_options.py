@@ -7,6 +7,7 @@ from functools import partial
 from typing import Self
 
 from graphs.ir import Graph
+from graphs.options.placement import without_placement
 from graphs.options.selection import option_of, without
 from graphs.pools import COMPUTE
 from solvers.clock import Beside
@@ -23,7 +24,8 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
 
     Beside that smaller sets of choices are searched. Where some of several kinds of options are lossy: all that is not, as if
     no more was allowed, and each lossy kind alone. Else: the program, with its round trips to the host where there are some;
-    all else without round trips; and each of several kinds alone. A kind alone writes nothing over anything.
+    all else without round trips; and each of several kinds alone. A kind alone writes nothing over anything. Where ops may run
+    on other devices, and there are other options: all of these here, as if no more was allowed, and that alone.
 
     Args:
         search: of the graph.
@@ -40,10 +42,15 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     whole = search.problem.whole
     kinds = _Kinds.of(whole)
     beside_lossy = kinds.several_with_lossy
+    more_than_placed = search.problem.devices is not None and (kinds.some or search.problem.copies is not None)
     smaller: list[tuple[Graph, Run, Callable[[Trial], None]]] = []
     if beside_lossy:
         faithful = _only(whole, kinds.exact)
         smaller.append((faithful, run, found.taking(faithful)))
+    elif more_than_placed:
+        here, placed = without_placement(whole), _only(search.problem.graph.out_of_place(), ())
+        smaller.append((here, run, found.taking(here)))
+        smaller.append((placed, partial(_run_alone, run_plain=run_plain), found.taking(placed)))
     else:
         if search.problem.copies is not None:
             smaller.append((search.problem.graph, run, found.take_fewer))
@@ -54,8 +61,8 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     # The first most often has the best schedule. If it has no lossy options it begins at once, and what has some goes last, so
     # that on few cores too it finds what it would find without them.
     begins, after = (0, LAST) if beside_lossy else (1, AFTER)
-    owns = [Own(begins, len(smaller), nice=0, starts_others=beside_lossy)]
-    owns += (Own(begins + n, len(smaller), after) for n in range(1, len(smaller)))
+    owns = [Own(begins, len(smaller), nice=0, starts_others=beside_lossy or more_than_placed)]
+    owns += (Own(begins + n, len(smaller), 0 if more_than_placed and n == 1 else after) for n in range(1, len(smaller)))
     parts = [PartBeside(search, *one, own) for one, own in zip(smaller, owns, strict=True)]
     with ExitStack() as stack:
         for part_beside in parts:
@@ -95,6 +102,11 @@ class _Kinds:
         return cls(tuple(dict.fromkeys(kind for kind in map(option_of, computed) if kind not in lossy)), tuple(lossy))
 
     @property
+    def some(self) -> bool:
+        """Whether there is one."""
+        return bool(self.exact or self.lossy)
+
+    @property
     def several_with_lossy(self) -> bool:
         """Whether there are lossy ones and others."""
         return bool(self.exact and self.lossy)
@@ -120,6 +132,8 @@ def _bound_and_commit(search: Search, found: Commitments) -> None:
         found.try_instead(instead)
     if search.best is None and search.problem.copies is None:
         found.try_least(search.params.bound.first_slice)
+    placing = search.params.placing
+    found.place(min(placing.first, placing.first_share * search.clock.limit))
     committing = start_beside(search, lambda: found.work_on(branches))
     try:
         branches.refine()

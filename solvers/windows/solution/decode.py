@@ -1,5 +1,6 @@
 """From a solution of the model to a real order of executions, and what of it is over the budget."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -13,6 +14,9 @@ from solvers.windows.formulation.granularity import Discretization, Model
 from solvers.windows.solution.copies import timed
 from solvers.windows.solution.expand import Choice, expand
 from solvers.windows.solution.plain import PlainGraph, plain_graph
+from solvers.windows.solution.side_by_side import side_by_side
+
+NOWHERE_BYTES = 2**62  # of what does not fit in another memory, whatever the budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Trial:
     """An order, its schedule, and what that takes.
 
     Attributes:
+        peak_bytes: of the main device; ``NOWHERE_BYTES`` where another memory does not hold what is made there.
         memory_bytes: for each execution the memory during it, static bytes included; copies are no executions.
         waits_s: for each execution what the computation waits before it; empty where it never does.
         ends: for each execution the number of steps until what goes after it at once is gone; empty likewise.
@@ -79,6 +84,8 @@ def try_out(problem: Problem, order: Order) -> Trial:
     """
     if problem.copies is not None and not problem.places.plain:
         return _try_out_plain(problem, order)
+    if problem.devices is not None:
+        return _try_out_side_by_side(problem, order)
     if problem.copies is not None:
         found = timed(problem, order.computed, order.away)
         order, schedule = replace(order, away=found.away), Schedule(tuple(found.steps))
@@ -94,6 +101,22 @@ def try_out(problem: Problem, order: Order) -> Trial:
     return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory)
 
 
+def _try_out_side_by_side(problem: Problem, order: Order) -> Trial:
+    """With copies between devices issued when they should be; `order` as it is then."""
+    ids = problem.places.ids
+    found = side_by_side(problem.graph, [ids[i] for i in order.computed], problem.budget_bytes)
+    moved = replace(
+        order,
+        computed=tuple(order.computed[place] for place in found.moved),
+        windows=tuple(order.windows[place] for place in found.moved),
+        first=tuple(order.first[place] for place in found.moved),
+    )
+    if not found.fits_elsewhere:
+        return Trial(moved, found.schedule, math.inf, NOWHERE_BYTES, found.memory_bytes)
+    simulation = simulate(problem.graph, found.schedule)
+    return Trial(moved, found.schedule, simulation.time_s, simulation.peak_bytes, found.memory_bytes)
+
+
 def _try_out_plain(problem: Problem, order: Order) -> Trial:
     """What the plain graph makes of an order with both optional ops and round trips."""
     plain = plain_graph(problem, order.computed)
@@ -106,6 +129,11 @@ def _try_out_plain(problem: Problem, order: Order) -> Trial:
 def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Trial) -> Trial:
     """The trial of an order that is `order` in the problem, given that of its plain graph."""
     schedule = plain.schedule_of_whole(problem, trial.schedule)
+    if problem.devices is not None:
+        found = side_by_side(problem.whole, schedule.computed, problem.budget_bytes)
+        schedule = found.schedule
+        if not found.fits_elsewhere:
+            return replace(trial, order=order, schedule=schedule, time_s=math.inf, peak_bytes=NOWHERE_BYTES, ends=())
     simulation = simulate(problem.whole, schedule)
     return replace(trial, order=order, schedule=schedule, time_s=simulation.time_s, peak_bytes=simulation.peak_bytes, ends=())
 

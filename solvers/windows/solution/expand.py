@@ -158,7 +158,7 @@ class _Expansion:
             for t in problem.inputs[i]:
                 if t not in there:
                     readers.setdefault(t, []).append(i)
-        cost_s = {i: problem.time_s[i] for i in ops}
+        cost_s = {i: problem.seconds(i) for i in ops}
         maker: dict[int, int] = {}
         ready = [(cost_s[i], i) for i in ops if not waiting[i]]
         heapify(ready)

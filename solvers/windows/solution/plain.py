@@ -3,12 +3,16 @@
 Each op that is executed at all takes the place of its first execution, and each reader reads what the op made that last did
 before it: what several ops make are several tensors. A schedule of the plain graph is one of the graph with options, where these
 are one tensor, at no more memory. A tensor that several ops make has no round trip to the host.
+
+What runs on another device, or between them, is an op of the plain graph too, at its place in the order, which takes no time and
+makes what takes no memory: what is left of the choices is how the main device meets its budget.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.pools import COMPUTE, DEVICE, HOST
 from graphs.schedule import Compute, Free, Schedule, Step
 from solvers.problem import Problem
 
@@ -99,6 +103,8 @@ class _Draft:
         """A tensor that is `tensor` of the problem's graph."""
         number = len(self.tensors)
         name = f"{tensor.name}#{number}"
+        if tensor.pool not in {DEVICE, HOST}:
+            tensor = replace(tensor, pool=DEVICE, size_bytes=0)
         self.tensors.append(replace(tensor, id=number, name=name, producers=producers, view_of=None, held_for=None))
         self.whole.append(tensor.id)
         return number
@@ -122,6 +128,8 @@ class _Draft:
         choice = {"optional": False, "stands_for": (), "differs": "", "variance": 0.0}  # all that is executed is
         over = tuple((dict(outputs)[o], self.now[t]) for o, t in op.overwrites)
         changes = {"mutates": mutates, "recomputable": again, "phase": phase, "overwrites": over, **choice}
+        if op.stream != COMPUTE:
+            changes |= {"stream": COMPUTE, "time_s": 0.0, "workspace_bytes": 0}
         self.put(op, inputs, tuple(t for _, t in outputs), **changes)
         self.made.append(outputs)
         for t, of_op in outputs:
@@ -147,4 +155,5 @@ class _Draft:
                 self.put(whole.ops[trip.out_op], (here,), (on_host,))
                 self.put(whole.ops[trip.in_op], (on_host,), (here,))
                 self.tensors[here] = replace(self.tensors[here], producers=(*self.tensors[here].producers, out + 1))
-        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.kept), whole.provenance, whole.pools)
+        pools = tuple(pool for pool in whole.pools if pool.name in {DEVICE, HOST})
+        return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.kept), whole.provenance, pools)

@@ -1,0 +1,81 @@
+"""What the exact solver needs to know of other devices than the main one: what runs beside its stream, and their memories."""
+
+from dataclasses import dataclass
+
+from graphs.ir import Graph, Op
+from graphs.options.placement import is_copy
+from graphs.pools import COMPUTE, Pool
+from solvers.places import Places
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A memory with a limit, beside the device's that the budget is of.
+
+    Attributes:
+        capacity_bytes: of what is made there.
+        sizes: b_t for each tensor that is there, 0 for others.
+        own_bytes: for each op what its inputs, outputs and workspace take there.
+    """
+
+    capacity_bytes: int
+    sizes: tuple[int, ...]
+    own_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Other devices, and the channels between all of them. Ops are numbered by their positions in ``Places``.
+
+    Attributes:
+        streams: for each stream but that of the main device the ops that run on it.
+        seconds: of each of these ops; 0 for those of the main device.
+        bases: for each tensor the one of the program that it is a copy of, itself if it is none.
+        device: for each tensor the number of the pool that it is in, the main device's being 0.
+        memories: those that have a limit.
+    """
+
+    streams: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    bases: tuple[int, ...]
+    device: tuple[int, ...]
+    memories: tuple[Memory, ...]
+
+
+def devices_of(graph: Graph, places: Places) -> Devices | None:
+    """Those of a graph without round trips to the host; None where it has one device."""
+    if len(graph.pools) == 1:
+        return None
+    ops = [graph.ops[op] for op in places.ids]
+    aside = [stream for stream in graph.streams if stream != COMPUTE]
+    bases = list(range(len(graph.tensors)))
+    for op in filter(is_copy, graph.ops):
+        (source,), (copy,) = op.inputs, op.outputs
+        if graph.tensors[copy].pool != graph.pools[0].name:
+            bases[copy] = bases[source]
+    number = {pool.name: d for d, pool in enumerate(graph.pools)}
+    return Devices(
+        streams=tuple(tuple(i for i, op in enumerate(ops) if op.stream == stream) for stream in aside),
+        seconds=tuple(0.0 if op.stream == COMPUTE else op.time_s for op in ops),
+        bases=tuple(bases),
+        device=tuple(number[t.pool] for t in graph.tensors),
+        memories=tuple(_memory(graph, places, pool) for pool in graph.pools[1:] if pool.capacity_bytes is not None),
+    )
+
+
+def _memory(graph: Graph, places: Places, pool: Pool) -> Memory:
+    assert pool.capacity_bytes is not None
+    sizes = sizes_in(graph, pool)
+    ops = [graph.ops[op] for op in places.ids]
+    own = tuple(sum(sizes[t] for t in {*op.inputs, *op.outputs}) + workspace_bytes_in(pool, op) for op in ops)
+    return Memory(pool.capacity_bytes - graph.static_bytes_by_pool[pool.name], sizes, own)
+
+
+def sizes_in(graph: Graph, pool: Pool) -> tuple[int, ...]:
+    """For each tensor its bytes if it is in `pool`, and not throughout; else 0."""
+    return tuple(0 if t.static or t.pool != pool.name else t.size_bytes for t in graph.tensors)
+
+
+def workspace_bytes_in(pool: Pool, op: Op) -> int:
+    """What `op` holds in `pool` while it runs, besides inputs and outputs."""
+    return op.workspace_bytes if op.stream == pool.owner else 0

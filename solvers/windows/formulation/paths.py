@@ -1,0 +1,93 @@
+"""What the ops of a program depend on, whichever of the ways to compute each is taken, and on whichever device."""
+
+import numpy as np
+
+from graphs.options.placement import is_copy
+from solvers.devices import Devices
+from solvers.problem import Problem
+
+
+class Paths:
+    """What depends on what, whichever of the ways to compute it is taken.
+
+    Tensors are those of the program, wherever their copies are.
+
+    Attributes:
+        program: its ops.
+        makers: for each tensor that nothing but an op of the program, what stands for that, and copies make, that op.
+        copied: by tensor and device the least that a copy of it to there takes.
+    """
+
+    def __init__(self, problem: Problem, devices: Devices) -> None:
+        self.problem, self.devices, self.places = problem, devices, problem.places
+        self.ops = [problem.graph.ops[op] for op in self.places.ids]
+        self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.stands_for[v])]
+        self.copied: dict[tuple[int, int], float] = {}
+        for i, op in enumerate(self.ops):
+            if is_copy(op):
+                key = devices.bases[op.inputs[0]], devices.device[op.outputs[0]]
+                self.copied[key] = min(self.copied.get(key, np.inf), problem.units(problem.seconds(i)))
+        self.makers: dict[int, int] = {}
+        for v in self.program:
+            known = set(self.ways(v))
+            for t in problem.outputs[v]:
+                if all(p in known or is_copy(self.ops[p]) for p in problem.makers[t]):
+                    self.makers[t] = v
+        self._needed: dict[int, list[int]] = {}
+
+    def ways(self, v: int) -> list[int]:
+        """Op v of the program, and all that stand for it."""
+        return [v, *self.places.stood_by[v]]
+
+    def alternatives(self, v: int) -> range:
+        """The ops that may be executed in the place of v."""
+        return self.places.alternatives(v)
+
+    def reads(self, i: int, t: int) -> set[int]:
+        """The devices on which op i reads t."""
+        return {self.devices.device[u] for u in self.ops[i].inputs if self.devices.bases[u] == t}
+
+    def reading(self, v: int, t: int) -> list[int]:
+        """The devices on which something in the place of v reads t."""
+        return sorted({device for c in self.alternatives(v) for device in self.reads(c, t)})
+
+    def by_device(self, v: int) -> dict[int, list[int]]:
+        """What may be executed in the place of v, by the device that it runs on."""
+        found: dict[int, list[int]] = {}
+        for c in self.alternatives(v):
+            outputs = self.problem.outputs[c]
+            found.setdefault(self.devices.device[outputs[0]] if outputs else 0, []).append(c)
+        return found
+
+    def computing(self, t: int, device: int | None) -> list[int]:
+        """The ops that compute t on a device."""
+        ways = self.ways(self.makers[t]) if t in self.makers else []
+        made = ((p, u) for p in ways for u in self.problem.outputs[p] if self.devices.bases[u] == t)
+        return [p for p, u in made if self.devices.device[u] == device]
+
+    def needed(self, v: int) -> list[int]:
+        """Tensors of known makers that v depends on in each of its ways: what all of them read, or what that depends on."""
+        if v not in self._needed:
+            found: dict[int, None] = {}
+            for t in self.ops[v].inputs:
+                if all(self.reads(b, t) for b in self.places.stood_by[v]):
+                    found |= {t: None} if t in self.makers else {}
+                elif t in self.makers:  # made inside of what stands for v, which reads what that depends on
+                    before = self.needed(self.makers[t])
+                    found |= {u: None for u in before if all(self.reads(b, u) for b in self.places.stood_by[v])}
+            self._needed[v] = list(found)
+        return self._needed[v]
+
+    def longest_static(self, v: int) -> tuple[int | None, int | None, float]:
+        """What v reads that is there throughout, and which of these takes longest to copy to where."""
+        found = [
+            (self.copied[t, device], t, device)
+            for c in self.alternatives(v)
+            for t in {self.devices.bases[u] for u in self.ops[c].inputs}
+            for device in self.reads(c, t)
+            if self.problem.graph.tensors[t].static and (t, device) in self.copied
+        ]
+        if not found:
+            return None, None, 0.0
+        copied, t, device = max(found)
+        return t, device, copied

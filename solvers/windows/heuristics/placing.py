@@ -1,0 +1,255 @@
+"""Where ops run, chosen anew for a few of them at a time, and judged by the clocks of all devices.
+
+The program's rows know how long each stream works and how long paths are, not who waits for whom. So the placement of the best
+schedule is varied: ops that follow each other, or depend on each other, go to another device, and what they read is copied there
+or computed there again. Variations that are no worse than what was accepted some time ago are gone on from (late acceptance hill
+climbing, Burke and Bykov, European Journal of Operational Research 258, 2017).
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from graphs.options.placement import is_copy
+from graphs.pools import COMPUTE
+from solvers.clock import left
+from solvers.problem import Problem
+from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.heuristics.stand_ins import is_possible
+from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
+from solvers.windows.solution.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
+from solvers.windows.solution.side_by_side import side_by_side
+
+Cost = tuple[int, float]  # bytes over the budget, and seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Where the ops of the program run.
+
+    Attributes:
+        device: for each its device; none for those that others on the main device stand for.
+        again: (op, device) where it is computed again rather than that what it makes is copied there.
+        instead: what stands for others on the main device.
+    """
+
+    device: Mapping[int, int]
+    again: frozenset[tuple[int, int]] = frozenset()
+    instead: frozenset[int] = frozenset()
+
+
+class Where:
+    """What runs where, and what is copied from where to where. Ops are positions, tensors those of the program.
+
+    Attributes:
+        runs: by op of the program and device what runs it there.
+        copies: by tensor, the device where it is and where it goes what copies it.
+        makers: by tensor the op of the program that makes it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        devices = problem.devices
+        assert devices is not None
+        self.problem, self.devices, self.places = problem, devices, problem.places
+        ops = [problem.graph.ops[op] for op in self.places.ids]
+        self.inputs = [tuple(devices.bases[t] for t in op.inputs) for op in ops]
+        self.outputs = [tuple(devices.bases[t] for t in op.outputs) for op in ops]
+        self.runs: dict[tuple[int, int], int] = {}
+        self.copies: dict[tuple[int, int, int], int] = {}
+        self.makers: dict[int, int] = {}
+        for i, op in enumerate(ops):
+            if is_copy(op):
+                here, there = (devices.device[t] for t in (op.inputs[0], op.outputs[0]))
+                self.copies[self.inputs[i][0], here, there] = i
+            elif op.stream != COMPUTE:
+                self.runs[self.places.stands_for[i][0], devices.device[op.outputs[0]]] = i
+            elif not (self.places.optional[i] or self.places.stands_for[i]):
+                self.runs[i, 0] = i
+                self.makers.update(dict.fromkeys(self.outputs[i], i))
+        self.count = max(devices.device) + 1
+        self.movable = sorted({v for v, d in self.runs if d})
+        self.static = [(t.id, 0) for t in problem.graph.tensors if t.static]
+
+    def computed(self, placing: Placing) -> list[int] | None:
+        """The executions and copies, each before what reads it; None where nothing says how something is made."""
+        return _Order(self, placing).run()
+
+
+@dataclass(slots=True)
+class _Order:
+    """An order in the making."""
+
+    places: Where
+    placing: Placing
+    computed: list[int] = field(default_factory=list)
+    there: set[tuple[int, int]] = field(default_factory=set)
+
+    def run(self) -> list[int] | None:
+        places, placing = self.places, self.placing
+        self.there.update(places.static)
+        stood_for = {i for b in placing.instead for i in places.places.stands_for[b]}
+        for v in sorted({*placing.device, *placing.instead}.difference(stood_for - set(placing.instead))):
+            device = placing.device.get(v, 0)
+            if not self.execute(v if v in placing.instead else places.runs[v, device], device):
+                return None
+        return self.computed
+
+    def execute(self, i: int, device: int) -> bool:
+        if not all(self.need(t, device) for t in self.places.inputs[i]):
+            return False
+        self.computed.append(i)
+        self.there.update((t, device) for t in self.places.outputs[i])
+        return True
+
+    def need(self, t: int, device: int) -> bool:
+        """Have t on a device: computed again there, or copied from wherever that is soonest done."""
+        places = self.places
+        if (t, device) in self.there:
+            return True
+        maker = places.makers.get(t)
+        if maker is not None and (maker, device) in self.placing.again and (maker, device) in places.runs:
+            again = places.runs[maker, device]
+            if places.problem.recomputable[again] and self.execute(again, device):
+                return True
+        ways = [
+            (places.problem.seconds(i), i)
+            for d in range(places.count)
+            if (t, d) in self.there and (i := places.copies.get((t, d, device))) is not None
+        ]
+        if not ways:
+            return False
+        self.computed.append(min(ways)[1])
+        self.there.add((t, device))
+        return True
+
+
+class Placements:
+    """The search for a better placement, near that of the best schedule."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.params = search.params.placing
+        self.places = Where(search.problem)
+        self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
+        self._draw = np.random.default_rng(0)
+        self._now: Placing | None = None
+        self._cost: Cost = (0, np.inf)
+        self._accepted: list[Cost] = []
+        self._from: Trial | None = None
+        self._best: Cost = (0, np.inf)
+        self._idle = self._fruitless = 0
+
+    def go_on(self, limit: float) -> Order | None:
+        """Go on for so long by the clock.
+
+        Returns: the best order that has been found meanwhile and takes too much memory, for others to compute again in it; None
+            where there is none.
+        """
+        search, clock = self.search, self.search.clock.part(limit)
+        lacking: Order | None = None
+        while not (search.enough() or left(clock) <= 0):
+            if self._now is None or self._idle > self.params.idle or search.best is not self._from:
+                self._begin()
+            assert self._now is not None
+            varied = self.varied(self._now)
+            cost = None if varied == self._now else self.cost_of(varied)
+            self._idle += 1
+            if cost is None:
+                continue
+            at = self._idle % len(self._accepted)
+            if cost <= self._accepted[at] or cost <= self._cost:
+                self._now, self._cost = varied, cost
+            self._accepted[at] = self._cost
+            if cost < self._best:
+                self._best, self._idle, self._fruitless = cost, 0, 0
+                order = self.order(varied)
+                if cost[0]:
+                    lacking = order
+                elif cost[1] < search.best_s() and is_possible(search.problem, order):
+                    search.keep(try_out(search.problem, order))
+                    self._from = search.best
+        return lacking
+
+    @property
+    def done(self) -> bool:
+        """Whether it has begun so often without coming to a better one that it need not go on."""
+        return self._fruitless > self.params.beginnings
+
+    def cost_of(self, placing: Placing) -> Cost | None:
+        """What a placement costs; None if it is none."""
+        computed = self.places.computed(placing)
+        if computed is None:
+            return None
+        problem, search = self.search.problem, self.search
+        search.clock.spend(2 * WORK_PER_EXECUTION * len(computed))
+        found = side_by_side(problem.graph, [problem.places.ids[i] for i in computed], search.budget_bytes)
+        over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
+        return max(0, over), found.time_s
+
+    def order(self, placing: Placing) -> Order:
+        """A placement that there is as an order of executions."""
+        computed = self.places.computed(placing)
+        assert computed is not None
+        away = frozenset(self.places.runs[v, d] for v, d in placing.device.items() if d)
+        return order_of(self.whole, computed, instead=away | placing.instead, places=self.search.problem.places)
+
+    def varied(self, placing: Placing) -> Placing:
+        """Some ops on another device, or one computed again, or no more, where what it makes would be copied."""
+        draw, places = self._draw, self.places
+        movable = [v for v in places.movable if v in placing.device]
+        if not movable:
+            return placing
+        if draw.random() < self.params.again_share:
+            v = movable[int(draw.integers(len(movable)))]
+            return replace(placing, again=placing.again ^ {(v, int(draw.integers(places.count)))})
+        device = int(draw.integers(places.count))
+        size = 1 + int(draw.geometric(self.params.few)) if draw.random() < 0.5 else 1 + int(draw.integers(len(movable)))
+        begin = int(draw.integers(len(movable)))
+        chosen: Collection[int] = movable[begin : begin + size]
+        if draw.random() < self.params.linked_share:
+            chosen = self._linked(movable[begin], set(movable), size)
+        moved = {v: device for v in chosen if (v, device) in places.runs}
+        return replace(placing, device=MappingProxyType({**placing.device, **moved}))
+
+    def _linked(self, v: int, among: set[int], size: int) -> list[int]:
+        """So many ops that depend on each other, v among them."""
+        found, waiting = {v}, [v]
+        while waiting and len(found) < size:
+            i = waiting.pop(0)
+            near = [self.places.makers.get(t, -1) for t in self.places.inputs[i]]
+            near += (c for t in self.places.outputs[i] for c in self.search.problem.consumers[t])
+            for other in near:
+                if other in among and other not in found and len(found) < size:
+                    found.add(other)
+                    waiting.append(other)
+        return sorted(found)
+
+    def _begin(self) -> None:
+        """From the best schedule, or nothing placed elsewhere."""
+        self._fruitless = self._fruitless + 1 if self._from is self.search.best else 0
+        self._from, self._idle = self.search.best, 0
+        start = self._placing_of(() if self._from is None else self._from.order.instead)
+        if self._from is not None:
+            start = replace(start, again=self._again(self._from.order))
+        cost = self.cost_of(start)
+        if cost is None:
+            start = self._placing_of(())
+            cost = self.cost_of(start)
+        self._now, self._cost = start, cost or (0, np.inf)
+        self._best = self._cost
+        self._accepted = [self._cost] * self.params.memory
+
+    def _placing_of(self, instead: Iterable[int]) -> Placing:
+        places, device = self.search.problem.places, self.places.devices.device
+        elsewhere = {i: v for (v, d), i in self.places.runs.items() if d}
+        here = frozenset(b for b in instead if b not in elsewhere)
+        away = {elsewhere[b]: device[self.search.problem.outputs[b][0]] for b in instead if b in elsewhere}
+        executed = [v for v in places.executed(here) if v not in here]
+        return Placing(MappingProxyType({v: away.get(v, 0) for v in executed}), instead=here)
+
+    def _again(self, order: Order) -> frozenset[tuple[int, int]]:
+        where = {i: (v, d) for (v, d), i in self.places.runs.items()}
+        pairs = zip(order.computed, order.first, strict=True)
+        return frozenset(where[i] for i, first in pairs if not first and i in where)

@@ -1,65 +1,74 @@
-"""A graph with an op at its end that reads what is kept, where that may be made elsewhere and copied.
+"""A graph with ops at the ends of its passes that read what is kept, where that may be made elsewhere and copied.
 
 Solvers know of kept tensors that an op of the program makes them, and that what is executed in its place does too. On another
-device a stand-in makes a copy of one, which may go to the main device at any time later. So that it does is what one more op of
-the program asks for, which takes no time and no memory, and runs last.
+device a stand-in makes a copy of one, which may go to the main device at any time later: up to the end of its pass, for what the
+forward pass returns is the caller's then. So that it does is what one more op of the program asks for at the end of each pass,
+which takes no time and no memory.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from graphs.ir import Graph, Op
+from graphs.ir import Graph, Op, Phase
 from graphs.options.placement import is_placed
 from graphs.pools import COMPUTE
 from graphs.schedule import Compute, Schedule
 
-END = "end"  # its target
+END = "end"  # target of these ops
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A graph, and the same with such an op: behind it, optional ops have the next number.
+    """A graph, and the same with such ops.
 
     Attributes:
-        source: without it.
-        graph: with it; the source where nothing that is kept is copied.
+        source: without them.
+        graph: with them; the source where nothing that is kept is copied.
+        original: for each op of `graph` its id in `source`, None for these.
     """
 
     source: Graph
     graph: Graph
+    original: tuple[int | None, ...]
 
     def schedule_of_source(self, schedule: Schedule) -> Schedule:
         """`schedule`, which is one of `graph`, as one of `source`: it takes the same time and the same memory."""
         if self.graph is self.source:
             return schedule
-        end = len(self.source.program)
-        return Schedule(
-            tuple(
-                Compute(step.op - (step.op > end)) if isinstance(step, Compute) else step
-                for step in schedule.steps
-                if step != Compute(end)
-            )
+        steps = (
+            Compute(original) if isinstance(step, Compute) and (original := self.original[step.op]) is not None else step
+            for step in schedule.steps
+            if not (isinstance(step, Compute) and self.original[step.op] is None)
         )
+        return Schedule(tuple(steps))
 
 
 def ended(graph: Graph) -> Ended:
-    """`graph` and what it is with such an op."""
+    """`graph` and what it is with such ops."""
     elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.stands_for for t in graph.ops[p].outputs}
-    copied = tuple(sorted(graph.kept & elsewhere))
+    copied = sorted(graph.kept & elsewhere)
+    forward = [op for op in graph.program if op.phase is Phase.FORWARD]
+    early = tuple(t for t in copied if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
+    late = tuple(t for t in copied if t not in early)
     if not copied:
-        return Ended(graph, graph)
-    end = len(graph.program)
+        return Ended(graph, graph, ())
+    rest = graph.ops[len(forward) : len(graph.program)]
+    ops = [*forward, *_end(early, "forward pass", forward), *rest, *_end(late, "step", rest), *graph.ops[len(graph.program) :]]
+    place = {op.id: i for i, op in enumerate(ops) if op.target != END}
 
-    def moved(ops: Iterable[int]) -> tuple[int, ...]:
-        return tuple(op + (op >= end) for op in ops)
+    def moved(of: Iterable[int]) -> tuple[int, ...]:
+        return tuple(place[op] for op in of)
 
-    last = Op(end, f"{END} of the step", END, copied, (), 0.0, phase=graph.program[-1].phase, recomputable=False)
-    optional = (replace(op, id=op.id + 1) for op in graph.ops[end:])
+    numbered = tuple(replace(op, id=i, stands_for=moved(op.stands_for)) for i, op in enumerate(ops))
     tensors = tuple(replace(t, producers=moved(t.producers)) for t in graph.tensors)
-    return Ended(graph, replace(graph, ops=(*graph.program, last, *optional), tensors=tensors))
+    return Ended(graph, replace(graph, ops=numbered, tensors=tensors), tuple(None if op.target == END else op.id for op in ops))
 
 
-def end_inputs(graph: Graph) -> tuple[int, ...]:
-    """What an op at the end of `graph` asks for; nothing where there is none, or other devices were left out since."""
-    last = graph.program[-1]
-    return last.inputs if last.target == END and is_placed(graph) else ()
+def asked_for(graph: Graph) -> dict[int, int]:
+    """By tensor the op that asks for it at the end of a pass; none where there is none, or other devices were left out since."""
+    return {t: op.id for op in graph.program if op.target == END for t in op.inputs} if is_placed(graph) else {}
+
+
+def _end(tensors: tuple[int, ...], what: str, ops: list[Op] | tuple[Op, ...]) -> list[Op]:
+    """An op that reads these behind `ops`; none where there are none."""
+    return [Op(0, f"{END} of the {what}", END, tensors, (), 0.0, phase=ops[-1].phase, recomputable=False)] if tensors else []

@@ -8,7 +8,7 @@ from graphs.options import without_options
 from graphs.options.offload import Copies, without_copies
 from graphs.pools import COMPUTE
 from solvers.devices import Devices, devices_of, sizes_in, workspace_bytes_in
-from solvers.ending import end_inputs
+from solvers.ending import asked_for
 from solvers.places import Places, circles, places_of
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
@@ -35,6 +35,7 @@ class Problem:
         consumers: for each tensor the ops that read it, in order.
         kept: whether t must be in memory at the end.
         settled: for each tensor the op by whose place it has certainly been made, if it is kept.
+        asked: kept tensors of which that is an op at the end of a pass, since they may be made elsewhere and copied.
         held: for each op io(i) less the inputs that an output may be written over: what is there beside each other throughout.
         own_bytes: bytes(held(i)) + w_i for each op.
         again_bytes: the same for a recomputation of i: its kept outputs are there already, and made again.
@@ -62,6 +63,7 @@ class Problem:
     consumers: tuple[tuple[int, ...], ...]
     kept: tuple[bool, ...]
     settled: tuple[int, ...]
+    asked: frozenset[int]
     held: tuple[frozenset[int], ...]
     own_bytes: tuple[int, ...]
     again_bytes: tuple[int, ...]
@@ -151,9 +153,9 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     makers = _positions(outputs, len(sizes))
     program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in makers]
-    asked = end_inputs(graph)
+    asked = {t: places.ids.index(op) for t, op in asked_for(graph).items()}
     settled = tuple(
-        len(ops) - 1 if t in asked else max((p, *places.stood_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
+        asked[t] if t in asked else max((p, *places.stood_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
     )
     last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
     needed = [again[i] if places.sure[i] else own[i] for i in range(len(ops))]
@@ -173,6 +175,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         consumers=_positions(inputs, len(sizes)),
         kept=kept,
         settled=settled,
+        asked=frozenset(asked),
         held=held,
         own_bytes=own,
         again_bytes=again,

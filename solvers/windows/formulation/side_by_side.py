@@ -26,16 +26,13 @@ Over = tuple[int | None, int | None, float]
 
 
 def add_kept(draft: ModelDraft, k: int) -> None:
-    """Row 16: S[k+1,t] >= S[k,t], R[k,p] and first_p of the makers p of a kept t that the end of the step asks for.
+    """Row 16: S[k+1,t] >= S[k,t], R[k,p] and first_p of the makers p of a kept t that the end of a pass asks for.
 
     It may first be made by any of them, at any time, and stays from then on.
     """
-    problem = draft.problem
-    if problem.devices is None:
-        return
-    for t, kept in enumerate(problem.kept):
+    for t in sorted(draft.problem.asked):
         after = draft.handed.get((k + 1, t))
-        if not kept or after is None or problem.settled[t] != problem.ops - 1:
+        if after is None:
             continue
         before = draft.handed.get((k, t))
         for column in (*([] if before in {None, after} else [before]), *draft.repeat(k, t)):

@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
         "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%\n"
         "  planner solve model.json --budget 40% --options chunks\n"
         "  planner solve model.json --budget 60% --options offload --link 50GB/s --host-budget 64GB\n"
-        "  planner solve model.json --budget 90% --options placement --solver xengine-overlapped",
+        "  planner solve model.json --budget 90% --options placement",
     )
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
     parser.add_argument(

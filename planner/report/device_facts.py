@@ -5,10 +5,17 @@ from dataclasses import dataclass
 
 from graphs.cost.link import format_rate
 from graphs.ir import Graph
+from graphs.options import with_options
 from graphs.options.placement import movable
-from graphs.options.surroundings import OtherDevice
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from planner.visible import visible
+from solvers.bounds import least_budget_bound
+from solvers.clock import WorkClock
+from solvers.ending import ended
+from solvers.least import least_known
+from solvers.order.reorder import reordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +27,8 @@ class DeviceFacts:
         time_s, here_s: seconds of all of these, there and here.
         bytes_per_s, latency_s: of copies from and to it.
         capacity_bytes: of its memory; None for no limit.
+        least_budget_bytes, least_budget_found_bytes: no budget of the main device with it is below the former, and the latter is
+            known to do; None where no op may run there.
     """
 
     ops: int
@@ -29,15 +38,21 @@ class DeviceFacts:
     bytes_per_s: float
     latency_s: float
     capacity_bytes: int | None
+    least_budget_bytes: int | None
+    least_budget_found_bytes: int | None
 
 
-def device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
+def device_facts(graph: Graph, device: OtherDevice, finding: float) -> DeviceFacts:
     """What `device` offers the ops of the program of `graph`.
+
+    Args:
+        finding: units of work, to look for a schedule that needs little.
 
     Raises:
         GraphError: it has not a time, or None, for each of them.
     """
     offered = movable(graph, device)
+    proved_bytes, found_bytes = _least(graph, device, finding) if offered else (None, None)
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
@@ -46,11 +61,29 @@ def device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
         bytes_per_s=device.bytes_per_s,
         latency_s=device.latency_s,
         capacity_bytes=device.capacity_bytes,
+        least_budget_bytes=proved_bytes,
+        least_budget_found_bytes=found_bytes,
     )
 
 
-def device_line(name: str, facts: DeviceFacts, ops: int) -> str:
-    """The device called `name` for people; the program has so many `ops`."""
+def _least(graph: Graph, device: OtherDevice, finding: float) -> tuple[int, int]:
+    offered = with_options(graph, ("placement",), Surroundings(Link.even(1.0), others=(device,)))
+    order = ended(reordered(offered).graph).graph
+    proved_bytes = least_budget_bound(order).budget_bytes
+    known = least_known(order, WorkClock(finding), proved_bytes=proved_bytes)
+    return proved_bytes, simulate(order, known).peak_bytes
+
+
+def device_lines(name: str, facts: DeviceFacts, ops: int, order: str) -> list[tuple[str, str]]:
+    """The device called `name` for people; the program has so many `ops`, and `order` says of which order a bound is."""
+    lines = [("with placement", _device_line(name, facts, ops))]
+    if facts.least_budget_bytes is not None and facts.least_budget_found_bytes is not None:
+        lines.append(("  least budget", f"no less than {format_bytes(facts.least_budget_bytes)} {order}"))
+        lines.append(("    known", format_bytes(facts.least_budget_found_bytes)))
+    return lines
+
+
+def _device_line(name: str, facts: DeviceFacts, ops: int) -> str:
     exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
     room = "" if facts.capacity_bytes is None else f", {format_bytes(facts.capacity_bytes)} of memory"
     times = f"{format_seconds(facts.time_s)} there and {format_seconds(facts.here_s)} here"

@@ -15,7 +15,7 @@ from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from planner.report.describe import aligned, provenance_lines, summary_data, table
-from planner.report.device_facts import DeviceFacts, device_facts, device_line
+from planner.report.device_facts import DeviceFacts, device_facts, device_lines
 from planner.solving import summarize
 from planner.visible import visible
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
@@ -138,7 +138,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
         traced=traced,
-        placement={device.name: device_facts(graph, device) for device in devices},
+        placement={device.name: device_facts(graph, device, _FINDING) for device in devices},
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
@@ -172,7 +172,7 @@ def graph_text(facts: GraphFacts) -> str:
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
         ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {host or 'nothing on the host'}"),
         *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
-        *(("with placement", device_line(name, device, summary.ops)) for name, device in facts.placement.items()),
+        *(line for name, device in facts.placement.items() for line in device_lines(name, device, summary.ops, _ORDER)),
         ("fingerprint", summary.fingerprint),
     ]
     op_rows = [

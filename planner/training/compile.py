@@ -94,8 +94,7 @@ def compile(  # noqa: A001
         kernels: ``eager``, those that eager PyTorch runs; or ``inductor``, those that ``torch.compile`` compiles the step to, in
             several ways where recomputation costs much, of which the fastest is kept: docs/training.md. Bits are then those of
             ``torch.compile``, which also stands for eager PyTorch in what is compared.
-        other_devices: as in ``trace``, with ``options=["placement"]`` and a solver that places ops (``xengine-overlapped``, for
-            small steps).
+        other_devices: as in ``trace``, with ``options=["placement"]``.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with

@@ -135,9 +135,8 @@ def test_a_graph_without_other_devices_says_how_to_get_them() -> None:
 @pytest.mark.parametrize(
     ("solver", "options", "said"),
     [
-        ("windows", ["placement"], "the solver 'windows' places no ops on other devices: take the solver 'xengine-overlapped'"),
         ("xengine", ["offload"], "the solver 'xengine' does nothing but place ops on other devices: take the solver 'windows'"),
-        ("dtr", ["placement"], "the solver 'dtr' places no ops on other devices"),
+        ("dtr", ["placement"], "the solver 'dtr' places no ops on other devices: take the solver 'windows'"),
     ],
 )
 def test_a_solver_for_something_else(solver: str, options: list[str], said: str) -> None:

@@ -211,7 +211,7 @@ def test_a_plan_that_promises_peaks_of_pools_that_are_not_there(graph: Graph) ->
         check_plan(graph, replace(plan, pool_peaks_bytes={"host": 1}))
 
 
-def test_a_graph_with_placement_is_planned_by_the_reference_for_it(tmp_path: Path) -> None:
+def test_a_graph_with_placement_is_planned_and_by_the_reference_for_it(tmp_path: Path) -> None:
     graph = training_chain(3)
     write_graph(on_devices(graph, OtherDevice("second", tuple(op.time_s / 4 for op in graph.ops), 8.0)), tmp_path / "graph.json")
     offered = read_graph(tmp_path / "graph.json")
@@ -221,5 +221,5 @@ def test_a_graph_with_placement_is_planned_by_the_reference_for_it(tmp_path: Pat
     assert plan.recomputed == 0 < plan.copied
     assert f"0 ops recomputed, {plan.copied} copies and ops on other devices" in plan_text(plan)
     assert isinstance(plan.settings["serial_s"], float) and plan.time_s <= plan.settings["serial_s"]
-    with pytest.raises(GraphError, match="without other choices"):
-        planner.solve(offered, "100%")
+    best = planner.solve(offered, "100%", work_limit=1.0)
+    assert best.solver == "windows" and best.time_s <= plan.time_s * (1 + 1e-3) and best.pool_peaks_bytes["second"] > 0

@@ -78,6 +78,7 @@ class PlacingParams:
         first: as long as this it goes on before anything is solved, or this share of the limit if that is less:
         first_share.
         again_share: of the variations, in which one op is computed again, or no more, where what it makes is copied;
+        sent_share: and in which a tensor goes to another memory where it is made, or no more, and comes back;
         linked_share: of the others, in which ops move that depend on each other, rather than such as follow each other;
         few: in half of them so many move as are drawn with this probability of an end after each.
         slice: as long as this it goes on beside other searches at a time.
@@ -88,7 +89,8 @@ class PlacingParams:
     beginnings: int = 10
     first: float = 2.0
     first_share: float = 0.2
-    again_share: float = 0.25
+    again_share: float = 0.2
+    sent_share: float = 0.15
     linked_share: float = 0.5
     few: float = 0.5
     slice: float = 0.5

@@ -1,5 +1,6 @@
 """The best schedule of a solve, the bound, and when they are good enough."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -199,13 +200,22 @@ class Search:
     def _take(self, trial: Trial) -> bool:
         """Keep a trial that fits if it is the fastest so far; whether it is."""
         with self._lock:
-            better = not self.closed and (self.best is None or trial.time_s < self.best.time_s)
+            better = not self.closed and (self.best is None or self._is_better(trial, self.best))
             if better:
                 self.best = trial
                 self._check_bound()
         if better:
             self.tell(news=True)
         return better
+
+    def _is_better(self, trial: Trial, best: Trial) -> bool:
+        """Whether it takes less time; on several devices, as long and does less."""
+        if trial.time_s != best.time_s or self.problem.devices is None:
+            return trial.time_s < best.time_s
+        return self._work_s(trial) < self._work_s(best)
+
+    def _work_s(self, trial: Trial) -> float:
+        return math.fsum(map(self.problem.seconds, trial.order.computed))
 
     def prove(self, overhead: float) -> None:
         """Take note of what a relaxation proves: no schedule has less overhead, or for inf that there is none."""

@@ -6,6 +6,7 @@ or computed there again. Variations that are no worse than what was accepted som
 climbing, Burke and Bykov, European Journal of Operational Research 258, 2017).
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
 from solvers.windows.solution.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
 from solvers.windows.solution.side_by_side import side_by_side
 
-Cost = tuple[int, float]  # bytes over the budget, and seconds
+Cost = tuple[int, float, float]  # bytes over the budget, when the last stream has ended, and seconds of all streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,14 @@ class Placing:
     Attributes:
         device: for each its device; none for those that others on the main device stand for.
         again: (op, device) where it is computed again rather than that what it makes is copied there.
+        sent: (tensor, device, other device) where it goes to the other one as soon as it is there, and comes back, or is computed
+            again, for each op that reads it later.
         instead: what stands for others on the main device.
     """
 
     device: Mapping[int, int]
     again: frozenset[tuple[int, int]] = frozenset()
+    sent: frozenset[tuple[int, int, int]] = frozenset()
     instead: frozenset[int] = frozenset()
 
 
@@ -68,9 +72,11 @@ class Where:
             elif not (self.places.optional[i] or self.places.stands_for[i]):
                 self.runs[i, 0] = i
                 self.makers.update(dict.fromkeys(self.outputs[i], i))
+        self.copying = set(self.copies.values())
         self.count = max(devices.device) + 1
         self.movable = sorted({v for v, d in self.runs if d})
         self.static = [(t.id, 0) for t in problem.graph.tensors if t.static]
+        self.static_or_kept = {*self.static, *((t, 0) for t in problem.graph.kept)}
 
     def computed(self, placing: Placing) -> list[int] | None:
         """The executions and copies, each before what reads it; None where nothing says how something is made."""
@@ -85,29 +91,56 @@ class _Order:
     placing: Placing
     computed: list[int] = field(default_factory=list)
     there: set[tuple[int, int]] = field(default_factory=set)
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    touched: dict[tuple[int, int], int] = field(default_factory=dict)  # of what is sent, by which op of the device last
+    turns: dict[int, int] = field(default_factory=dict)  # how many each device has executed
 
     def run(self) -> list[int] | None:
         places, placing = self.places, self.placing
         self.there.update(places.static)
+        self.sent.update(((t, device), other) for t, device, other in placing.sent)
         stood_for = {i for b in placing.instead for i in places.places.stands_for[b]}
         for v in sorted({*placing.device, *placing.instead}.difference(stood_for - set(placing.instead))):
             device = placing.device.get(v, 0)
             if not self.execute(v if v in placing.instead else places.runs[v, device], device):
                 return None
-        return self.computed
+        return self.without_unread()
+
+    def without_unread(self) -> list[int]:
+        """All but copies that nothing reads before they are made again."""
+        places, device = self.places, self.places.devices.device
+        wanted = {t for t, kept in enumerate(places.problem.kept) if kept}
+        found: list[int] = []
+        for i in reversed(self.computed):
+            outputs = places.problem.outputs[i]
+            if i in places.copying and wanted.isdisjoint(outputs):
+                continue
+            wanted.difference_update(t for t in outputs if device[t] or not places.problem.kept[t])
+            wanted.update(places.problem.inputs[i])
+            found.append(i)
+        return found[::-1]
 
     def execute(self, i: int, device: int) -> bool:
         if not all(self.need(t, device) for t in self.places.inputs[i]):
             return False
         self.computed.append(i)
-        self.there.update((t, device) for t in self.places.outputs[i])
-        return True
+        self.turns[device] = self.turns.get(device, 0) + 1
+        made = [(t, device) for t in self.places.outputs[i]]
+        self.there.update(made)
+        for spot in (*made, *((t, device) for t in self.places.inputs[i])):
+            if spot in self.sent:
+                self.touched[spot] = self.turns[device]
+        return all(self.need(t, self.sent[t, device]) for t, _ in made if (t, device) in self.sent)
 
     def need(self, t: int, device: int) -> bool:
         """Have t on a device: computed again there, or copied from wherever that is soonest done."""
         places = self.places
         if (t, device) in self.there:
-            return True
+            # What was sent away comes back, unless the op before has it.
+            if (t, device) not in self.sent or self.turns.get(device, 0) - self.touched.get((t, device), 0) <= 1:
+                return True
+            if (t, self.sent[t, device]) not in self.there or (t, 0) in places.static_or_kept:
+                return True
         maker = places.makers.get(t)
         if maker is not None and (maker, device) in self.placing.again and (maker, device) in places.runs:
             again = places.runs[maker, device]
@@ -116,7 +149,7 @@ class _Order:
         ways = [
             (places.problem.seconds(i), i)
             for d in range(places.count)
-            if (t, d) in self.there and (i := places.copies.get((t, d, device))) is not None
+            if d != device and (t, d) in self.there and (i := places.copies.get((t, d, device))) is not None
         ]
         if not ways:
             return False
@@ -135,10 +168,10 @@ class Placements:
         self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
         self._draw = np.random.default_rng(0)
         self._now: Placing | None = None
-        self._cost: Cost = (0, np.inf)
+        self._cost: Cost = (0, np.inf, np.inf)
         self._accepted: list[Cost] = []
         self._from: Trial | None = None
-        self._best: Cost = (0, np.inf)
+        self._best: Cost = (0, np.inf, np.inf)
         self._idle = self._fruitless = 0
 
     def go_on(self, limit: float) -> Order | None:
@@ -167,7 +200,7 @@ class Placements:
                 order = self.order(varied)
                 if cost[0]:
                     lacking = order
-                elif cost[1] < search.best_s() and is_possible(search.problem, order):
+                elif cost[1] <= search.best_s() and is_possible(search.problem, order):
                     search.keep(try_out(search.problem, order))
                     self._from = search.best
         return lacking
@@ -186,7 +219,7 @@ class Placements:
         search.clock.spend(2 * WORK_PER_EXECUTION * len(computed))
         found = side_by_side(problem.graph, [problem.places.ids[i] for i in computed], search.budget_bytes)
         over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
-        return max(0, over), found.time_s
+        return max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
 
     def order(self, placing: Placing) -> Order:
         """A placement that there is as an order of executions."""
@@ -201,9 +234,13 @@ class Placements:
         movable = [v for v in places.movable if v in placing.device]
         if not movable:
             return placing
-        if draw.random() < self.params.again_share:
-            v = movable[int(draw.integers(len(movable)))]
-            return replace(placing, again=placing.again ^ {(v, int(draw.integers(places.count)))})
+        kind = draw.random()
+        if kind < self.params.again_share + self.params.sent_share:
+            v, device = movable[int(draw.integers(len(movable)))], int(draw.integers(places.count))
+            if kind < self.params.again_share or not places.outputs[v]:
+                return replace(placing, again=placing.again ^ {(v, device)})
+            t, other = places.outputs[v][int(draw.integers(len(places.outputs[v])))], int(draw.integers(places.count - 1))
+            return replace(placing, sent=placing.sent ^ {(t, device, other + (other >= device))})
         device = int(draw.integers(places.count))
         size = 1 + int(draw.geometric(self.params.few)) if draw.random() < 0.5 else 1 + int(draw.integers(len(movable)))
         begin = int(draw.integers(len(movable)))
@@ -237,7 +274,7 @@ class Placements:
         if cost is None:
             start = self._placing_of(())
             cost = self.cost_of(start)
-        self._now, self._cost = start, cost or (0, np.inf)
+        self._now, self._cost = start, cost or (0, np.inf, np.inf)
         self._best = self._cost
         self._accepted = [self._cost] * self.params.memory
 

@@ -55,7 +55,7 @@ class _Copies:
         self.graph, self.computed, self.limits = graph, computed, limits
         self.pool = {pool.name: d for d, pool in enumerate(graph.pools)}
         instant = Run(graph, computed, [None] * len(limits), instant_copies=True)
-        self.starts_s, self.clocks_s = instant.starts_s, instant.clocks_s
+        self.starts_s, self.clocks_s, self.dying = instant.starts_s, instant.clocks_s, instant.dying
 
     def moved(self) -> list[int]:
         """The positions in the order of issue."""
@@ -70,7 +70,9 @@ class _Copies:
         for place in copies:
             op = self.graph.ops[self.computed[place]]
             (source,), (target,) = op.inputs, op.outputs
-            begin = min(max(low[place], before.get(source, 0), latest[place]), place)
+            # What goes from where it is copied is copied at once: its memory is wanted.
+            wanted = 0 if source in self.dying[place] else latest[place]
+            begin = min(max(low[place], before.get(source, 0), wanted), place)
             free = room.get(self.pool[self.graph.tensors[target].pool])
             if free is not None:
                 size = self.graph.tensors[target].size_bytes
@@ -157,6 +159,7 @@ class Run:
         memory_bytes: as in ``SideBySide``.
         starts_s: for each execution when it begins.
         clocks_s: for each memory how far its owner is at each execution.
+        dying: for each execution what nothing reads behind it.
     """
 
     def __init__(
@@ -184,6 +187,7 @@ class Run:
         self.memory_bytes: list[int] = []
         self.starts_s: list[float] = []
         self.clocks_s: list[list[float]] = [[] for _ in graph.pools]
+        self.dying: list[list[int]] = []
         self.fits_elsewhere = True
         steps = schedule_of(graph, computed).steps
         at = 0
@@ -193,7 +197,8 @@ class Run:
             begin = at
             while at < len(steps) and isinstance(steps[at], Free):
                 at += 1
-            self._compute(step.op, [dying.tensor for dying in steps[begin:at] if isinstance(dying, Free)])
+            self.dying.append([dying.tensor for dying in steps[begin:at] if isinstance(dying, Free)])
+            self._compute(step.op, self.dying[-1])
 
     def _compute(self, op_id: int, dying: Sequence[int]) -> None:
         graph, op = self.graph, self.graph.ops[op_id]

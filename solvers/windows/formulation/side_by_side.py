@@ -65,7 +65,7 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
 
 
 def add_side_by_side(draft: ModelDraft) -> None:
-    """Rows 18 and 19, and the objective that they bound: the last family of a program, which has to know what costs."""
+    """Rows 18 to 20, and the objective that they bound: the last family of a program, which has to know what costs."""
     devices = draft.problem.devices
     if devices is not None and devices.streams:
         _SideBySide(draft, devices).add()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
+from graphs.options import without_options
 from graphs.options.offload import without_copies
 from graphs.plan import relative_gap
 from graphs.schedule import Schedule
@@ -73,9 +74,11 @@ class Frontier:
         self.graph = graph
         self.tolerance = tolerance
         self.infeasible_bytes = -1  # nothing fits into this much
-        self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, graph.time_s)]
+        # With other ways to compute an op, or other devices, a step may take less than its program.
+        least_s = graph.time_s if without_copies(graph)[0].plain else 0.0
+        self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, least_s)]
         self.schedules: list[tuple[float, int, Schedule]] = []
-        self.learn_schedule(store_all(without_copies(graph)[0]))
+        self.learn_schedule(store_all(without_options(graph)))
 
     def learn_schedule(self, schedule: Schedule) -> None:
         """A schedule that runs, whatever it was found for."""

@@ -72,7 +72,9 @@ class PlacingParams:
     """Of placements on several devices that are varied.
 
     Attributes:
-        memory: a variation is compared with what was accepted so many variations ago;
+        memory: a variation is compared with what was accepted so many variations ago, and twice as many each time that this has
+            come to nothing;
+        most_memory: at most;
         idle: after so many without a better one it begins again from the best,
         beginnings: so often.
         first: as long as this it goes on before anything is solved, or this share of the limit if that is less:
@@ -85,6 +87,7 @@ class PlacingParams:
     """
 
     memory: int = 30
+    most_memory: int = 500
     idle: int = 2_000
     beginnings: int = 10
     first: float = 2.0

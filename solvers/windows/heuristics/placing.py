@@ -276,7 +276,8 @@ class Placements:
             cost = self.cost_of(start)
         self._now, self._cost = start, cost or (0, np.inf, np.inf)
         self._best = self._cost
-        self._accepted = [self._cost] * self.params.memory
+        # The longer it looks back, the more it takes to come to anything, and the better that is.
+        self._accepted = [self._cost] * min(self.params.memory * 2**self._fruitless, self.params.most_memory)
 
     def _placing_of(self, instead: Iterable[int]) -> Placing:
         places, device = self.search.problem.places, self.places.devices.device

@@ -3,14 +3,17 @@
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphs.cost.others import DEVICES_KEY, recorded_devices
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
+from graphs.options.surroundings import OtherDevice
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
@@ -94,6 +97,18 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
     assert text.count("least feasible budget") == 2
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
         curve(graph, 3, solver="dtr", choices=choices)
+
+
+def test_what_takes_less_than_the_program_has_a_curve_too() -> None:
+    chain = training_chain(3)
+    faster = OtherDevice("cpu:1", tuple(op.time_s / 4 for op in chain.ops), 8.0)
+    graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: recorded_devices([faster])})
+    choices = choices_of(["placement"])
+    assert choices is not None
+    found = curve(graph, ["80%", "100%"], choices=choices, time_limit_s=1.0)
+    judged(choices.offered(graph), found)
+    assert found.points[1].time_s is not None and found.points[1].time_s < graph.time_s
+    assert found.without is not None and found.without.points[1].time_s == graph.time_s
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, answers: Callable[[Graph, int], Result]) -> list[int]:

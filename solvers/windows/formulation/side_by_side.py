@@ -110,7 +110,7 @@ class _SideBySide:
             self.again[i].append(column)
         self.paths = Paths(self.problem, devices)
         seconds = sum(map(self.problem.seconds, range(self.problem.ops)))
-        self.longest = self.problem.units(seconds) * (draft.windows + 2)  # each op in each window, one after the other
+        self.longest = self.problem.units(seconds) * (2 * draft.windows + 1)  # all that R, Q, D and z count, one after the other
 
     def units(self, i: int) -> float:
         return self.problem.units(self.problem.seconds(i))
@@ -214,7 +214,8 @@ class _SideBySide:
         """F[p] + seconds of whichever is executed in the place of v + copied (first_c - first_q - O[q]) - (M - c_b) O[b] <= F[v].
 
         For p, which makes t; c in the place of v that reads t on a device; all q that make it there; and all b that do what v
-        does, with M the longest of what stands before it. If b alone is executed, besides its place, F[p] + c_b <= F[v] is left.
+        does, with M the longest of what stands before it. If b is executed, but not in its place, no more than F[p] + c_b <= F[v] is
+        left, nor more than without. Where M < c_b, M - c_b is 0.
 
         Args:
             over: t, the device, and the seconds of a copy of t to it; None for no t, or no copy.
@@ -236,7 +237,7 @@ class _SideBySide:
         most = max(map(self.units, alternatives)) + copied
         for b in paths.ways(v) if ended is None else ():
             if b in self.only:
-                row.add(self.only[b], self.units(b) - most)
+                row.add(self.only[b], min(0.0, self.units(b) - most))
         if t in paths.makers:
             row.add(times[paths.makers[t]], 1.0)
         row.add(times[v] if ended is None else ended, -1.0)

@@ -214,8 +214,8 @@ class _SideBySide:
         """F[p] + seconds of whichever is executed in the place of v + copied (first_c - first_q - O[q]) - (M - c_b) O[b] <= F[v].
 
         For p, which makes t; c in the place of v that reads t on a device; all q that make it there; and all b that do what v
-        does, with M the longest of what stands before it. If b is executed, but not in its place, no more than F[p] + c_b <= F[v] is
-        left, nor more than without. Where M < c_b, M - c_b is 0.
+        does, with M the longest of what stands before it. Where b is executed, but not in its place, no more is left than
+        F[p] + c_b <= F[v], nor more than without. Where M < c_b, M - c_b is 0.
 
         Args:
             over: t, the device, and the seconds of a copy of t to it; None for no t, or no copy.

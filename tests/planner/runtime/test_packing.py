@@ -52,6 +52,16 @@ def test_each_kind_is_exact(kind: str, *, channels_last: bool) -> None:
     assert_exact(capture, workload, schedule)
 
 
+def test_adaptive_pooling_is_exact() -> None:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, 5))
+    workload = Workload(model, nn.CrossEntropyLoss(), (torch.randn(5, 3, 17, 15), torch.randint(5, (5,))))
+    capture = capture_profiled(*workload, optimizer="adamw", accumulate=False, passes=1, options=["pack"])
+    (op,) = does(capture.graph, "of_shape")
+    assert op.inputs == capture.graph.ops[op.stands_for[0]].inputs[:1]
+    assert_exact(capture, workload, packing(capture.graph, [op]))
+
+
 def test_all_of_them_together_hold_less_between_the_passes() -> None:
     capture, workload = captured()
     graph = capture.graph

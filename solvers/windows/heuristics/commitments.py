@@ -14,7 +14,7 @@ from typing import Protocol
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
 from graphs.options.selection import PartOf
-from graphs.pools import COMPUTE
+from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from solvers.places import places_of
 from solvers.tolerance import Tolerance
 from solvers.windows.formulation.granularity import Discretization
@@ -128,7 +128,7 @@ class Commitments:
 
         def take(trial: Trial) -> None:
             schedule = of_whole.schedule(trial.schedule)
-            executed = [op for op in schedule.computed if problem.whole.ops[op].stream == COMPUTE]
+            executed = [op for op in schedule.computed if problem.whole.ops[op].stream not in {DEVICE_TO_HOST, HOST_TO_DEVICE}]
             if any(op not in place for op in executed):
                 return
             instead = frozenset(place[of_whole.ops[own[i]]] for i in trial.order.instead)

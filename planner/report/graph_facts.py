@@ -116,8 +116,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     graph = holding_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in known_devices(graph.provenance)]
-    here = without_placement(without_copies(graph)[0])
-    traced = {name: _option_facts(holding(here, (name,))) for name in traced_with(graph)}
+    traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
@@ -217,6 +216,11 @@ def _reordered(facts: GraphFacts) -> str:
     if facts.reordered_peak_bytes == facts.summary.store_all_peak_bytes:
         return ""
     return f", {format_bytes(facts.reordered_peak_bytes)} with the ops in a better order"
+
+
+def _here(graph: Graph) -> Graph:
+    """`graph` with what was found when it was traced alone."""
+    return without_placement(without_copies(graph)[0])
 
 
 def _option_facts(graph: Graph) -> OptionFacts:

@@ -80,20 +80,24 @@ def test_the_committed_rows_say_what_the_table_does() -> None:
     assert {(row["model"], row["pair"], row["budget"]) for row in rows} == {
         (m, p, b) for m in MODELS for p in PAIRS for b in BUDGETS
     }
-    gained = 0
+    gained = larger = 0
     for row in rows:
         if row["executed_peak_bytes"]:
             assert int(row["executed_peak_bytes"]) <= int(row["budget_bytes"])
             assert row["executed_other_bytes"] == row["predicted_other_bytes"]
         assert not row["peak_bytes"] or int(row["peak_bytes"]) <= int(row["budget_bytes"])
         assert not row["bound_s"] or float(row["bound_s"]) <= float(row["time_s"]) * (1 + 1e-9)
-        assert not row["serial_s"] or row["method"] == METHODS[3] or float(row["time_s"]) <= float(row["serial_s"]) * (1 + 1e-9)
+        assert not row["serial_s"] or row["method"] in METHODS[3:] or float(row["time_s"]) <= float(row["serial_s"]) * (1 + 1e-9)
     for model, pair in {(row["model"], row["pair"]) for row in rows}:
         found = {row["method"]: row for row in rows if (row["model"], row["pair"], row["budget"]) == (model, pair, NO_LIMIT)}
-        serial, overlapped = found[METHODS[2]], found[METHODS[3]]
-        assert serial["status"] == "optimal" and float(serial["serial_s"]) <= float(found[METHODS[0]]["time_s"]) * (1 + 1e-6)
+        alone, _, serial, overlapped, windows = (found[method] for method in METHODS)
+        assert float(windows["time_s"]) <= float(alone["time_s"]) * (1 + 1e-9)
+        if not overlapped["time_s"]:  # XEngine's program is too large
+            larger += float(windows["time_s"]) < 0.99 * float(alone["time_s"])
+            continue
+        assert serial["status"] == "optimal" and float(serial["serial_s"]) <= float(alone["time_s"]) * (1 + 1e-6)
         assert float(overlapped["time_s"]) <= float(serial["time_s"]) * (1 + 1e-9)
-        gained += float(overlapped["time_s"]) < 0.99 * float(serial["serial_s"])
-    assert gained >= 3
+        gained += float(windows["time_s"]) < 0.99 * float(serial["serial_s"])
+    assert gained >= 3 and larger >= 1
     lines = (FOLDER / "table.md").read_text().splitlines()
     assert len(lines) == 2 + len(rows) // len(METHODS)

@@ -54,7 +54,9 @@ def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: 
 def test_all_methods_can_be_compared(tmp_path: Path) -> None:
     found = compare(training_chain(6), ["80%"], methods_named("all"), tmp_path, time_limit_s=20)
     assert found[0].method == OPTIMUM
-    assert {row.method for row in found} == {name for name, entry in SOLVERS.items() if not entry.offloads and not entry.places}
+    assert {row.method for row in found} == {
+        name for name, entry in SOLVERS.items() if not entry.offloads and not entry.only_places
+    }
     assert all(row.status in {"optimal", "feasible", "infeasible", "limit", "error"} for row in found)
 
 
@@ -76,7 +78,7 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
 
 
 def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
-    everywhere = {name for name, entry in SOLVERS.items() if not entry.places}
+    everywhere = {name for name, entry in SOLVERS.items() if not entry.only_places}
     assert set(methods_named("all", offload=True)) == everywhere
     choices = choices_of(["offload"], 1.0, 10**6)
     found = compare(training_chain(6), ["80%"], methods_named("all", offload=True), tmp_path, choices=choices, time_limit_s=20)

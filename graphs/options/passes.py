@@ -28,7 +28,8 @@ def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple
     Raises:
         ScheduleError: a result of the forward pass is nowhere as that ends.
     """
-    cut = boundary(graph, schedule)
+    results = {t for t in graph.kept if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD}
+    cut = _end_of_forward(graph, schedule, results)
     tangents = {t.id for t in graph.tensors if t.static and t.name == _TANGENT}
     forward: list[Step] = []
     late: list[Step] = []
@@ -43,12 +44,32 @@ def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple
             is_late = step.tensor in tangents
             there.discard(step.tensor)
         (late if is_late else forward).append(step)
-    results = {t for t in graph.kept if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD}
     copies = [_copy_of(graph, t, there) for t in sorted(results - there)]
     made = {t for op in copies for t in graph.ops[op].outputs}
     rest = [step for step in schedule.steps[cut:] if not (isinstance(step, Compute) and _copies(graph, step.op, made))]
     frees = next((i for i, step in enumerate(rest) if not isinstance(step, Free) or step.tensor in tangents), len(rest))
     return (*forward, *map(Compute, copies), *rest[:frees]), (*late, *rest[frees:])
+
+
+def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
+    """Number of steps of the forward pass: up to where its results are in some memory, once all of its ops have been executed.
+
+    A result that was made elsewhere, and went there, may be computed here once more before the backward pass begins.
+    """
+    cut, there = boundary(graph, schedule), set[int]()
+    places = {
+        t: {t, *(s for op in graph.tensors[t].producers if is_copy(graph.ops[op]) for s in graph.ops[op].inputs)} for t in results
+    }
+    for place, step in enumerate(schedule.steps):
+        if place >= cut and all(not there.isdisjoint(of_result) for of_result in places.values()):
+            return place
+        if isinstance(step, Compute):
+            if place >= cut and graph.ops[step.op].phase is not Phase.FORWARD:
+                break
+            there.update(graph.ops[step.op].outputs)
+        else:
+            there.discard(step.tensor)
+    return cut
 
 
 def due(graph: Graph) -> dict[int, int]:

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from graphs.errors import ScheduleError
 from graphs.ir import Graph, Phase
 from graphs.options.passes import in_passes, passes_of
 from graphs.options.surroundings import OtherDevice
-from graphs.schedule import Compute
+from graphs.schedule import Compute, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
+from solvers.clock import WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request
 from tests.support.placements import on_devices
@@ -26,11 +28,11 @@ def step() -> Graph:
     return replace(graph, ops=tuple(replace(op, phase=Phase.FORWARD if op.id < 2 else Phase.BACKWARD) for op in graph.ops))
 
 
-@pytest.mark.parametrize("solver", ["xengine", "xengine-overlapped"])
+@pytest.mark.parametrize("solver", ["xengine", "xengine-overlapped", "windows"])
 @pytest.mark.parametrize("budget", [8, 12, 100])
 def test_a_loss_that_is_made_elsewhere_comes_with_the_forward_pass(solver: str, budget: int) -> None:
     graph = on_devices(step(), OtherDevice("second", (1.0,) * 4, 4.0, 20))
-    result = get_solver(solver)(Request(graph, budget))
+    result = get_solver(solver)(Request(graph, budget, clock=WorkClock(2.0)))
     assert result.schedule is not None and any(graph.ops[op].stands_for for op in result.schedule.computed)
     forward, _ = passes_of(graph, result.schedule)
     loss = next(t.id for t in graph.tensors if t.producers and graph.ops[t.producers[0]].name == "loss")
@@ -38,3 +40,17 @@ def test_a_loss_that_is_made_elsewhere_comes_with_the_forward_pass(solver: str, 
     # It is there in what the program counts: nothing is held longer where the schedule is run.
     again = simulate(graph, in_passes(graph, result.schedule))
     assert again.peak_bytes == result.peak_bytes <= budget
+
+
+def test_a_loss_that_is_computed_here_again_comes_with_the_forward_pass() -> None:
+    graph = on_devices(step(), OtherDevice("second", (1.0,) * 4, 4.0))
+    ids = {op.name: op.id for op in graph.ops}
+    names = ["a", "copy_a_device_to_second", "loss@second", "loss", "b", "c"]
+    schedule = schedule_of(graph, [ids[name] for name in names])
+    forward, backward = passes_of(graph, schedule)
+    computed = [[graph.ops[s.op].name for s in steps if isinstance(s, Compute)] for steps in (forward, backward)]
+    assert computed == [names[:4], names[4:]]
+    assert in_passes(graph, schedule) == schedule
+    late = schedule_of(graph, [ids[name] for name in ("a", "copy_a_device_to_second", "loss@second", "b", "loss", "c")])
+    with pytest.raises(ScheduleError, match="without 'loss', which the step returns"):
+        passes_of(graph, late)

@@ -23,7 +23,7 @@ class Ended:
 
     Attributes:
         source: without them.
-        graph: with them; the source where nothing that is kept is copied.
+        graph: with them; the source where nothing that is kept is copied, or it has them.
         original: for each op of `graph` its id in `source`, None for these.
     """
 
@@ -50,7 +50,7 @@ def ended(graph: Graph) -> Ended:
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
     early = tuple(t for t in copied if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
     late = tuple(t for t in copied if t not in early)
-    if not copied:
+    if not copied or asked_for(graph):
         return Ended(graph, graph, ())
     rest = graph.ops[len(forward) : len(graph.program)]
     ops = [*forward, *_end(early, "forward pass", forward), *rest, *_end(late, "step", rest), *graph.ops[len(graph.program) :]]

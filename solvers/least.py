@@ -19,15 +19,17 @@ from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.driver import run
+from solvers.windows.heuristics.placing import Placements
 from solvers.windows.heuristics.sending import least_sending
 from solvers.windows.heuristics.stand_ins import least_instead
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import try_out
+from solvers.windows.solution.decode import NOWHERE_BYTES, try_out
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6
 _SENDING = 0.5  # of the time for rules of eviction, for those with tensors on the host
 _INSTEAD = 0.5  # likewise, for those with ops in place of others
+_PLACED = 0.5  # likewise, for those with ops on other devices
 _SLICE = 0.25  # of the time that is left, for each of them; and of all of it, for rules of eviction
 
 
@@ -98,6 +100,8 @@ def least_known(
         clock, should_stop: likewise.
         proved_bytes: what ``least_budget_bound`` says of it with its round trips, where that is known.
     """
+    whole = ended(graph)
+    graph = whole.graph
     rest, copies = without_copies(graph)
     program = without_options(rest)
     found = [store_all(program)]
@@ -111,9 +115,19 @@ def least_known(
         problem = problem_of(rest, rest.static_bytes)
         if (order := least_instead(problem, clock.part(_INSTEAD * clock.limit), should_stop)) is not None:
             found.append(try_out(problem, order).schedule)
+        if problem.devices is not None:
+            found += _placed(rest, proved_bytes, clock.part(_PLACED * clock.limit), should_stop)
     evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
     judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
-    return min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0]
+    return whole.schedule_of_source(min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0])
+
+
+def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Schedule]:
+    """The schedule that comes nearest to a budget, of those that differ in where ops run; none if nothing was found."""
+    search = Search(Request(graph, budget_bytes, clock=clock, should_stop=should_stop))
+    order = Placements(search).go_on(clock.limit)
+    trials = [search.best] if order is None else [try_out(search.problem, order)]
+    return [trial.schedule for trial in trials if trial is not None and trial.peak_bytes < NOWHERE_BYTES]
 
 
 def _first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> Search:

@@ -198,9 +198,11 @@ class Placements:
             if cost < self._best:
                 self._best, self._idle, self._fruitless = cost, 0, 0
                 order = self.order(varied)
+                if not is_possible(search.problem, order):
+                    continue
                 if cost[0]:
                     lacking = order
-                elif cost[1] <= search.best_s() and is_possible(search.problem, order):
+                elif cost[1] <= search.best_s():
                     search.keep(try_out(search.problem, order))
                     self._from = search.best
         return lacking

@@ -13,7 +13,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_options
 from graphs.synthetic.small import training_chain
 from solvers.clock import WorkClock
-from solvers.least import least_budget
+from solvers.least import least_budget, least_known
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -147,6 +147,15 @@ def test_least_budgets_know_the_other_memory() -> None:
     graph = on_devices(draft.graph([c]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
     bracket = least_budget(graph, clock=WorkClock(2.0))
     assert (bracket.proved_bytes, bracket.found_bytes) == (1, 1)
+
+
+def test_a_schedule_of_little_memory_is_known_without_solving() -> None:
+    chain = training_chain(8)
+    peak = simulate(chain, least_known(chain, WorkClock(1.0))).peak_bytes
+    # What the last op reads, and what it makes, come to the main device; all else may stay on the other one.
+    graph = on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 4.0))
+    known = least_known(graph, WorkClock(1.0))
+    assert simulate(graph, known).peak_bytes < peak and any(graph.ops[op].stands_for for op in known.computed)
 
 
 @pytest.mark.parametrize("order", [0, 1])

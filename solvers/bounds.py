@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from graphs.ir import Graph, Op
 from graphs.options.offload import Copies
-from graphs.pools import COMPUTE, DEVICE
 from graphs.units import format_bytes
+from solvers.devices import sizes_in, workspace_bytes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
     Of ops that may be executed in one place the least need counts, and none where the place may be left out.
     `copies` as in ``least_budget_bound``.
     """
-    sizes = _sizes(graph)
+    sizes = sizes_in(graph, graph.pools[0])
     held, stays, away = _held_bytes(graph, sizes, budget_bytes, copies)
     instead: dict[int, list[Op]] = {}
     left_out: set[int] = set()
@@ -107,11 +107,6 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
     return best
 
 
-def _sizes(graph: Graph) -> list[int]:
-    """Of what is made on the device."""
-    return [0 if t.static or t.pool != DEVICE else t.size_bytes for t in graph.tensors]
-
-
 _Stays = dict[int, tuple[int, int]]  # for tensors, from which op to before which they must be somewhere
 
 
@@ -119,13 +114,13 @@ def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays:
     """Of `op` with what must be in memory beside it. An output takes the place of an input that need not stay, where it may."""
     over = {o for o, t in op.overwrites if t not in stays or not stays[t][0] <= op.id < stays[t][1]}
     inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs if t not in over)
-    workspace = op.workspace_bytes if op.stream == COMPUTE else 0
+    workspace = workspace_bytes_in(graph.pools[0], op)
     total = graph.static_bytes + inputs + outputs + workspace + held_bytes
     return Need(op.id, total, graph.static_bytes, inputs, outputs, workspace, held_bytes)
 
 
 def _held_bytes(
-    graph: Graph, sizes: list[int], budget_bytes: int | None, copies: Copies | None
+    graph: Graph, sizes: Sequence[int], budget_bytes: int | None, copies: Copies | None
 ) -> tuple[list[int], _Stays, _Stays]:
     """For each op of the program the bytes outside its inputs and outputs that must be in memory when it is first executed.
 
@@ -178,7 +173,7 @@ def any_order_need(graph: Graph) -> Need:
     workspace, and the kept tensors that were made by what it depends on, directly or by way of others.
     ``need_at`` counts, for one order, all that comes before v there: its bound is no lower, but of that order.
     """
-    sizes = _sizes(graph)
+    sizes = sizes_in(graph, graph.pools[0])
     kept = [t for t in graph.tensors if t.id in graph.kept and t.size_bytes]
     depends: list[int] = []  # for each op a bit for each op that it depends on
     best: Need | None = None

@@ -24,7 +24,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Devices:
+class OtherDevices:
     """Other devices, and the channels between all of them. Ops are numbered by their positions in ``Places``.
 
     Attributes:
@@ -42,7 +42,7 @@ class Devices:
     memories: tuple[Memory, ...]
 
 
-def devices_of(graph: Graph, places: Places) -> Devices | None:
+def other_devices_of(graph: Graph, places: Places) -> OtherDevices | None:
     """Those of a graph without round trips to the host; None where it has one device."""
     if len(graph.pools) == 1:
         return None
@@ -54,7 +54,7 @@ def devices_of(graph: Graph, places: Places) -> Devices | None:
         if graph.tensors[copy].pool != graph.pools[0].name:
             bases[copy] = bases[source]
     number = {pool.name: d for d, pool in enumerate(graph.pools)}
-    return Devices(
+    return OtherDevices(
         streams=tuple(tuple(i for i, op in enumerate(ops) if op.stream == stream) for stream in aside),
         seconds=tuple(0.0 if op.stream == COMPUTE else op.time_s for op in ops),
         bases=tuple(bases),

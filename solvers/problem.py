@@ -7,7 +7,7 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import Copies, without_copies
 from graphs.pools import COMPUTE
-from solvers.devices import Devices, devices_of, sizes_in, workspace_bytes_in
+from solvers.devices import OtherDevices, other_devices_of, sizes_in, workspace_bytes_in
 from solvers.ending import asked_for
 from solvers.places import Places, circles, places_of
 
@@ -52,7 +52,7 @@ class Problem:
     graph: Graph
     copies: Copies | None
     places: Places
-    devices: Devices | None
+    devices: OtherDevices | None
     capacity_bytes: int
     time_s: tuple[float, ...]
     inputs: tuple[tuple[int, ...], ...]
@@ -143,7 +143,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     ]
     allowed = [may or places.optional[i] for i, may in enumerate(allowed)]
     produced = [not t.static for t in graph.tensors]
-    devices = devices_of(graph, places)
+    devices = other_devices_of(graph, places)
     sizes = sizes_in(graph, graph.pools[0])
     kept = tuple(t.id in graph.kept for t in graph.tensors)
     inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in ops)

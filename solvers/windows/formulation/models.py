@@ -32,7 +32,7 @@ from solvers.windows.formulation.variance import add_variance
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Rows 1 to 19 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
+    """Rows 1 to 20 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
 
     Raises:
         StoppedError: `should_stop`, which is polled, was True.

@@ -3,7 +3,7 @@
 import numpy as np
 
 from graphs.options.placement import is_copy
-from solvers.devices import Devices
+from solvers.devices import OtherDevices
 from solvers.problem import Problem
 
 
@@ -18,7 +18,7 @@ class Paths:
         copied: by tensor and device the least that a copy of it to there takes.
     """
 
-    def __init__(self, problem: Problem, devices: Devices) -> None:
+    def __init__(self, problem: Problem, devices: OtherDevices) -> None:
         self.problem, self.devices, self.places = problem, devices, problem.places
         self.ops = [problem.graph.ops[op] for op in self.places.ids]
         self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.stands_for[v])]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from solvers.devices import Devices
+from solvers.devices import OtherDevices
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.formulation.draft import ModelDraft, Sum
 from solvers.windows.formulation.paths import Paths
@@ -101,7 +101,7 @@ class _SideBySide:
         paths: which tensors each op of the program depends on, however it is executed.
     """
 
-    def __init__(self, draft: ModelDraft, devices: Devices) -> None:
+    def __init__(self, draft: ModelDraft, devices: OtherDevices) -> None:
         self.draft = draft
         self.problem = draft.problem
         self.devices = devices

@@ -49,6 +49,7 @@ class Where:
 
     Attributes:
         runs: by op of the program and device what runs it there.
+        spots: the inverse: by what runs which op of the program it is, and where.
         copies: by tensor, the device where it is and where it goes what copies it.
         makers: by tensor the op of the program that makes it.
     """
@@ -72,6 +73,7 @@ class Where:
             elif not (self.places.optional[i] or self.places.stands_for[i]):
                 self.runs[i, 0] = i
                 self.makers.update(dict.fromkeys(self.outputs[i], i))
+        self.spots = {i: spot for spot, i in self.runs.items()}
         self.copying = set(self.copies.values())
         self.count = max(devices.device) + 1
         self.movable = sorted({v for v, d in self.runs if d})
@@ -282,14 +284,11 @@ class Placements:
         self._accepted = [self._cost] * min(self.params.memory * 2**self._fruitless, self.params.most_memory)
 
     def _placing_of(self, instead: Iterable[int]) -> Placing:
-        places, device = self.search.problem.places, self.places.devices.device
-        elsewhere = {i: v for (v, d), i in self.places.runs.items() if d}
-        here = frozenset(b for b in instead if b not in elsewhere)
-        away = {elsewhere[b]: device[self.search.problem.outputs[b][0]] for b in instead if b in elsewhere}
-        executed = [v for v in places.executed(here) if v not in here]
+        away = dict(self.places.spots[b] for b in instead if b in self.places.spots)
+        here = frozenset(b for b in instead if b not in self.places.spots)
+        executed = [v for v in self.search.problem.places.executed(here) if v not in here]
         return Placing(MappingProxyType({v: away.get(v, 0) for v in executed}), instead=here)
 
     def _again(self, order: Order) -> frozenset[tuple[int, int]]:
-        where = {i: (v, d) for (v, d), i in self.places.runs.items()}
         pairs = zip(order.computed, order.first, strict=True)
-        return frozenset(where[i] for i, first in pairs if not first and i in where)
+        return frozenset(self.places.spots[i] for i, first in pairs if not first and i in self.places.spots)

@@ -42,7 +42,8 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     whole = search.problem.whole
     kinds = _Kinds.of(whole)
     beside_lossy = kinds.several_with_lossy
-    more_than_placed = search.problem.devices is not None and (kinds.some or search.problem.copies is not None)
+    more = kinds.some or search.problem.copies is not None
+    more_than_placed = search.problem.devices is not None and more and not beside_lossy
     smaller: list[tuple[Graph, Run, Callable[[Trial], None]]] = []
     if beside_lossy:
         faithful = _only(whole, kinds.exact)

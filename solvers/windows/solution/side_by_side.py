@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from graphs.ir import Graph
 from graphs.options.placement import is_copy
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
-from solvers.devices import sizes_in
+from solvers.devices import sizes_in, workspace_bytes_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,18 @@ def side_by_side(graph: Graph, computed: Sequence[int], budget_bytes: int) -> Si
     """The schedule of an order of ops of `graph`."""
     limits = [budget_bytes, *(pool.capacity_bytes for pool in graph.pools[1:])]
     moved = _Copies(graph, computed, limits).moved()
-    run = Run(graph, [computed[place] for place in moved], limits)
+    run = Run(graph, schedule_of(graph, [computed[place] for place in moved]), limits)
     return SideBySide(Schedule(tuple(run.steps)), tuple(moved), max(run.clock_s), tuple(run.memory_bytes), run.fits_elsewhere)
 
 
 class _Copies:
-    """When the copies of an order are issued.
-
-    Attributes:
-        room: for each memory with a limit what is free at each position.
-    """
+    """When the copies of an order are issued."""
 
     def __init__(self, graph: Graph, computed: Sequence[int], limits: Sequence[int | None]) -> None:
         self.graph, self.computed, self.limits = graph, computed, limits
         self.pool = {pool.name: d for d, pool in enumerate(graph.pools)}
-        instant = Run(graph, computed, [None] * len(limits), instant_copies=True)
+        self.brief = schedule_of(graph, computed)  # each tensor is there as briefly as possible
+        instant = Run(graph, self.brief, [None] * len(limits), instant_copies=True)
         self.starts_s, self.clocks_s, self.dying = instant.starts_s, instant.clocks_s, instant.dying
 
     def moved(self) -> list[int]:
@@ -138,21 +135,20 @@ class _Copies:
         live = graph.static_bytes_by_pool[pool.name]
         there: set[int] = set()
         free: list[int] = []
-        for step in schedule_of(graph, self.computed).steps:
+        for step in self.brief.steps:
             if isinstance(step, Free):
                 there.discard(step.tensor)
                 live -= sizes[step.tensor]
                 continue
             op = graph.ops[step.op]
-            workspace = op.workspace_bytes if op.stream == pool.owner else 0
-            free.append(limit - live - sum(sizes[t] for t in op.outputs) - workspace)
+            free.append(limit - live - sum(sizes[t] for t in op.outputs) - workspace_bytes_in(pool, op))
             live += sum(sizes[t] for t in op.outputs if t not in there)
             there.update(op.outputs)
         return np.array(free, dtype=np.int64)
 
 
 class Run:
-    """An order run through by the clocks of the judge, with each tensor freed when nothing has to wait for that, or when it must.
+    """A schedule run through by the clocks of the judge; each tensor is freed when nothing has to wait for that, or when it must.
 
     Attributes:
         steps: of the schedule.
@@ -162,12 +158,11 @@ class Run:
         dying: for each execution what nothing reads behind it.
     """
 
-    def __init__(
-        self, graph: Graph, computed: Sequence[int], limits: Sequence[int | None], *, instant_copies: bool = False
-    ) -> None:
+    def __init__(self, graph: Graph, schedule: Schedule, limits: Sequence[int | None], *, instant_copies: bool = False) -> None:
         """Run it.
 
         Args:
+            schedule: holds each tensor as briefly as possible.
             limits: of the memories; None for no limit.
             instant_copies: count no time for them.
         """
@@ -189,7 +184,7 @@ class Run:
         self.clocks_s: list[list[float]] = [[] for _ in graph.pools]
         self.dying: list[list[int]] = []
         self.fits_elsewhere = True
-        steps = schedule_of(graph, computed).steps
+        steps = schedule.steps
         at = 0
         while at < len(steps):
             step, at = steps[at], at + 1

@@ -52,7 +52,10 @@ def device_facts(graph: Graph, device: OtherDevice, finding: float) -> DeviceFac
         GraphError: it has not a time, or None, for each of them.
     """
     offered = movable(graph, device)
-    proved_bytes, found_bytes = _least(graph, device, finding) if offered else (None, None)
+    proved_bytes, found_bytes = None, None
+    if offered:
+        around = Surroundings(Link.even(1.0), others=(device,))
+        proved_bytes, found_bytes = least_with(with_options(graph, ("placement",), around), finding)
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
@@ -66,9 +69,9 @@ def device_facts(graph: Graph, device: OtherDevice, finding: float) -> DeviceFac
     )
 
 
-def _least(graph: Graph, device: OtherDevice, finding: float) -> tuple[int, int]:
-    offered = with_options(graph, ("placement",), Surroundings(Link.even(1.0), others=(device,)))
-    order = ended(reordered(offered).graph).graph
+def least_with(graph: Graph, finding: float) -> tuple[int, int]:
+    """What no budget of a graph with choices is below, and one that is known to do; `finding` as in ``device_facts``."""
+    order = ended(reordered(graph).graph).graph
     proved_bytes = least_budget_bound(order).budget_bytes
     known = least_known(order, WorkClock(finding), proved_bytes=proved_bytes)
     return proved_bytes, simulate(order, known).peak_bytes

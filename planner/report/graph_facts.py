@@ -15,7 +15,7 @@ from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from planner.report.describe import aligned, provenance_lines, summary_data, table
-from planner.report.device_facts import DeviceFacts, device_facts, device_lines
+from planner.report.device_facts import DeviceFacts, device_facts, device_lines, least_with
 from planner.solving import summarize
 from planner.visible import visible
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
@@ -225,15 +225,13 @@ def _here(graph: Graph) -> Graph:
 
 def _option_facts(graph: Graph) -> OptionFacts:
     """Of `graph` with one of its options."""
-    order = reordered(graph).graph
-    proved = least_budget_bound(order).budget_bytes
-    known = least_known(order, WorkClock(_FINDING), proved_bytes=proved)
+    proved_bytes, found_bytes = least_with(graph, _FINDING)
     offered = [op for op in graph.ops if op.optional or op.overwrites]
     return OptionFacts(
         ops=len(offered),
         inexact_ops=sum(not op.exact for op in offered),
-        least_budget_bytes=proved,
-        least_budget_found_bytes=simulate(order, known).peak_bytes,
+        least_budget_bytes=proved_bytes,
+        least_budget_found_bytes=found_bytes,
     )
 
 

@@ -10,7 +10,7 @@ from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.unchanged import unchanged
 from graphs.cost.replay import written_by
 from graphs.options import without_options
-from graphs.options.traced import offered_as, with_graph
+from graphs.options.traced import with_graph
 from graphs.plan import Plan
 from graphs.pools import HOST
 from planner.choices import recorded_options, with_recorded
@@ -18,7 +18,7 @@ from planner.plan_check import check_sizes
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
-from planner.tracing import capture_real
+from planner.tracing import as_recorded, capture_step
 from solvers.policies.store_all import store_all
 
 
@@ -89,16 +89,15 @@ def run(
     """
     batch = as_leaves(batch)
     provenance = plan.graph.provenance
-    captured = capture_real(
+    captured = capture_step(
         model,
         loss_fn,
         batch,
         optimizer=str(provenance.get("optimizer", "none")),
         accumulate=bool(provenance.get("accumulate", False)),
         name=str(provenance.get("model", "")),
-        options=recorded_options(plan.settings),
     )
-    captured = offered_as(captured, provenance)
+    captured = as_recorded(captured, provenance, recorded_options(plan.settings))
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=without_options(captured.graph).out_of_place())

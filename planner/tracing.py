@@ -1,8 +1,8 @@
 """From a model to a graph: a training step traced, its ops measured or modelled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,26 +11,26 @@ from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture, capture_kernels
 from graphs.cost.devices import get_device
+from graphs.cost.exactness import needs_comparison, with_exactness
 from graphs.cost.link import MEASURED_LINK
 from graphs.cost.others import DEVICES_KEY, recorded_devices
-from graphs.cost.profile import profile
-from graphs.cost.replay import RealStep, with_real_sizes
+from graphs.cost.profile import profile, with_dense_sizes, with_recorded_sizes
+from graphs.cost.replay import RealStep, real_static
 from graphs.cost.roofline import model_times
+from graphs.cost.sensitivity import with_measured_variances, with_modelled_variances
 from graphs.errors import TraceError
 from graphs.ir import Graph
 from graphs.options import check_traced
-from graphs.options.traced import with_traced, without_needless
+from graphs.options.compression import kept_tensors
+from graphs.options.traced import offered_as, with_traced, without_needless
 from planner.runtime.device_profile import other_devices as measured_devices
+from planner.runtime.free_memory import free_bytes
 from planner.runtime.link import link_beside
+from planner.runtime.release import release_unused
+from planner.solving import summarize
 
 if TYPE_CHECKING:
     from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
-
-
-class _About(TypedDict):
-    optimizer: str
-    accumulate: bool
-    name: str
 
 
 def trace(
@@ -60,7 +60,7 @@ def trace(
         accumulate: the gradients of earlier batches are in memory as well.
         roofline: model the times for this device instead of measuring them: gh200, h200, h100, a100, l4,
             rtx4090 or cpu. Nothing is executed.
-        passes: how often each op is timed; the median counts.
+        passes: how often each op is timed, unless it takes long.
         measure_link: also measure copies to the host and back beside the step, for the option ``offload``: they become part
             of the provenance.
         name: of the model, for messages.
@@ -89,9 +89,17 @@ def trace(
         modelled = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=as_on_cuda, name=name)
         modelled = with_traced(modelled, options)
         return without_needless(replace(modelled, graph=model_times(modelled, device))).graph
-    about: _About = {"optimizer": optimizer, "accumulate": accumulate, "name": name}
     return capture_profiled(
-        model, loss_fn, batch, **about, passes=passes, measure_link=measure_link, options=options, other_devices=other_devices
+        model,
+        loss_fn,
+        batch,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        passes=passes,
+        measure_link=measure_link,
+        name=name,
+        options=options,
+        other_devices=other_devices,
     ).graph
 
 
@@ -100,64 +108,99 @@ def capture_profiled(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    optimizer: str,
-    accumulate: bool,
-    passes: int,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    passes: int = 5,
     measure_link: bool = False,
     name: str = "",
     options: Sequence[str] = (),
     other_devices: Sequence[str] = (),
 ) -> Capture:
-    """The step as ``trace`` measures it, with the program that executes it."""
-    captured = capture_real(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name, options=options)
-    return with_times(captured, model, loss_fn, batch, passes=passes, measure_link=measure_link, others=other_devices)
+    """Return the step as ``trace`` measures it, with the program that executes it."""
+    captured = capture_step(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+    return profiled(
+        captured, model, loss_fn, batch, passes=passes, options=options, measure_link=measure_link, other_devices=other_devices
+    )
 
 
-def with_times(
+def capture_step(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    name: str = "",
+    variant: "Variant | None" = None,
+) -> Capture:
+    """Return the step with the sizes that its shapes say, and no times: nothing is executed.
+
+    Args:
+        model, loss_fn, batch, optimizer, accumulate, name: as in ``trace``.
+        variant: how Inductor compiles its kernels; None for those of eager PyTorch.
+    """
+    if variant is not None:
+        return capture_kernels(model, loss_fn, batch, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
+    return with_dense_sizes(capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name))
+
+
+def profiled(
     captured: Capture,
     model: nn.Module,
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    passes: int,
+    passes: int = 5,
+    options: Sequence[str] = (),
     measure_link: bool = False,
-    others: Sequence[str] = (),
+    other_devices: Sequence[str] = (),
 ) -> Capture:
-    """`captured` with measured times and workspaces.
+    """Return `captured` with measured times, workspaces and sizes, and with the `options` that are found in it.
 
-    With `measure_link` also what the link to the host carries beside them, with `others` also the times on devices so called.
+    Ops are measured one at a time (``graphs.cost.profile``). Some options need the whole step, executed with everything kept: to
+    find out which of their ops are exact, and how lossy others are. Where it does not fit into what is free, ops that may round
+    count as rounding, and what is modelled of the lossy ones counts.
+
+    Args:
+        captured: what ``capture_step`` returned.
+        model, loss_fn, batch, passes, options, measure_link, other_devices: as in ``trace``.
     """
-    real = RealStep.of(captured, TrainingStep(model, loss_fn), batch)
-    graph = profile(real, passes=passes)
+    step = TrainingStep(model, loss_fn)
+    static = real_static(captured, step, batch)
+    captured = profile(captured, static, passes=passes)
+    if options:
+        offered = with_traced(captured, options)
+        captured = profile(offered, static, passes=passes) if len(offered.graph.ops) > len(captured.graph.ops) else offered
+        captured = _compared(captured, step, batch)
+    recorded: dict[str, object] = {}
     if measure_link:
-        link = link_beside(real, graph.time_s)
-        graph = replace(graph, provenance={**graph.provenance, MEASURED_LINK: link.recorded})
-    if others:
-        devices = recorded_devices(measured_devices(real, others, passes=passes))
-        graph = replace(graph, provenance={**graph.provenance, DEVICES_KEY: devices})
+        recorded[MEASURED_LINK] = link_beside(captured, static, captured.graph.time_s).recorded
+    if other_devices:
+        recorded[DEVICES_KEY] = recorded_devices(measured_devices(captured, static, other_devices, passes=passes))
+    release_unused(static[0].device)
+    graph = replace(captured.graph, provenance={**captured.graph.provenance, **recorded})
     return without_needless(replace(captured, graph=graph))
 
 
-def capture_real(
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    batch: Batch,
-    *,
-    optimizer: str,
-    accumulate: bool,
-    name: str = "",
-    variant: "Variant | None" = None,
-    options: Sequence[str] = (),
-) -> Capture:
-    """The step with the sizes that its kernels really allocate; its times are not measured.
+def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
+    """Return `captured` with what is found out about its optional ops by executing the whole step, where that fits."""
+    if not (needs_comparison(captured) or kept_tensors(captured)):
+        return captured
+    summary = summarize(captured.graph)
+    real = RealStep.of(captured, step, batch)
+    if summary.store_all_peak_bytes - summary.static_bytes > free_bytes(real.device):
+        captured = with_exactness(captured, None)
+        return replace(captured, graph=with_modelled_variances(captured, captured.graph))
+    captured = with_exactness(captured, real)
+    return replace(captured, graph=with_measured_variances(real, captured.graph))
+
+
+def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Sequence[str]) -> Capture:
+    """Return `captured` as the step that a plan with this provenance was made for: nothing is executed.
 
     Args:
-        options: as in ``trace``.
-        variant: how Inductor compiles its kernels; None for those of eager PyTorch.
+        captured: what ``capture_step`` returned.
+        options: that the plan was made with.
     """
-    about: _About = {"optimizer": optimizer, "accumulate": accumulate, "name": name}
-    if variant is None:
-        captured = capture(model, loss_fn, batch, **about)
-    else:
-        captured = capture_kernels(model, loss_fn, batch, variant=variant, **about)
-    return with_traced(with_real_sizes(RealStep.of(captured, TrainingStep(model, loss_fn), batch)), options)
+    captured = with_recorded_sizes(captured, provenance)
+    return offered_as(with_recorded_sizes(with_traced(captured, options), provenance), provenance)

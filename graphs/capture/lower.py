@@ -220,7 +220,7 @@ class _Lowering:
         for path, value in made:
             size = allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
             name, shape = f"{node.name}{path}", tuple(value.shape)
-            tensor = self._new_tensor(name, size, Kind.ACTIVATION, shape, dtype_name(value))
+            tensor = self._new_tensor(name, size, Kind.ACTIVATION, shape, dtype_name(value.dtype))
             self.owner[storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)

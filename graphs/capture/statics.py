@@ -78,7 +78,7 @@ class StaticTensors:
     def _append(self, kind: Kind, name: str, size_bytes: int, value: torch.Tensor | None) -> int:
         tensor = len(self.tensors)
         shape = () if value is None else tuple(value.shape)
-        dtype = "" if value is None else dtype_name(value)
+        dtype = "" if value is None else dtype_name(value.dtype)
         unique = name if kind in (Kind.PARAMETER, Kind.BUFFER) else f"{kind}_{name}"
         self.tensors.append(Tensor(tensor, unique, size_bytes, (), kind, shape, dtype))
         if value is not None:
@@ -86,6 +86,6 @@ class StaticTensors:
         return tensor
 
 
-def dtype_name(value: torch.Tensor) -> str:
-    """As in ``float32``."""
-    return str(value.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` without its module: ``float32``."""
+    return str(dtype).removeprefix("torch.")

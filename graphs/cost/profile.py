@@ -1,114 +1,420 @@
-"""Measured time and workspace of each op of a captured step, on the device its model is on."""
+"""Time, workspace and allocated sizes of each op of a captured step, measured one op at a time.
 
+An op is executed alone, on the static tensors of the step and on synthetic ones for all else that it reads. So no more is in
+memory than the static tensors and the inputs, outputs and workspace of one op, which every schedule must hold at some point:
+measuring never needs more than the least feasible budget. Ops with the same call on tensors of the same layout are measured
+once, and once per process where the call means the same in other captures: layers that repeat cost nothing.
+"""
+
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any
 
 import torch
+from torch import fx
 
-from graphs.capture.program import Call, variable
+from graphs.capture.lower import Capture
+from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.cost.allocator import Mark, segment_peaks
-from graphs.cost.replay import RealStep, same_as
-from graphs.cost.sensitivity import with_measured_variances
-from graphs.ir import Graph, Op
-from graphs.options.traced import may_be_exact, settled
+from graphs.cost.devices import DEVICES, Device, device_called, get_device, op_time_s, workspace_bytes
+from graphs.cost.op_call import OpCall, Run
+from graphs.cost.roofline import modelled_composed
+from graphs.cost.synthetic_inputs import TensorSpec
+from graphs.errors import PlannerError
+from graphs.ir import Kind, Op, Tensor
+from graphs.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
+
+# In the provenance of a graph: [id, bytes] of each tensor whose kernel allocates another size than its shape says.
+ALLOCATED = "allocated_bytes"
+
+_LONG_S = 0.01  # an op that takes so long is timed once more; shorter ones repeatedly, for so long in all
 
 
-def profile(real: RealStep, *, passes: int = 5) -> Graph:
-    """The graph of what was captured, with measured times and workspaces.
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Cost of one op.
 
-    The whole step runs op by op, everything kept, `passes` times after one to warm up. An op's time,
-    in context and with the views it makes and the frees behind it, is the median over the passes on
-    CUDA and the minimum on the CPU, where a process that is interrupted waits for milliseconds; while
-    the minima still fall by more than 3% in all, there are up to four times as many passes.
-    Parameters, buffers and the random state are afterwards as they were. What optional ops make is compared with what the
-    program makes, where they may be exact; how much the gradients change by lossy ones is measured (``graphs.cost.sensitivity``).
+    Attributes:
+        time_s: of a typical execution.
+        workspace_bytes: memory besides inputs and outputs.
+        outputs: layout of each output; None for what is no tensor.
+    """
+
+    time_s: float
+    workspace_bytes: int
+    outputs: tuple[TensorSpec | None, ...]
+
+
+_Key = tuple[object, ...]
+_COSTS: dict[_Key, OpCost] = {}
+
+
+@dataclass(slots=True)
+class MeasuredOp:
+    """One of the distinct ops of a step, to execute it alone.
+
+    Attributes:
+        call: the op.
+        run: its function.
+        inputs: for each tensor that it reads, by id, a real one, or the layout of a synthetic one.
+        time_s, rise_bytes, outputs: what was measured; `rise_bytes` is by how much memory rises while it runs.
+    """
+
+    call: OpCall
+    run: Run
+    inputs: Mapping[int, torch.Tensor | TensorSpec]
+    time_s: float = 0.0
+    rise_bytes: int = 0
+    outputs: tuple[TensorSpec | None, ...] = ()
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """Return what it reads by id: synthetic tensors, and the real ones as they are, but copies of those it overwrites."""
+        written = self.call.op.mutates
+        return {
+            t: value.make() if isinstance(value, TensorSpec) else value.clone() if t in written else value
+            for t, value in self.inputs.items()
+        }
+
+    def arguments(self) -> list[torch.Tensor]:
+        """Return what `run` is called with."""
+        tensors = self.tensors()
+        return [tensors[t] for t in self.call.reads]
+
+
+def profile(
+    capture: Capture,
+    static: Sequence[torch.Tensor],
+    *,
+    passes: int = 5,
+    model: Device | None = None,
+    on_op: Callable[[int, int], None] | None = None,
+) -> Capture:
+    """Return `capture` with measured times, workspaces and allocated sizes.
+
+    Nothing of the model, the batch or the random state is changed. On the CPU an op counts with its fastest execution, since
+    a process that is interrupted waits for milliseconds; on CUDA with the median.
 
     Args:
-        real: what was captured, with real sizes (``with_real_sizes``).
-        passes: at least 1.
+        static: the static tensors, in the order of the program's sources; for fake ones synthetic tensors are made.
+        passes: how often short ops are timed, at least 1.
+        model: of the times of ops that cannot be executed on synthetic values; None: the device of the step, if it is known.
+        on_op: told how many of the ops are measured, and of how many.
+
+    Raises:
+        PlannerError: an op can be neither executed nor modelled.
     """
-    capture = real.capture
-    run = real.compile(look=lambda _: "", at_end=True)
-    with real.running():
-        run(lambda: None)
-        times = _typical_times(run, real.device, passes)
-        peaks = segment_peaks(run, real.device)
-        equal = _equal(real)
-    ops: list[Op] = []
-    time_s, peak_bytes = dict(zip(real.order, times, strict=True)), dict(zip(real.order, peaks, strict=False))
-    program_op = same_as(capture)
-    for op in capture.graph.ops:
-        if (same := program_op.get(op.id)) is not None:
-            ops.append(replace(op, time_s=ops[same].time_s, workspace_bytes=ops[same].workspace_bytes))
+    device = static[0].device
+    with isolated(device):
+        profiler = _Profiler(capture, static, device, passes, model, on_op)
+        profiler.measure()
+    return _with_costs(capture, profiler.costs, device, passes)
+
+
+def distinct_ops(
+    capture: Capture, static: Sequence[torch.Tensor], among: Collection[int] | None = None
+) -> list[tuple[MeasuredOp, tuple[int, ...]]]:
+    """Return the first of each group of equal ops with the ids of the group, in program order.
+
+    For what is measured of single ops besides their cost: execute them inside ``isolated``.
+
+    Args:
+        among: ids of the ops that are looked at; None for all.
+    """
+    device = static[0].device
+    with isolated(device):
+        profiler = _Profiler(capture, static, device, 1, None, None)
+        profiler.measure()
+    equal: dict[_Key, list[int]] = {}
+    for op, key in sorted(profiler.keys.items(), key=lambda item: item[0]):
+        if among is None or op in among:
+            equal.setdefault(key, []).append(op)
+    return [(profiler.measured_op(capture.graph.ops[ops[0]]), tuple(ops)) for ops in equal.values()]
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Execute ops inside without recording, casting or tracing them; the random state is restored at the end."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        disable_current_modes(),
+        no_python_dispatcher(),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices),
+    ):
+        yield
+
+
+@dataclass
+class _Profiler:
+    """Measures the ops of one capture.
+
+    Attributes:
+        costs: by op; ops that call nothing are missing.
+        keys: by op, what its cost depends on.
+    """
+
+    capture: Capture
+    static: Sequence[torch.Tensor]
+    device: torch.device
+    passes: int
+    model: Device | None
+    on_op: Callable[[int, int], None] | None
+    costs: dict[int, OpCost] = field(default_factory=dict)
+    keys: dict[int, _Key] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sources = self.capture.program.sources
+        self._known: dict[int, torch.Tensor | TensorSpec | None] = {
+            source.tensor: TensorSpec.smallest(value) if isinstance(value, FakeTensor) else value
+            for source, value in zip(sources, self.static, strict=True)
+        }
+        self._of_this_capture: dict[_Key, OpCost] = {}
+
+    def measure(self) -> None:
+        """Measure each distinct op that is not known yet, in an order in which the layouts of its inputs are."""
+        new: dict[_Key, MeasuredOp] = {}
+        calls = []
+        for op in self.capture.graph.ops:
+            if (call := OpCall.of(self.capture, op)) is not None:
+                calls.append(call)
+            # An op that draws again sets the generator to the saved state: only a real one is valid.
+            states = [t for t in op.outputs if self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE]
+            self._known |= dict.fromkeys(states, torch.default_generator.get_state())
+        count = len(calls)
+        while calls:
+            waiting = []
+            for call in calls:
+                if all(t in self._known for t in (*call.reads, *call.op.inputs)):
+                    self._look_at(call, new)
+                    if self.on_op is not None:
+                        self.on_op(len(self.keys), count)
+                else:
+                    waiting.append(call)
+            assert len(waiting) < len(calls)  # every tensor has a producer
+            calls = waiting
+        self._measure_workspaces(list(new.values()))
+        for key, measured in new.items():
+            output_bytes = sum(_bytes_of(spec, self.device) for spec in measured.outputs)
+            cost = OpCost(measured.time_s, max(0, measured.rise_bytes - output_bytes), measured.outputs)
+            known = _COSTS if measured.call.is_shared else self._of_this_capture
+            known[key] = cost
+        for number, key in self.keys.items():
+            self.costs[number] = _COSTS.get(key) or self._of_this_capture[key]
+
+    def measured_op(self, op: Op) -> MeasuredOp:
+        """Return `op` as a function, with its inputs, whose layouts are known."""
+        call = OpCall.of(self.capture, op)
+        assert call is not None
+        return self._executable(call)
+
+    def _executable(self, call: OpCall) -> MeasuredOp:
+        inputs = {t: value for t in (*call.reads, *call.op.inputs) if (value := self._known[t]) is not None}
+        return MeasuredOp(call, call.load(self.capture.program), inputs)
+
+    def _look_at(self, call: OpCall, new: dict[_Key, MeasuredOp]) -> None:
+        specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._known[t] for t in call.reads))
+        key = (call.source, call.identity, specs, self.device, *_settings())
+        self.keys[call.op.id] = key
+        if key in new:
+            outputs = new[key].outputs
+        elif (cost := _COSTS.get(key) or self._of_this_capture.get(key)) is not None:
+            outputs = cost.outputs
+        else:
+            outputs = self._measured(key, call, new)
+        for t, spec in zip(call.op.outputs, outputs, strict=True):
+            self._known.setdefault(t, spec)
+
+    def _measured(self, key: _Key, call: OpCall, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
+        measured = self._executable(call)
+        try:
+            self._run_and_time(measured)
+        except Exception as error:  # noqa: BLE001  # whatever an op says of values that mean nothing
+            modelled = self._modelled(call, error)
+            self._of_this_capture[key] = modelled
+            return modelled.outputs
+        new[key] = measured
+        return measured.outputs
+
+    def _run_and_time(self, measured: MeasuredOp) -> None:
+        """Execute the op once for the layouts of its outputs, then again for its time; long ones in ``_measure_workspaces``."""
+        arguments = measured.arguments()
+        times: list[float] = []
+        first_s, made = _timed(measured.run, arguments, self.device)
+        measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
+        del made
+        while first_s < _LONG_S and len(times) < self.passes and sum(times) < _LONG_S:
+            times.append(_timed(measured.run, arguments, self.device)[0])
+        measured.time_s = self._typical(times or [first_s])
+
+    def _typical(self, times: Sequence[float]) -> float:
+        return median(times) if self.device.type == "cuda" else min(times)
+
+    def _measure_workspaces(self, ops: Sequence[MeasuredOp]) -> None:
+        """Measure how far memory rises while each of `ops` runs, outputs included."""
+        if not ops:
+            return
+
+        def run(mark: Mark) -> None:
+            for measured in ops:
+                arguments = measured.arguments()
+                mark()
+                seconds, made = _timed(measured.run, arguments, self.device)
+                mark()
+                measured.time_s = min(measured.time_s, seconds)
+                del made, arguments
+
+        if self.device.type == "cpu" and profiler_enabled():
+            warnings.warn("a profiler is running, so the workspaces of ops cannot be measured: leave a margin", stacklevel=2)
+            return
+        for measured, rise in zip(ops, segment_peaks(run, self.device)[1::2], strict=True):
+            measured.rise_bytes = rise
+
+    def _modelled(self, call: OpCall, error: Exception) -> OpCost:
+        """Return a modelled cost for an op that failed."""
+        model = self.model or self._device_model(call, error)
+        op, node = call.op, self.capture.nodes[call.op.id]
+        composed = self.capture.program.calls[op.id].composed
+        if composed is None and node is None:
+            raise PlannerError(f"op {op.name} cannot be measured alone: {_first_line(error)}") from error
+        warnings.warn(
+            f"op {op.name} cannot be measured alone ({_first_line(error)}): its time is modelled, and a workspace that it may "
+            "need is not in the plan; leave a margin",
+            stacklevel=2,
+        )
+        if composed is not None:
+            time_s, workspace = modelled_composed(composed, model)
+            return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*composed.fakes))))
+        assert node is not None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        target = (node.target, args, kwargs, node.meta["val"], model)
+        paths = [path for _, path in self.capture.program.calls[op.id].outputs]
+        outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
+        return OpCost(op_time_s(*target), workspace_bytes(*target), outputs)
+
+    def _device_model(self, call: OpCall, error: Exception) -> Device:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        known = get_device("cpu") if self.device.type == "cpu" else device_called(name)
+        if known is None:
+            raise PlannerError(
+                f"op {call.op.name} cannot be measured alone ({_first_line(error)}), and no times are known for {name!r}: name a "
+                f"device like it, roofline=, of {', '.join(DEVICES)}"
+            ) from error
+        return known
+
+
+def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.device, passes: int) -> Capture:
+    graph = capture.graph
+    tensors, ops = list(graph.tensors), list[Op]()
+    for op in graph.ops:
+        if (cost := costs.get(op.id)) is None:
+            ops.append(op)
             continue
-        outputs = sum(capture.graph.tensors[t].size_bytes for t in op.outputs)
-        # After a recomputation, the generator's present state passes through a tensor of its own.
+        # An op that draws again restores the generator's present state, which passes through a tensor of its own.
         state = capture.program.calls[op.id].random_state
-        swap = 0 if state is None else capture.graph.tensors[state].size_bytes
-        measured = replace(op, time_s=time_s[op.id], workspace_bytes=max(0, peak_bytes[op.id] - outputs, swap))
-        ops.append(settled(capture, measured, equal[op.id]) if op.id in equal else measured)
+        swap_bytes = 0 if state is None else graph.tensors[state].size_bytes
+        ops.append(replace(op, time_s=cost.time_s, workspace_bytes=max(cost.workspace_bytes, swap_bytes)))
+        for t, spec in zip(op.outputs, cost.outputs, strict=True):
+            if graph.tensors[t].producers[0] == op.id:
+                tensors[t] = _as_allocated(tensors[t], spec, device)
     provenance = {
-        **capture.graph.provenance,
+        **graph.provenance,
         "times": "measured",
-        "device": torch.cuda.get_device_name(real.device) if real.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "passes": passes,
+        "torch": torch.__version__,
     }
-    measured_graph = Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
-    return with_measured_variances(real, measured_graph)
+    changed = (t for t, before in zip(tensors, graph.tensors, strict=True) if t.size_bytes != before.size_bytes)
+    differing = [[t.id, t.size_bytes] for t in changed]
+    if differing:
+        provenance[ALLOCATED] = [*provenance.get(ALLOCATED, ()), *differing]  # type: ignore[misc]
+    return _of_sizes(replace(capture, graph=replace(graph, provenance=provenance)), ops, tensors)
 
 
-def _equal(real: RealStep) -> dict[int, tuple[bool, ...]]:
-    """For each optional op that may differ, whether each of its outputs is that of the program, to the last bit."""
-    graph, calls = real.capture.graph, real.capture.program.calls
-    found: dict[int, tuple[bool, ...]] = {}
+def with_dense_sizes(capture: Capture) -> Capture:
+    """Return `capture` with the size of each tensor computed from its shape.
 
-    def compare(op: int, made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-        found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))
+    The storages of fake tensors are no measure: they are larger the first time that an op is captured in a process than later.
+    """
+    device = torch.device(str(capture.graph.provenance["device"]))
 
-    def look(op: Op) -> str | None:
-        call = calls[op.id]
-        if not may_be_exact(op) or not isinstance(call, Call):
-            return None
-        return f"{op.id}, {call.expression}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
+    def dense(tensor: Tensor) -> Tensor:
+        if tensor.static or not tensor.dtype or tensor.size_bytes == 0:
+            return tensor
+        elements: int = math.prod(tensor.shape)
+        return replace(tensor, size_bytes=allocated_bytes(elements * getattr(torch, tensor.dtype).itemsize, device))
 
-    if any(may_be_exact(op) for op in graph.ops if op.optional):
-        real.compile(look=look, at_end=False)(compare)
+    return _of_sizes(capture, capture.graph.ops, tuple(map(dense, capture.graph.tensors)))
+
+
+def with_recorded_sizes(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+    """Return `capture` with the allocated sizes that the profile of the same step has recorded in `provenance`."""
+    recorded = provenance.get(ALLOCATED, ())
+    assert isinstance(recorded, list | tuple)
+    sizes, count = dict(recorded), len(capture.graph.tensors)
+    known = {t: size_bytes for t, size_bytes in sizes.items() if t < count}
+    tensors = [replace(t, size_bytes=known.get(t.id, t.size_bytes)) for t in capture.graph.tensors]
+    return _of_sizes(capture, capture.graph.ops, tensors)
+
+
+def _of_sizes(capture: Capture, ops: Sequence[Op], tensors: Sequence[Tensor]) -> Capture:
+    """Return `capture` with these ops and tensors; an output is written over inputs of its own size only."""
+    sizes = [t.size_bytes for t in tensors]
+    ops = [replace(op, overwrites=tuple(p for p in op.overwrites if sizes[p[0]] == sizes[p[1]])) for op in ops]
+    return replace(capture, graph=replace(capture.graph, ops=tuple(ops), tensors=tuple(tensors)))
+
+
+def _as_allocated(tensor: Tensor, spec: TensorSpec | None, device: torch.device) -> Tensor:
+    if spec is None:
+        return replace(tensor, size_bytes=0)
+    tensor = replace(tensor, size_bytes=_bytes_of(spec, device))
+    if tensor.dtype:
+        return tensor
+    return replace(tensor, shape=spec.shape, dtype=dtype_name(spec.dtype))  # a buffer that Inductor's code does not describe
+
+
+def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
+    if spec is None or spec.device.type != device.type:
+        return 0
+    return allocated_bytes(spec.elements * spec.dtype.itemsize, device)
+
+
+def _settings() -> tuple[object, ...]:
+    """Return the settings of PyTorch that kernels are chosen by."""
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _timed(run: Run, arguments: Sequence[torch.Tensor], device: torch.device) -> tuple[float, tuple[torch.Tensor | None, ...]]:
+    """Return the seconds of one execution, and what it returned."""
+    if device.type == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        made = run(*arguments)
+        last.record()
+        torch.cuda.synchronize(device)
+        return float(first.elapsed_time(last)) / 1e3, made
+    start = time.perf_counter()
+    made = run(*arguments)
+    return time.perf_counter() - start, made
+
+
+def _pick(value: Any, path: str) -> torch.Tensor:
+    for index in path.replace("]", "").split("[")[1:]:
+        value = value[int(index)]
+    found: torch.Tensor = value
     return found
 
 
-def _typical_times(run: Callable[[Mark], object], device: torch.device, passes: int) -> list[float]:
-    """Seconds of each segment of `run`, typical of at least `passes` passes."""
-    times = [_time_ops(run, device) for _ in range(passes)]
-    if device.type == "cuda":
-        return [median(segment) for segment in zip(*times, strict=True)]
-    best, calm = list(map(min, zip(*times, strict=True))), False
-    for _ in range(3 * passes):
-        if calm:
-            break
-        better = list(map(min, best, _time_ops(run, device)))
-        calm = sum(better) > 0.97 * sum(best)
-        best = better
-    return best
-
-
-def _time_ops(run: Callable[[Mark], object], device: torch.device) -> list[float]:
-    """Seconds of each segment of `run`."""
-    if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True)]
-        torch.cuda.synchronize(device)
-        events[0].record()
-
-        def mark() -> None:
-            events.append(torch.cuda.Event(enable_timing=True))
-            events[-1].record()
-
-        run(mark)
-        torch.cuda.synchronize(device)
-        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-    ticks = [time.perf_counter()]
-    run(lambda: ticks.append(time.perf_counter()))
-    return [b - a for a, b in pairwise(ticks)]
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from graphs.capture.lower import Capture
-from graphs.capture.program import load, variable
+from graphs.capture.program import load
 from graphs.capture.signature import Batch, leaves
-from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.capture.unchanged import kept
 from graphs.capture.writer import Writer
-from graphs.ir import Graph, Op, Tensor
+from graphs.ir import Op
 from graphs.schedule import Compute, Schedule, schedule_of
 
 
@@ -68,15 +66,6 @@ class RealStep:
         source = program.define("run", "static, hook", [*lines, *(hooks if at_end else ())])
         run = load(program, source, f"profile of {graph.fingerprint}")["run"]
         return lambda hook: run(self.static, hook)
-
-    def alone(self, op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-        """What executes `op` by itself: called with what it reads that is not static, in order, it returns what it makes."""
-        program = self.capture.program
-        read = "".join(f"{variable(t)}, " for t in op.inputs if not self.capture.graph.tensors[t].static)
-        made = "".join(f"{variable(t)}, " for t in op.outputs)
-        lines = [*([f"{read}= given"] if read else []), *program.calls[op.id].bind(op.outputs), f"return ({made})"]
-        run = load(program, program.define("run", "static, given", lines), f"op {op.name} alone")["run"]
-        return lambda *given: run(self.static, given)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -142,29 +131,3 @@ def written_by(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Te
     written = {t for op in capture.graph.ops for t in op.mutates}
     static = zip(capture.program.sources, capture.program.gather(step, leaves(batch)), strict=True)
     return [tensor for source, tensor in static if source.tensor in written]
-
-
-def with_real_sizes(real: RealStep) -> Capture:
-    """What was captured, with the sizes that the kernels really allocate for their outputs.
-
-    Most are what the fake tensors say; some kernels keep more than their result's shape needs
-    (``mse_loss`` on the CPU returns a scalar in a storage of the size of its input).
-    """
-    capture = real.capture
-    seen: dict[int, Tensor] = {}
-
-    def see(made: tuple[int, ...], values: tuple[torch.Tensor | None, ...]) -> None:
-        for number, value in zip(made, values, strict=True):
-            tensor = capture.graph.tensors[number]
-            size_bytes = 0
-            if value is not None and value.device == real.device:
-                size_bytes = allocated_bytes(value.untyped_storage().nbytes(), real.device)
-            seen[number] = replace(tensor, size_bytes=size_bytes)
-            if value is not None and not tensor.dtype:  # what a call allocates, which a compiler does not look into
-                seen[number] = replace(seen[number], shape=tuple(value.shape), dtype=dtype_name(value))
-
-    with real.running():
-        real.compile(look=lambda op: f"{op.outputs}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})", at_end=False)(see)
-    graph = capture.graph
-    tensors = tuple(t if t.static else seen[t.id] for t in graph.tensors)
-    return replace(capture, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))

@@ -36,7 +36,7 @@ class Additions:
         """The id of a tensor, a fake `value`, that ops that are added make."""
         number = len(self.capture.graph.tensors) + len(self._tensors)
         size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
-        self._tensors[number] = Tensor(number, name, size_bytes, (), kind, tuple(value.shape), dtype_name(value))
+        self._tensors[number] = Tensor(number, name, size_bytes, (), kind, tuple(value.shape), dtype_name(value.dtype))
         return number
 
     def add_op(

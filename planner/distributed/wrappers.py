@@ -21,7 +21,7 @@ from graphs.ir import Graph, Kind
 from planner.distributed.ranks import Ranks, SingleProcess
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor, open_channels
-from planner.tracing import capture_real
+from planner.tracing import capture_step
 
 if TYPE_CHECKING:
     from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
@@ -56,9 +56,9 @@ class Unwrapped:
         """The step, with all memory that this process holds throughout. Called inside ``opened``.
 
         Args:
-            loss_fn, batch, optimizer, accumulate, variant: as in ``planner.tracing.capture_real``.
+            loss_fn, batch, optimizer, accumulate, variant: as in ``planner.tracing.capture_step``.
         """
-        return capture_real(self.module, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
+        return capture_step(self.module, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """`executor` as the training loop calls it."""

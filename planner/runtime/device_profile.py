@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from graphs.capture.lower import Capture
 from graphs.capture.program import Call, load, variable
 from graphs.capture.statics import allocated_bytes
 from graphs.capture.unchanged import same
 from graphs.cost.allocator import Mark, cpu_allocations, segment_peaks
 from graphs.cost.others import NamedDevice, named_device
-from graphs.cost.replay import RealStep
+from graphs.cost.profile import MeasuredOp, distinct_ops, isolated
 from graphs.errors import CopyError, GraphError
-from graphs.ir import Op
 from graphs.options import Setting, check_goes_with
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
@@ -29,54 +29,68 @@ _COPIES, _SMALL_COPIES = 5, 32
 _CUDA_BLOCK_BYTES = 512
 
 
-def other_devices(real: RealStep, names: Sequence[str], *, passes: int) -> tuple[OtherDevice, ...]:
-    """The devices called `names`, with the time and workspace of each op that can run there.
+def other_devices(
+    capture: Capture, static: Sequence[torch.Tensor], names: Sequence[str], *, passes: int
+) -> tuple[OtherDevice, ...]:
+    """Return the devices called `names`, with the time and workspace of each op that can run there.
 
-    The step is computed on its own device `passes` times after one, everything kept; behind each op, the same is computed on the
-    other device from copies of what it has read, and timed there: the least counts, on CUDA the median. The first time it is
-    compared. An op has no time where it fails, where its result is laid out otherwise or takes more memory than the program's,
-    and where it stays on the main device anyway.
+    Ops are executed one at a time, each distinct one once, as they are when they are profiled: on the step's own device, and on
+    the other one from copies of the same inputs. The fastest of `passes` executions counts, on CUDA the median. An op has no time
+    where it fails, where its result is laid out otherwise or takes more memory than the program's, and where it stays on the main
+    device anyway.
+
+    Args:
+        capture: the profiled step.
+        static: its static tensors, in the order of the program's sources.
 
     Raises:
         GraphError: there is no such device, one is named twice, or a kernel is none of eager PyTorch's.
     """
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
-    if not all(isinstance(call, Call) for call in real.capture.program.calls):
+    if not all(isinstance(call, Call) for call in capture.program.calls):
         check_goes_with(("placement",), Setting.INDUCTOR)
-    return tuple(_Profile(real, named_device(name)).device(passes) for name in names)
+    return tuple(_Profile(capture, static, named_device(name)).device(passes) for name in names)
 
 
 class _Profile:
     """Of one device."""
 
-    def __init__(self, real: RealStep, named: NamedDevice) -> None:
-        self._real, self._named = real, named
+    def __init__(self, capture: Capture, static: Sequence[torch.Tensor], named: NamedDevice) -> None:
+        self._capture, self._static, self._named = capture, static, named
+        self._here = static[0].device
         self._place = place_of(named)
         self._worker = Worker(named.name, f"ops on {named.name}", named.threads)
         self._block_bytes = _CUDA_BLOCK_BYTES if self._place.type == "cuda" else 1
-        self._graph = real.capture.graph
+        self._graph = capture.graph
         self._calls = self._functions()
-        self._times: dict[int, list[float]] = {op: [] for op in self._calls}
-        self._exact: list[int] = []
 
     def device(self, passes: int) -> OtherDevice:
-        """All that is known of it."""
-        run = self._real.compile(look=self._look, at_end=False)
-        with self._real.running():
-            run(self._compared)
-            for _ in range(passes):
-                run(self._timed)
-            workspaces = self._workspaces(run)
+        """Measure the ops and the link."""
+        times: dict[int, float] = {}
+        exact: list[int] = []
+        able: list[tuple[MeasuredOp, tuple[int, ...]]] = []
+        ops = distinct_ops(self._capture, self._static, self._calls)
+        with isolated(self._here):
+            for measured, equal in ops:
+                tensors = measured.tensors()
+                inputs = [tensors[t] for t in measured.call.op.inputs]
+                outputs = measured.run(*(tensors[t] for t in measured.call.reads))
+                if (is_exact := self._compared(measured.call.op.id, inputs, outputs)) is None:
+                    continue
+                times |= dict.fromkeys(equal, self._time_s(measured.call.op.id, inputs, passes))
+                exact += equal if is_exact else ()
+                able.append((measured, equal))
+                del tensors, inputs, outputs
+            workspaces = self._workspaces(able)
             rate, latency_s = self._link()
-        typical: Callable[[list[float]], float] = median if self._place.type == "cuda" else min
         return OtherDevice(
             name=self._named.name,
-            times_s=tuple(typical(self._times[op.id]) if op.id in self._calls else None for op in self._graph.program),
+            times_s=tuple(times.get(op.id) for op in self._graph.program),
             bytes_per_s=rate,
             capacity_bytes=torch.cuda.mem_get_info(self._place)[0] if self._place.type == "cuda" else None,
-            differs="" if len(self._exact) == len(self._calls) else "rounding",
-            exact=tuple(self._exact),
+            differs="" if len(exact) == len(times) else "rounding",
+            exact=tuple(sorted(exact)),
             workspaces_bytes=tuple(workspaces.get(op.id, op.workspace_bytes) for op in self._graph.program),
             latency_s=latency_s,
             block_bytes=self._block_bytes,
@@ -84,10 +98,10 @@ class _Profile:
 
     def _functions(self) -> dict[int, Callable[..., tuple[Any, ...]]]:
         """For each op that may be called there a function of its inputs, which returns its outputs."""
-        program, sources = self._real.capture.program, []
+        program, sources = self._capture.program, []
         stay = fixed(self._graph)
         for op in self._graph.program:
-            call = None if op.id in stay else moved(program, op, op, self._real.device, self._place)
+            call = None if op.id in stay else moved(program, op, op, self._here, self._place)
             if call is not None:
                 lines = [*call.bind(op.outputs), f"return ({_listed(op.outputs)})"]
                 sources.append(f"def op_{op.id}({_listed(op.inputs)}):\n" + "".join(f"    {line}\n" for line in lines))
@@ -95,21 +109,16 @@ class _Profile:
         functions = load(program, "\n".join(sources), f"ops on {self._named.name}", there)
         return {int(name.removeprefix("op_")): function for name, function in functions.items()}
 
-    def _look(self, op: Op) -> str | None:
-        return f"{op.id}, ({_listed(op.inputs)}), ({_listed(op.outputs)})" if op.id in self._calls else None
-
-    def _compared(self, op: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Compute it, and know whether it can be, and makes the same."""
+    def _compared(self, op: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> bool | None:
+        """Return whether it makes the same bits there; None if it cannot run there."""
         try:
             made = self._there(lambda: self._calls[op](*self._copies(op, inputs)))
             room = [self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].outputs]
-            can = all(self._is_like(a, b, most) for a, b, most in zip(made, outputs, room, strict=True))
+            if not all(self._is_like(a, b, most) for a, b, most in zip(made, outputs, room, strict=True)):
+                return None
         except (RuntimeError, CopyError, ValueError, TypeError):  # what a kernel that is not there raises, or one that refuses
-            can = False
-        if not can:
-            del self._calls[op]
-        elif all(a is None or same(a.to(b.device), b) for a, b in zip(made, outputs, strict=True)):
-            self._exact.append(op)
+            return None
+        return all(a is None or b is None or same(a.to(b.device), b) for a, b in zip(made, outputs, strict=True))
 
     def _is_like(self, made: torch.Tensor | None, wanted: torch.Tensor | None, most_bytes: int) -> bool:
         if made is None or wanted is None:
@@ -117,9 +126,10 @@ class _Profile:
         size_bytes = allocated_bytes(made.untyped_storage().nbytes(), self._place)
         return made.device.type == self._place.type and made.stride() == wanted.stride() and size_bytes <= most_bytes
 
-    def _timed(self, op: int, inputs: Sequence[torch.Tensor], _: object) -> None:
-        if op in self._calls:
-            self._times[op].append(self._there(lambda: self._seconds(self._calls[op], self._copies(op, inputs))))
+    def _time_s(self, op: int, inputs: Sequence[torch.Tensor], passes: int) -> float:
+        call = self._calls[op]
+        times: list[float] = [self._there(lambda: self._seconds(call, self._copies(op, inputs))) for _ in range(passes)]
+        return median(times) if self._place.type == "cuda" else min(times)
 
     def _seconds(self, call: Callable[..., object], given: Sequence[torch.Tensor]) -> float:
         if self._place.type == "cuda":
@@ -133,32 +143,30 @@ class _Profile:
         call(*given)
         return time.perf_counter() - start
 
-    def _workspaces(self, run: Callable[[Callable[..., object]], object]) -> dict[int, int]:
-        """Bytes of each op that it holds there besides what it makes: in one pass, which is made in the device's thread."""
-        done: list[int] = []
+    def _workspaces(self, ops: Sequence[tuple[MeasuredOp, tuple[int, ...]]]) -> dict[int, int]:
+        """Return the bytes of each op that it holds there besides its outputs, measured in the device's thread."""
 
-        def whole(mark: Mark) -> None:
-            def look(op: int, inputs: Sequence[torch.Tensor], _: object) -> None:
-                if op not in self._calls:
-                    return
-                given = self._copies(op, inputs)
+        def run(mark: Mark) -> None:
+            for measured, _ in ops:
+                op, tensors = measured.call.op, measured.tensors()
+                given = self._copies(op.id, [tensors[t] for t in op.inputs])
                 mark()
-                made = self._calls[op](*given)
+                made = self._calls[op.id](*given)
                 mark()
-                del made, given
-                done.append(op)
-
-            run(look)
+                del made, given, tensors
 
         if self._place.type == "cpu":
             cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
-        rises = self._there(lambda: segment_peaks(whole, self._place))[1::2]
-        made = (sum(self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].outputs) for op in done)
-        return {op: max(0, rise - size) for op, rise, size in zip(done, rises, made, strict=True)}
+        rises = self._there(lambda: segment_peaks(run, self._place))[1::2]
+        found: dict[int, int] = {}
+        for (measured, equal), rise in zip(ops, rises, strict=True):
+            made = sum(self._bytes_there(self._graph.tensors[t].size_bytes) for t in measured.call.op.outputs)
+            found |= dict.fromkeys(equal, max(0, rise - made))
+        return found
 
     def _link(self) -> tuple[float, float]:
         """Bytes a second in the slower direction, and what a copy takes besides, handing it to a thread and back included."""
-        channel, here = Channel(), self._real.device
+        channel, here = Channel(), self._here
         large = max(self._copy_s(channel, _LARGE_BYTES, *ends) for ends in ((here, self._place), (self._place, here)))
         small = median(self._copy_s(channel, _SMALL_BYTES, here, self._place, 1) for _ in range(_SMALL_COPIES))
         rate = _LARGE_BYTES / large

@@ -1,13 +1,14 @@
 """What copies between the device and the host reach, alone and beside a step, by the means that plans copy with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean, median
 
 import torch
 
+from graphs.capture.lower import Capture
 from graphs.cost.link import LinkProfile, Rates
-from graphs.cost.replay import RealStep
+from graphs.cost.profile import distinct_ops, isolated
 from planner.runtime.channels import Channels, Issued
 from planner.runtime.executor import open_channels
 from planner.runtime.host_tensor import HostTensor
@@ -23,21 +24,31 @@ class _AllCopiedError(Exception):
     """Ends a step that is computed only while copies are made."""
 
 
-def link_beside(real: RealStep, step_s: float) -> LinkProfile:
-    """What the link between the host and the device of `real` carries, alone and beside the step.
+def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float) -> LinkProfile:
+    """Return what the link between the host and the device of a step carries, alone and beside the step.
 
     In each direction copies of ``LARGE_BYTES`` follow each other for about as long as the step takes, a second at most;
-    beside the step, it is computed op by op, everything kept, until they have ended. Then small ones: what they take beyond
-    their bytes is the latency. Parameters, buffers and the random state are afterwards as they were.
+    beside the step, its ops are executed one at a time, as they are when they are profiled, until the copies have ended. Then
+    small ones: what they take beyond their bytes is the latency.
 
     Args:
-        real: the step, as ``graphs.cost.profile`` times it.
+        capture: the profiled step.
+        static: its static tensors, in the order of the program's sources.
         step_s: seconds of the step.
     """
-    channels = open_channels(real.device, None, timed=True)
-    compute = real.compile(look=lambda _: "", at_end=True)
-    large, small = (_Copies(channels, real.device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
-    with real.running():
+    device = static[0].device
+    channels = open_channels(device, None, timed=True)
+    ops = distinct_ops(capture, static)
+
+    def compute(look: Callable[[], None]) -> None:
+        for measured, equal in ops:
+            arguments = measured.arguments()
+            for _ in equal:
+                measured.run(*arguments)
+                look()
+
+    large, small = (_Copies(channels, device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
+    with isolated(device):
         large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
         each_s = mean(large.seconds(_LEAST_COPIES, out=True, back=False)[0])
         count = int(min(max(_LEAST_COPIES, min(step_s, _LONGEST_S) / each_s), _MOST_COPIES))

@@ -72,8 +72,9 @@ def profiled(
         folder.mkdir(parents=True, exist_ok=True)
         write_graph(captured.graph, path)
         return captured
-    captured = tracing.capture_real(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
     known = read_graph(path)
+    captured = tracing.capture_step(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
+    captured = tracing.as_recorded(captured, known.provenance, ())
     check_same_graph(summarize(known), summarize(captured.graph))
     return replace(captured, graph=known)
 

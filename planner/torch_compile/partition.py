@@ -7,6 +7,7 @@ no name but the base's holds a storage.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from graphs.capture.random_ops import drawn_once
 from graphs.capture.signature import Signature
 from graphs.capture.statics import StaticTensors
 from graphs.cost.devices import Device
-from graphs.cost.op_by_op import profile_ops
+from graphs.cost.profile import profile
 from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Phase
@@ -64,8 +65,12 @@ def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool, opti
     signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
     lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on)
     captured = with_traced(drawn_once(lowered), options)
-    graph = profile_ops(captured, where, device) if measure else model_times(captured, device)
-    return replace(captured, graph=once(graph, mutated_inputs(module, statics)))
+    if measure:
+        known: dict[str, Any] = {node.name: node.meta["val"] for node in placeholders} | dict(captured.program.namespace)
+        captured = profile(captured, [known[source.name] for source in captured.program.sources], model=device)
+    else:
+        captured = replace(captured, graph=model_times(captured, device))
+    return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
 
 
 def mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:

@@ -18,7 +18,6 @@ from graphs.capture.outputs import outputs
 from graphs.capture.redraw import generator_of
 from graphs.capture.signature import Signature
 from graphs.cost.profile import profile
-from graphs.cost.replay import RealStep, with_real_sizes
 from graphs.ir import Kind, Phase
 from graphs.options.traced import with_traced
 from graphs.schedule import Schedule
@@ -44,7 +43,6 @@ _PASSES = 3
 def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequence[str] = ()) -> Capture:
     """`module` as the kernels that Inductor compiles it to, with the time and memory of each op.
 
-    They are run in place, everything kept, on the inputs and on gradients that are made up; what they write is undone.
 
     Args:
         module, inputs: what Dynamo captured, real tensors.
@@ -68,9 +66,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         given = {node.name: _given(node, module, inputs) for node in placeholders}
         constants: dict[str, Any] = dict(captured.program.namespace)
         static = {s.tensor: given[s.name] if s.name in given else constants[s.name] for s in captured.program.sources}
-        values, written = list(static.values()), [static[t] for op in graph.ops for t in op.mutates]
-        sized = with_real_sizes(RealStep(replace(captured, graph=graph), values, written))
-        return with_traced(replace(sized, graph=profile(RealStep(sized, values, written), passes=_PASSES)), options)
+        return with_traced(profile(replace(captured, graph=graph), list(static.values()), passes=_PASSES), options)
 
 
 def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,8 +22,7 @@ from planner.runtime.measure import device_name
 from planner.solving import budget_in_bytes, solve
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
-from planner.training.dynamic import DynamicStep, MakeOtherSizes
-from planner.training.predicted_sizes import PredictedSizes
+from planner.training.dynamic import DynamicStep
 from planner.training.replan import ReplannedStep
 from planner.training.step import PlannedStep
 from solvers.result import Progress
@@ -83,7 +83,7 @@ def compile(  # noqa: A001
         cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
             the plan is loaded, and nothing is profiled or solved.
         dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
-            for each. `batch` must fit with everything kept; up to two sizes may vary.
+            for each.
         max_plans: with `dynamic` or `replan`, how many are kept; the one that was used longest ago goes first.
         cuda_graph: replay the step as CUDA graphs, at one launch for each pass: docs/training.md. What they hold between
             steps, and the copies of what goes in and out, count; random ops are not computed again.
@@ -134,8 +134,7 @@ def compile(  # noqa: A001
         )
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
     solved_here = partial(solved, on_progress=on_progress)
-    make_compiler, other_sizes = _makers_of(kernels)
-    compiler = make_compiler(
+    compiler = _compiler_for(kernels)(
         wrapper,
         loss_fn,
         optimizer,
@@ -151,8 +150,6 @@ def compile(  # noqa: A001
     )
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
-    if dynamic and cache is not None:
-        raise PlannerError("plans for varying sizes are not kept in a folder: leave out cache=, or dynamic=True")
     if replan and cuda_graph:
         raise PlannerError("a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True")
     if dynamic and type(wrapper) is not Unwrapped:
@@ -162,12 +159,18 @@ def compile(  # noqa: A001
     if replan and type(wrapper) is not Unwrapped:
         raise PlannerError("one of several processes cannot plan again while the others wait for it: leave out replan=True")
 
-    def make(batch: Batch, budget: str | int) -> PlannedStep:
-        if dynamic:
-            return DynamicStep(compiler, batch, budget, other_sizes, max_plans=max_plans)
-        placed = {"other_devices": list(other_devices)} if places else {}
-        made_with = {**solved.keywords, **asked, **placed, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
+    placed = {"other_devices": list(other_devices)} if places else {}
+    made_with = {**solved.keywords, **asked, **placed, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
+
+    def plan_size(batch: Batch, budget: str | int) -> PlannedStep:
         return _planned(compiler, batch, budget, cache, made_with)
+
+    def plan_other_size(batch: Batch, budget_bytes: int) -> PlannedStep:
+        return _planned(replace(compiler, compare_eager=False), batch, budget_bytes, cache, made_with)
+
+    def make(batch: Batch, budget: str | int) -> PlannedStep:
+        first = plan_size(batch, budget)
+        return DynamicStep(first, batch, plan_other_size, max_plans=max_plans) if dynamic else first
 
     if replan:
         return ReplannedStep(make, as_leaves(batch), budget, max_plans=max_plans)
@@ -227,16 +230,15 @@ def _recorder(wrapper: Unwrapped, *, dynamic: bool) -> Callable[[], Recorder]:
     return partial(CudaGraphs, device)
 
 
-def _makers_of(kernels: str) -> tuple[type[Compiler], MakeOtherSizes]:
-    """What makes steps of these kernels, and those of other sizes."""
+def _compiler_for(kernels: str) -> type[Compiler]:
+    """Return the class that plans steps of these kernels."""
     if kernels == "eager":
-        return Compiler, PredictedSizes
+        return Compiler
     if kernels != "inductor":
         raise PlannerError(f"kernels is {kernels!r}: choose eager or inductor")
-    from planner.training.compiled_sizes import CompiledSizes  # importing Inductor takes a second
-    from planner.training.inductor_compiler import InductorCompiler
+    from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
-    return InductorCompiler, CompiledSizes
+    return InductorCompiler
 
 
 def _as_bytes(budget: str | int) -> str | int:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
 from graphs.capture.step import LossFn, TrainingStep
-from graphs.capture.trace import capture
 from graphs.cost.replay import RealStep
 from graphs.cost.sensitivity import with_measured_variances
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.options.traced import offered_as, with_graph, with_traced
+from graphs.options.traced import with_graph
 from graphs.options.variance import SENSITIVITY
 from graphs.plan import Plan
 from graphs.pools import HOST
@@ -24,7 +23,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import check_same_graph, summarize
-from planner.tracing import with_times
+from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.step import PlannedStep
 
@@ -65,13 +64,13 @@ class Compiler:
     other_devices: tuple[str, ...] = ()
 
     def capture(self, batch: Batch) -> Capture:
-        """The step on `batch`, run once with everything kept; its times are not measured."""
+        """Return the step on `batch`: nothing is executed, and sizes are what its shapes say."""
         return self._captured(batch, None)
 
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
-        """The step on `batch` with the kernels that `plan` was offered; `captured` is what ``capture`` returned."""
+        """Return the step on `batch` with the sizes and kernels that `plan` was made for; `captured` is from ``capture``."""
         del batch
-        return offered_as(captured, plan.graph.provenance)
+        return as_recorded(captured, plan.graph.provenance, self.options)
 
     def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
@@ -88,19 +87,20 @@ class Compiler:
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
         optimizer, accumulate = self.optimizer, self.accumulate
         captured = self.wrapper.capture(self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
-        captured = with_traced(captured, self.options)
         return captured if self.recorder is None else recordable(captured)
 
-    def capture_shapes(self, batch: Batch) -> Capture:
-        """The step on `batch`, of which nothing is run: sizes are what shapes say."""
-        optimizer, accumulate = self.optimizer, self.accumulate
-        captured = capture(self.wrapper.module, self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate)
-        return with_traced(captured, self.options)
-
     def profile(self, captured: Capture, batch: Batch) -> Capture:
-        """`captured` with measured times and workspaces."""
-        model, passes, measure_link, others = self.wrapper.module, self.passes, self.measure_link, self.other_devices
-        return with_times(captured, model, self.loss_fn, batch, passes=passes, measure_link=measure_link, others=others)
+        """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
+        return profiled(
+            captured,
+            self.wrapper.module,
+            self.loss_fn,
+            batch,
+            passes=self.passes,
+            options=self.options,
+            measure_link=self.measure_link,
+            other_devices=self.other_devices,
+        )
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The step of a profiled capture: solved until the measured peak is within the budget.

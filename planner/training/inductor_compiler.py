@@ -6,13 +6,8 @@ from dataclasses import dataclass, replace
 from graphs.capture.kernels.variants import Variant
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture_kernels
-from graphs.cost.launch_by_launch import profile_launches
-from graphs.cost.replay import RealStep
 from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from graphs.ir import Graph
-from graphs.options.traced import with_traced
 from graphs.plan import Plan
 from planner.solving import budget_in_bytes, summarize
 from planner.training.cache import SHARES_OF
@@ -27,21 +22,14 @@ class InductorCompiler(Compiler):
     """As a ``Compiler``; ``torch.compile`` stands where eager PyTorch does."""
 
     def capture(self, batch: Batch) -> Capture:
-        """The step on `batch` as ``torch.compile`` compiles it, run once with everything kept."""
+        """Return the step on `batch` as ``torch.compile`` compiles it; nothing is executed."""
         return self._captured(batch, Variant.DEFAULT)
 
-    def capture_alone(self, batch: Batch) -> Capture:
-        """The step on `batch`, likewise, with times, measured by kernels one by one: never is all in memory that it makes."""
-        model, variant = self.wrapper.module, Variant.DEFAULT
-        captured = capture_kernels(
-            model, self.loss_fn, batch, variant=variant, optimizer=self.optimizer, accumulate=self.accumulate
-        )
-        return with_traced(profile_launches(RealStep.of(captured, TrainingStep(model, self.loss_fn), batch)), self.options)
-
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
-        """The step on `batch` with the kernels of `plan`; `captured` is what ``capture`` returned."""
+        """See ``Compiler``."""
         variant = Variant(str(plan.graph.provenance["variant"]))
-        return captured if variant is Variant.DEFAULT else self._other(variant, captured, batch)
+        of_plan = captured if variant is Variant.DEFAULT else self._other(variant, captured, batch)
+        return Compiler.captured_for(self, plan, of_plan, batch)
 
     def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned, profiled.

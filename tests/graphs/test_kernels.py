@@ -13,7 +13,7 @@ from graphs.errors import GraphError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Op
 from graphs.options import with_options, without_options
-from graphs.options.traced import offered_as, with_traced
+from graphs.options.traced import with_traced
 from graphs.torch_private.core import FakeTensorMode
 from graphs.zoo import Workload, build
 from planner import tracing
@@ -158,8 +158,7 @@ def test_a_graph_gives_up_what_is_not_named() -> None:
 def test_the_same_step_offers_the_same_when_it_is_captured_again() -> None:
     workload = image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3)))
     measured = tracing.trace(*workload, passes=1, options=["kernels"])
-    captured = tracing.capture_real(*workload, optimizer="none", accumulate=False, options=["kernels"])
-    again = offered_as(captured, measured.provenance)
+    again = tracing.as_recorded(tracing.capture_step(*workload), measured.provenance, ["kernels"])
     assert again.graph.fingerprint == measured.fingerprint
 
     def called(op: Op) -> tuple[object, ...]:

@@ -1,7 +1,6 @@
 """Steps whose ops can be computed by other kernels, with all ways, of use or not; and schedules that take some of them."""
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -9,12 +8,14 @@ from torch import nn
 
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
+from graphs.cost.exactness import with_exactness
 from graphs.cost.profile import profile
-from graphs.cost.replay import RealStep
+from graphs.cost.replay import RealStep, real_static
 from graphs.ir import Graph, Op
+from graphs.options.traced import with_traced
 from graphs.schedule import Schedule, schedule_of
 from graphs.zoo import Workload, build
-from planner.tracing import capture_real
+from planner.tracing import capture_step
 from tests.support.stand_ins import make
 
 
@@ -85,9 +86,10 @@ def with_all_ways(name: str) -> tuple[Capture, Workload]:
     """The step `name`, profiled once, with all ways by which its ops can be computed."""
     torch.manual_seed(5)
     workload = _STEPS[name]()
-    captured = capture_real(*workload, optimizer="none", accumulate=False, options=["kernels"])
-    step = RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
-    return replace(captured, graph=profile(step, passes=1)), workload
+    captured = with_traced(capture_step(*workload), ["kernels"])
+    step = TrainingStep(workload.model, workload.loss_fn)
+    captured = profile(captured, real_static(captured, step, workload.batch), passes=1)
+    return with_exactness(captured, RealStep.of(captured, step, workload.batch)), workload
 
 
 def ways_of(graph: Graph) -> list[str]:

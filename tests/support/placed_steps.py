@@ -19,7 +19,7 @@ from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.runtime.executor import Executor
 from planner.runtime.placed import moved
-from planner.tracing import capture_real, with_times
+from planner.tracing import capture_profiled
 from tests.support.all_choices import BESIDE, any_schedule
 from tests.support.steps import make
 
@@ -30,15 +30,14 @@ TRACED = ("chunks", "pack", "kernels", "in-place", "compress")
 def profiled(name: str) -> Capture:
     """The step `name` with measured times and workspaces."""
     workload = make(name)
-    return with_times(capture_real(*workload, optimizer="none", accumulate=False), *workload, passes=1)
+    return capture_profiled(*workload, passes=1)
 
 
 @cache
 def traced(name: str) -> Capture:
     """The step `name` with all that is found in it, measured."""
     workload = make(name)
-    captured = capture_real(*workload, optimizer="none", accumulate=False, options=TRACED)
-    return with_times(captured, *workload, passes=1)
+    return capture_profiled(*workload, passes=1, options=TRACED)
 
 
 def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool = True, host_bytes: int | None = None) -> Capture:

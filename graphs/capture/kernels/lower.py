@@ -196,7 +196,7 @@ class _Lowering:
 
     def _clone(self, value: ast.expr, given: torch.Tensor) -> ast.expr:
         """`value` in a storage of its own, in the layout that a gradient of `given` is kept in."""
-        made = self.wrapper.new(Value(tuple(given.shape), dtype_name(given)))
+        made = self.wrapper.new(Value(tuple(given.shape), dtype_name(given.dtype)))
         self.wrapper.namespace["torch"] = torch
         line = f"{ast.unparse(made)} = {ast.unparse(value)}.clone(memory_format={memory_format(given)})"
         launch = Launch("aten.clone.default", Phase.BACKWARD, [line], makes=numbers(made), reads=set(numbers(value)))

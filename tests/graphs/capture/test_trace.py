@@ -9,14 +9,13 @@ from torch import nn
 
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
-from graphs.cost.profile import profile
-from graphs.cost.replay import RealStep
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
+from planner.tracing import profiled
 from solvers.policies.store_all import store_all
 from tests.support.steps import STEPS, capture_of, make, random_schedule
 
@@ -142,7 +141,7 @@ def test_the_fingerprint_is_of_structure_and_sizes() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     again = capture(*make("tied"), optimizer="adamw")
-    timed = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=1)
+    timed = profiled(captured, *workload, passes=1).graph
     assert captured.graph.fingerprint == again.graph.fingerprint == timed.fingerprint
     assert captured.graph.fingerprint != capture_of("frozen").graph.fingerprint
 
@@ -153,7 +152,7 @@ def test_profiling_leaves_the_model_as_it_was(name: str) -> None:
     captured = capture_of(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     state = torch.get_rng_state()
-    graph = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=2)
+    graph = profiled(captured, *workload, passes=2).graph
     assert all(torch.equal(before[key], value) for key, value in workload.model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in workload.model.parameters())

@@ -121,8 +121,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def check_ddp(rank: int) -> None:
     batch, profiles = batch_of(rank), []
-    with_times = compiler.with_times
-    compiler.with_times = lambda *args, **kwargs: profiles.append(rank) or with_times(*args, **kwargs)
+    profiled = compiler.profiled
+    compiler.profiled = lambda *args, **kwargs: profiles.append(rank) or profiled(*args, **kwargs)
 
     eager, planned = pair(DistributedDataParallel)
     step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1, tolerance=0.05)

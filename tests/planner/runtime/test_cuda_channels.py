@@ -13,7 +13,7 @@ from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.runtime.pool_memory import measured_peak
-from planner.tracing import with_times
+from planner.tracing import profiled
 from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.copies import offering, with_random_copies
@@ -78,7 +78,7 @@ def test_on_a_gpu(name: str) -> None:
     workload = make(name)
     workload.model.cuda()
     workload = type(workload)(workload.model, workload.loss_fn, tuple(value.cuda() for value in workload.batch))
-    captured = with_times(capture(*workload), *workload, passes=1)
+    captured = profiled(capture(*workload), *workload, passes=1)
     offered = offering(captured)
     eager = train(workload, None)
     for seed in range(3):

@@ -2,10 +2,8 @@
 
 import pytest
 
-from graphs.capture.step import TrainingStep
-from graphs.cost.profile import profile
-from graphs.cost.replay import RealStep
 from graphs.simulate import simulate
+from planner.tracing import profiled
 from solvers.policies.store_all import store_all
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
@@ -17,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", STEPS)
 def test_every_schedule_trains_as_eager_does(name: str) -> None:
     workload = make(name)
-    captured = capture_of(name)
-    graph = profile(RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), passes=1)
+    captured = profiled(capture_of(name), *workload, passes=1)
+    graph = captured.graph
     eager = train(workload, None)
     assert_same(eager, train(workload, (captured, store_all(graph))))
     recomputed = 0

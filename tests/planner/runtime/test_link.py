@@ -10,7 +10,7 @@ import torch
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.cost.link import MEASURED_LINK, LinkProfile, Rates, measured_link, published_link
-from graphs.cost.replay import RealStep
+from graphs.cost.replay import real_static
 from graphs.errors import TraceError
 from graphs.options.surroundings import Link
 from graphs.zoo import Workload
@@ -60,15 +60,15 @@ class KnownChannels(ThreadChannels):
         return KnownCopy(self._ends_s[lane])
 
 
-def real_step(workload: Workload) -> RealStep:
+def link_of(workload: Workload) -> LinkProfile:
     captured = capture(*workload)
-    return RealStep.of(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+    return link_beside(captured, real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), 0.0)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "one lane"])
 def test_known_figures_are_found(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "open_channels", lambda device, host_bytes, timed: KnownChannels(shared=shared))
-    found = link_beside(real_step(make("tied")), 0.0)
+    found = link_of(make("tied"))
     rate = link.LARGE_BYTES / (_START_S + link.LARGE_BYTES / _RATE)
     known = pytest.approx([rate, rate, rate / 2 if shared else rate])
     assert [*vars_of(found.alone)] == known and [*vars_of(found.beside)] == known
@@ -125,7 +125,7 @@ def test_on_streams_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             link, "open_channels", lambda device, host_bytes, timed: CudaChannels(device, host_bytes, timed=timed)
         )
-        found = link_beside(real_step(make("tied")), 0.0)
+        found = link_of(make("tied"))
         assert all(rate > 0 for rate in (*vars_of(found.alone), *vars_of(found.beside)))
         assert not cuda.locked
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.cost import op_by_op
+from graphs.cost import profile
 from graphs.errors import InfeasibleError
 from planner.torch_compile import backend
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
@@ -136,10 +136,10 @@ def test_graphs_that_cannot_fit_together_say_what_each_keeps() -> None:
 
 
 def test_ops_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_by_op, "_COSTS", {})
-    measured: list[str] = []
-    run = op_by_op._run
-    monkeypatch.setattr(op_by_op, "_run", lambda work, *rest: measured.append(work.key) or run(work, *rest))
+    monkeypatch.setattr(profile, "_COSTS", {})
+    measured: list[object] = []
+    measure = profile._Profiler._measured
+    monkeypatch.setattr(profile._Profiler, "_measured", lambda of, key, *rest: measured.append(key) or measure(of, key, *rest))
     torch.manual_seed(0)
     model, x = stack(3), torch.randn(64, 32)
     compiled(model, "1MB")(x).sum().backward()

@@ -7,11 +7,8 @@ from torch import nn
 
 import planner
 from graphs.capture.step import TrainingStep
-from graphs.cost.scaling import Fit
-from graphs.ir import Graph
 from graphs.options.selection import option_of
 from graphs.simulate import simulate
-from graphs.synthetic.draft import Draft
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
 from tests.support.budgets import between
@@ -37,7 +34,7 @@ def test_an_option_goes_with_each_size(option: str) -> None:
         batch = images(count)
         found = outcome(step, model, batch, seed=1)
         wanted = outcome(TrainingStep(model, F.cross_entropy), model, batch, seed=1)
-        assert step.plan.settings["options"] == [option] and step.plans[-1].solved_for in ((28,), (26,))
+        assert step.plan.settings["options"] == [option]
         assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= budget
         for name in wanted.differences(found):
             relative = wanted.difference(name, found).relative
@@ -48,15 +45,3 @@ def test_an_option_goes_with_each_size(option: str) -> None:
             assert sum(simulate(graph, schedule).memory_bytes) < sum(simulate(graph.out_of_place(), schedule).memory_bytes)
         else:
             assert any(op.optional and option_of(op) == option for op in graph.ops)
-
-
-def test_what_may_be_written_over_at_one_size_only_is_not() -> None:
-    def at(*pairs: tuple[int, int]) -> Graph:
-        draft = Draft()
-        (x,) = draft.op("a", [], [10])
-        (y,) = draft.op("b", [x], [10], overwrites=pairs)
-        return draft.graph([y])
-
-    pair = (1, 0)
-    for graphs, wanted in (({(2,): at(pair), (4,): at(pair)}, (pair,)), ({(2,): at(pair), (4,): at()}, ())):
-        assert [op.overwrites for op in Fit(graphs).graph((3,)).ops] == [(), wanted]

@@ -12,13 +12,12 @@ from torch import nn
 import planner
 from graphs.capture.step import TrainingStep
 from graphs.cost.allocator import cpu_allocations
-from graphs.cost.launch_by_launch import profile_launches
 from graphs.cost.link import MEASURED_LINK
-from graphs.cost.replay import RealStep
+from graphs.cost.profile import profile
+from graphs.cost.replay import real_static
 from graphs.errors import InfeasibleError
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
-from planner.training.shapes import shapes_of
 from tests.support.kernel_steps import CASES, Case, compiled, mlp, prepare
 
 pytestmark = [
@@ -65,7 +64,6 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
         host_budget="1GB",
     )
     assert isinstance(step, DynamicStep)
-    link = step.plan.graph.provenance[MEASURED_LINK]
     budget_bytes = step.plan.budget_bytes
     for rows in (12, 288):
         given = batch(rows)
@@ -74,17 +72,17 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
         for event in events:
             level += event.size_bytes or 0
             most = max(most, level)
-        sized = step.plans[-1]
-        assert (sized.shapes, sized.solved_for, sized.plan) == (shapes_of(given), (), step.plan)
-        assert sized.plan.measured_peak_bytes <= sized.plan.peak_bytes <= budget_bytes == sized.plan.budget_bytes
-        whole_bytes = sized.plan.graph.store_all_peak_bytes
+        plan = step.plans[-1]
+        assert plan == step.plan
+        assert plan.measured_peak_bytes <= plan.peak_bytes <= budget_bytes == plan.budget_bytes
+        whole_bytes = plan.graph.store_all_peak_bytes
         if rows == 288:  # what was measured before the plan was made fits too
-            assert whole_bytes > budget_bytes > most + sized.plan.graph.static_bytes - 3 * given[0].nbytes
-        assert sized.plan.graph.provenance[MEASURED_LINK] == link
+            assert whole_bytes > budget_bytes > most + plan.graph.static_bytes - 3 * given[0].nbytes
+        assert MEASURED_LINK in plan.graph.provenance
         plain = compiled(lambda x, y: F.mse_loss(model(x), y))
         assert outcome(plain, model, given, seed=1).differences(outcome(step, model, given, seed=1)) == ()
-    assert [sized.shapes[0] for sized in step.plans] == [(12, 16), (288, 16)]
-    with pytest.raises(InfeasibleError, match=r"^for a batch of float32\[4096, 16\], float32\[4096, 16\]: budget .* is below"):
+    assert [plan.graph.provenance["inputs"][0] for plan in step.plans] == ["float32[12, 16]", "float32[288, 16]"]
+    with pytest.raises(InfeasibleError, match=r"^for a batch of \[4096, 16\], \[4096, 16\]: budget .* is below"):
         step(*batch(4096))
 
 
@@ -99,8 +97,8 @@ def test_kernels_one_by_one_take_what_they_take_in_the_step(case: Case) -> None:
         tensors=tuple(t if t.static else replace(t, size_bytes=0, shape=(), dtype="") for t in graph.tensors),
     )
     state, drawn = copy.deepcopy(step.state_dict()), torch.get_rng_state()
-    real = RealStep.of(replace(known.captured, graph=unknown), step, known.workload.batch)
-    found = profile_launches(real).graph
+    captured = replace(known.captured, graph=unknown)
+    found = profile(captured, real_static(captured, step, known.workload.batch)).graph
     assert found.tensors == graph.tensors
     assert [op.workspace_bytes for op in found.ops] == [op.workspace_bytes for op in graph.ops]
     assert all(op.time_s > 0 for op in found.ops)

@@ -123,7 +123,7 @@ class Interrupted(BaseException):
     [
         ("compile.solve", Interrupted),
         ("compiler.measured_peak", RuntimeError),
-        ("compiler.with_times", Interrupted),
+        ("compiler.profiled", Interrupted),
     ],
 )
 def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:

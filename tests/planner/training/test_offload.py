@@ -10,16 +10,13 @@ import pytest
 import torch
 
 import planner
-from graphs.capture.trace import capture
 from graphs.cost.link import measured_link
 from graphs.errors import CopyError, EagerWarning, PlannerError
 from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.pools import HOST
 from graphs.zoo import Workload, build
 from planner.runtime.executor import Executor
-from planner.solving import solve
 from planner.training import compile as train
-from planner.training import predicted_sizes
 from tests.support.command import call
 from tests.support.steps import make
 
@@ -170,16 +167,6 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
         assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
         copied += step.plan.copied > 0
     assert copied >= 2 and channels.memory.peak_bytes <= 10**9
-
-
-def test_a_plan_for_larger_sizes_is_not_used_where_fewer_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = capture(*small()).graph
-    plan = solve(plain, "75%", options=["offload"], link=1e12, time_limit_s=3.0)
-    assert predicted_sizes._on(plain, plan, plain) == replace(plan, status="feasible")
-    smaller = replace(plain, tensors=tuple(replace(t, size_bytes=t.size_bytes // 2) for t in plain.tensors))
-    largest = max(t.size_bytes for t in smaller.tensors if not t.static)
-    monkeypatch.setattr("graphs.options.offload.LEAST_BYTES", largest + 1)  # where all are small, all may be copied
-    assert predicted_sizes._on(smaller, plan, plain) is None
 
 
 @pytest.mark.parametrize(

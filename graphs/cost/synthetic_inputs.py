@@ -1,0 +1,62 @@
+"""Synthetic tensors: inputs for an op that is measured alone."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Self
+
+import torch
+
+_BLOCK_ELEMENTS = 2**16  # of random numbers; larger tensors repeat them, which is as fast as memory
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Layout of a tensor.
+
+    Attributes:
+        shape, stride, offset: in elements of its storage.
+        elements: number of elements of its storage.
+        dtype, device: of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    elements: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def smallest(cls, value: torch.Tensor) -> Self:
+        """Return the layout of `value` in the smallest storage that holds it."""
+        shape, stride = tuple(value.shape), value.stride()
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        return cls(shape, stride, 0, 0 if 0 in shape else extent, value.dtype, value.device)
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> Self:
+        """Return the layout of `value` in a storage as large as its own: ops may read other parts of it through views."""
+        elements = value.untyped_storage().nbytes() // value.element_size()
+        return cls(tuple(value.shape), value.stride(), int(value.storage_offset()), elements, value.dtype, value.device)
+
+    def make(self) -> torch.Tensor:
+        """Return a tensor of this layout with numbers between 1/4 and 3/4.
+
+        Probabilities, variances and arguments of logarithms lie in that range. Integers are 0, which is a valid index.
+        Nothing but the tensor itself is allocated.
+        """
+        if not self.dtype.is_floating_point:
+            flat = torch.zeros(self.elements, dtype=self.dtype, device=self.device)
+            return flat.as_strided(self.shape, self.stride, self.offset)
+        flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+        block = _random_block(self.dtype, self.device)
+        whole = self.elements // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
+        flat[:whole].view(-1, _BLOCK_ELEMENTS).copy_(block)
+        flat[whole:].copy_(block[: self.elements - whole])
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+
+@cache
+def _random_block(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).to(device, dtype)

@@ -22,7 +22,8 @@ from planner.choices import Choices, choices_of
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.least import least_known
-from solvers.order.reorder import Reordering, in_program_order, reordered
+from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
+from solvers.order.solve import solve_in, solve_in_best_order, solve_reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
@@ -33,7 +34,6 @@ from solvers.windows.heuristics.sending import least_sending
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
 _WOULD_DO = 5.0  # of the clock, for finding a budget that would do, where none that was given does
-_REORDER_SHARE = 0.25  # of the time limit: what looking for an order of the ops may take
 
 
 def solve(
@@ -62,12 +62,12 @@ def solve(
         tolerance: on the gap, relative to the whole step, at which the solve ends. By default 0.1%, 0.5% once it has taken
             20 s, and 2% after 2 minutes (solvers that do not look at the clock take the first); a number holds all the time.
             ``settings`` of the plan have the one that was settled for.
-        time_limit_s: seconds the whole call may take, with the best schedule so far as its answer; looking for an order of
-            the ops takes a quarter of them at most.
+        time_limit_s: seconds the whole call may take, with the best schedule so far as its answer.
         work_limit: work it may take instead (``solvers.clock.WorkClock``), about a second each: the plan is the same on every
             run and on slower machines, and comes later, as one thread works at a time.
-        reorder: look for an order of the ops that needs less memory before solving (``solvers.order.reorder``);
-            None: for the solver ``windows`` only.
+        reorder: True: look for an order of the ops that needs less memory (``solvers.order.reorder``), and solve in that;
+            False: solve in program order; None: with the solver ``windows``, solve in program order first, then in another order
+            if one lowers the peak and can gain (``solvers.order.solve``), with others in program order.
         options: choices that the graph is given, names in ``graphs.options``: ``offload``, for the solver ``windows`` and those
             that offload; ``chunks``, ``pack`` and ``kernels``, where it was traced with them. What else it was traced with is
             left out.
@@ -90,19 +90,18 @@ def solve(
     choices = choices_of(options, link, host_budget, exact=exact)
     graph = with_options(graph, ()) if choices is None else offered_to(solver, graph, choices)
 
-    def solve_in(order: Reordering) -> Result:
-        return order.result_of_source(run(Request(order.graph, budget_bytes, tolerance, clock, on_progress, should_stop)))
-
     summary = summarize(graph)
     budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
-    order = order_for(graph, solver, reorder=reorder, clock=clock.part(_REORDER_SHARE * clock.limit))
-    result = solve_in(order)
-    if result.status is Status.INFEASIBLE and order.changed:
-        # Proved for the new order only. Where neither fits, the new order's message says how little would do.
-        other = solve_in(in_program_order(graph))
-        result = result if other.status is Status.INFEASIBLE else other
+    request = Request(graph, budget_bytes, tolerance, clock, on_progress, should_stop)
+    if reorder:
+        solved = solve_reordered(run, request)
+    elif reorder is None and solver in _REORDERED:
+        solved = solve_in_best_order(run, request)
+    else:
+        solved = solve_in(in_program_order(graph), run, request)
+    result = solved.result
     if result.status is Status.INFEASIBLE:
-        raise InfeasibleError(result.message + _what_would_do(order.graph, budget_bytes, clock, should_stop))
+        raise InfeasibleError(result.message + _what_would_do(solved.order.graph, budget_bytes, clock, should_stop))
     recorded = {} if choices is None else choices.recorded(graph)
     schedule = _in_passes(graph, result)
     return _plan_from(replace(result, graph=graph, schedule=schedule, settings={**result.settings, **recorded}), summary, graph)
@@ -145,9 +144,19 @@ def clock_of(time_limit_s: float, work_limit: float | None = None) -> Clock:
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
-    """`graph` in the order in which `solver` gets it; `reorder` as in ``solve``."""
-    wanted = solver in _REORDERED if reorder is None else reorder
-    return reordered(graph, clock) if wanted else in_program_order(graph)
+    """Return `graph` in the one order in which `solver` is to solve it at several budgets.
+
+    Args:
+        reorder: True: the best order that is found; False: program order; None: for the solver ``windows`` the best order if
+            its peak is lower, for others program order.
+        clock: what looking for an order may spend.
+    """
+    if reorder:
+        return reordered(graph, clock)
+    if reorder is None and solver in _REORDERED and may_lower_peak(graph):
+        found = reordered(graph, clock)
+        return found if lowers_peak(found) else in_program_order(graph)
+    return in_program_order(graph)
 
 
 def summarize(graph: Graph) -> GraphSummary:

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphs.ir import Graph, Op
 from graphs.options.offload import Copies
 from graphs.units import format_bytes
@@ -174,22 +177,28 @@ def any_order_need(graph: Graph) -> Need:
     ``need_at`` counts, for one order, all that comes before v there: its bound is no lower, but of that order.
     """
     sizes = sizes_in(graph, graph.pools[0])
-    kept = [t for t in graph.tensors if t.id in graph.kept and t.size_bytes]
-    depends: list[int] = []  # for each op a bit for each op that it depends on
+    kept = {t: bit for bit, t in enumerate(sorted(graph.kept))}
+    kept_bytes = np.array([sizes[t] for t in kept], dtype=np.int64)
+    made: list[int] = []  # for each op a bit for each kept tensor that it makes or depends on
     best: Need | None = None
     for op in graph.ops:
         bits = 0
         for t in op.inputs:
             for producer in graph.tensors[t].producers:
-                bits |= depends[producer] | 1 << producer
-        depends.append(bits)
-        own = {*op.inputs, *op.outputs}
-        held = sum(t.size_bytes for t in kept if t.id not in own and any(bits >> p & 1 for p in t.producers))
-        need = _need_of(graph, sizes, op, held, {})
+                bits |= made[producer]
+        own = sum(1 << kept[t] for t in {*op.inputs, *op.outputs} & kept.keys())
+        made.append(bits | sum(1 << kept[t] for t in op.outputs if t in kept))
+        need = _need_of(graph, sizes, op, _sum_of(kept_bytes, bits & ~own), {})
         if best is None or need.total_bytes > best.total_bytes:
             best = need
     assert best is not None  # a graph has an op
     return best
+
+
+def _sum_of(sizes: NDArray[np.int64], bits: int) -> int:
+    """Return the sum of the `sizes` whose bit is set."""
+    held = np.frombuffer(bits.to_bytes((len(sizes) + 7) // 8, "little"), dtype=np.uint8)
+    return int(sizes @ np.unpackbits(held, count=len(sizes), bitorder="little"))
 
 
 def describe_need(graph: Graph, need: Need) -> str:

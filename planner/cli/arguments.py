@@ -90,12 +90,12 @@ def add_workers(parser: Parser, *, said: str) -> None:
 
 
 def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
-    """Whether the ops are put into a better order first; `said` is what the help says of the default."""
+    """Whether the ops may be put into a better order; `said` is what the help says of the default."""
     parser.add_argument(
         "--reorder",
         action=argparse.BooleanOptionalAction,
         default=default,
-        help=f"first look for an order of the ops that needs less memory, at no cost in time (default: {said})",
+        help=f"look for an order of the ops that needs less memory, and solve in that (default: {said})",
     )
 
 

@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
     add_choices(parser)
-    add_reorder(parser, default=None, said="with --solver windows")
+    add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
     add_quiet(parser)
 
 

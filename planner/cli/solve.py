@@ -76,7 +76,7 @@ def add(commands: Commands) -> None:
         help="with --solver checkmate: write its program as well, for other solvers (.lp or .mps)",
     )
     add_choices(parser)
-    add_reorder(parser, default=None, said="with --solver windows")
+    add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
     add_quiet(parser)
 
 

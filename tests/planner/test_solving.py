@@ -23,7 +23,7 @@ from planner.plan_check import check_plan
 from planner.report.describe import plan_text
 from planner.solving import summarize
 from solvers.clock import Clock, WallClock, left
-from solvers.order.reorder import Reordering, in_program_order, reordered
+from solvers.order.reorder import Reordering, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
@@ -124,7 +124,7 @@ def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypa
     graph, budget_bytes = random_graph(350, 12), 27  # which fits in program order only
     given: list[tuple[str, float]] = []
 
-    def order(graph: Graph, clock: Clock) -> Reordering:
+    def order(graph: Graph, clock: Clock, should_stop: object = None) -> Reordering:
         given.append(("order", left(clock)))
         found = reordered(graph)
         clock.spend(10.0)
@@ -136,22 +136,22 @@ def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypa
         request.clock.spend(12.0)
         return replace(found, graph=request.graph)
 
-    monkeypatch.setattr("planner.solving.reordered", order)
+    monkeypatch.setattr("solvers.order.solve.reordered", order)
     monkeypatch.setattr("planner.solving.get_solver", lambda _: solve)
-    plan = planner.solve(graph, budget_bytes, work_limit=60.0)
+    plan = planner.solve(graph, budget_bytes, work_limit=60.0, reorder=True)
     assert given == [("order", 15.0), ("solve", 50.0), ("solve", 38.0)]
     assert plan.settings["reordered"] is False
     given.clear()
-    planner.solve(graph, budget_bytes, work_limit=11.0)
+    planner.solve(graph, budget_bytes, work_limit=11.0, reorder=True)
     assert given == [("order", 2.75), ("solve", 1.0), ("solve", -11.0)]
 
 
 def test_where_time_is_up_nothing_is_said_of_other_budgets(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    def order(graph: Graph, clock: Clock) -> Reordering:
-        clock.spend(100.0)
-        return in_program_order(graph)
+    def solve(request: Request) -> Result:
+        request.clock.spend(100.0)
+        return get_solver("windows")(request)
 
-    monkeypatch.setattr("planner.solving.reordered", order)
+    monkeypatch.setattr("planner.solving.get_solver", lambda _: solve)
     monkeypatch.setattr("planner.solving.least_known", None)
     monkeypatch.setattr("planner.solving.least_sending", None)
     with pytest.raises(InfeasibleError, match=r"is below .*largest ops\)\.$"):

@@ -1,0 +1,53 @@
+"""A search for a better order of the ops, beside a solve in program order."""
+
+from types import TracebackType
+from typing import Self
+
+from graphs.ir import Graph
+from solvers.clock import Beside, Clock
+from solvers.order.reorder import Reordering, lowers_peak, may_lower_peak, reordered
+
+_POLL = 0.05  # of the clock
+_GRACE_S = 5.0  # for an end that was asked for
+
+
+class OrderSearch:
+    """A search in a thread, in a ``with`` statement that ends it. It sifts only where that may lower the peak.
+
+    Attributes:
+        found: the order it ended with; None before that, and where no order can lower the peak.
+        better: the same, if it has a notably lower peak of keeping everything than program order.
+    """
+
+    def __init__(self, graph: Graph, clock: Clock) -> None:
+        self.found: Reordering | None = None
+        self.better: Reordering | None = None
+        self._graph = graph
+        self._clock = clock
+        self._failure: Exception | None = None
+        self._cancelled = False
+
+    def __enter__(self) -> Self:
+        self._beside: Beside = self._clock.start(self._go)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._cancelled = True
+        self._beside.end(_GRACE_S)
+
+    def wait(self, most: float) -> None:
+        """Wait for its end, for `most` of the clock."""
+        until = self._clock.now + most
+        while self._beside.running and self._clock.now < until:
+            self._beside.wait(_POLL)
+        if self._failure is not None:
+            raise self._failure
+
+    def _go(self) -> None:
+        try:
+            if may_lower_peak(self._graph):
+                found = reordered(self._graph, self._clock, lambda: self._cancelled)
+                self.better = found if lowers_peak(found) else None
+                self.found = found
+        except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+            self._failure = error

@@ -1,0 +1,60 @@
+"""The peak of keeping everything: in one order of the ops, and what it is at least in every order."""
+
+from collections.abc import Collection, Sequence
+
+from graphs.ir import Graph
+from graphs.schedule import Compute
+from graphs.simulate import simulate
+from solvers.policies.store_all import store_all
+
+
+def store_all_peak_bytes(graph: Graph) -> int:
+    """Return the peak of keeping everything in program order."""
+    return simulate(graph, store_all(graph)).peak_bytes
+
+
+def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> int:
+    """Return a lower bound on the peak of keeping everything, over all orders in which ops stay in their phase.
+
+    When op v runs, all its ancestors have run and none of its descendants has. So in memory are v's inputs, outputs and
+    workspace, and every tensor made by an ancestor that is kept or read by a descendant. The bound is what that comes to
+    for the op at which program order has its peak; where it equals that peak, no order has a lower one.
+
+    Args:
+        graph: one without options.
+        before: for each op, ops that must come before it; others follow from these.
+        after: for each op, ops that must come after it; others follow from these.
+    """
+    op = graph.ops[_peak_op(graph)]
+    ancestors = _reached(op.id, before) | {other.id for other in graph.ops if other.phase.place < op.phase.place}
+    descendants = _reached(op.id, after) | {other.id for other in graph.ops if other.phase.place > op.phase.place}
+    own = {*op.inputs, *op.outputs}
+    live = (
+        t.size_bytes
+        for t in graph.tensors
+        if not t.static
+        and (
+            t.id in own
+            or (t.producers[0] in ancestors and (t.id in graph.kept or not descendants.isdisjoint(graph.consumers[t.id])))
+        )
+    )
+    return graph.static_bytes + op.workspace_bytes + sum(live)
+
+
+def _peak_op(graph: Graph) -> int:
+    """The op during which keeping everything has its peak."""
+    schedule = store_all(graph)
+    executed = schedule.steps[simulate(graph, schedule).peak_step]
+    assert isinstance(executed, Compute)  # a free adds nothing
+    return executed.op
+
+
+def _reached(op: int, edges: Sequence[Collection[int]]) -> set[int]:
+    """All ops that `edges` lead to from `op`."""
+    reached: set[int] = set()
+    waiting = [op]
+    while waiting:
+        new = [other for other in edges[waiting.pop()] if other not in reached]
+        reached.update(new)
+        waiting += new
+    return reached

@@ -1,0 +1,140 @@
+"""A solve that may change the order of the ops: in program order first, then in a better one where that can gain.
+
+A bound, and a proof that nothing fits, hold for schedules that first execute the ops in the order that was solved in. So a
+result is taken as a whole, schedule and bound of the same order: a schedule found in another order may be faster than the
+bound of this one, and a gap between the two would mean nothing.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from solvers.bounds import any_order_need
+from solvers.order.beside import OrderSearch
+from solvers.order.reorder import Reordering, in_program_order, reordered
+from solvers.registry import Solver
+from solvers.request import Request
+from solvers.result import Progress, Result, Status, is_within
+
+SEARCH_SHARE = 0.25  # of the limit: what looking for an order may take
+_SEARCH_LEAST = 2.0  # of the clock: how long a search may take that was begun with a shorter solve
+_AGAIN, _AGAIN_LEAST = 4.0, 10.0  # times the proof in program order, and at least: what a solve in another order may take
+_PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: without any schedule in program order
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A result, and the order of the ops in which it was found.
+
+    Attributes:
+        result: its schedule is one of the original graph.
+        order: what was solved.
+    """
+
+    result: Result
+    order: Reordering
+
+
+def solve_in(order: Reordering, solve: Solver, request: Request) -> Solved:
+    """Solve `request`, with the ops of its graph in `order`."""
+    return Solved(order.result_of_source(solve(replace(request, graph=order.graph))), order)
+
+
+def solve_reordered(solve: Solver, request: Request) -> Solved:
+    """Look for an order and solve in it; where nothing fits in that, in program order."""
+    order = reordered(request.graph, request.clock.part(SEARCH_SHARE * request.clock.limit), request.interrupted)
+    solved = solve_in(order, solve, request)
+    return _also_in_program_order(solved, solve, request)
+
+
+def solve_in_best_order(solve: Solver, request: Request) -> Solved:
+    """Solve in program order, and in an order of lower peak where there is one and it can gain.
+
+    The order is looked for beside the solve in program order, which ends when one was found. What program order has proved
+    by then stands; another order is tried only where more than the tolerance is left above keeping everything, and for a time
+    in proportion. Where nothing is found in program order, any order that needs less is tried.
+    """
+    clock, began = request.clock, request.clock.now
+    program = in_program_order(request.graph)
+    with OrderSearch(request.graph, clock.part(SEARCH_SHARE * clock.limit)) as search:
+        patience = _Patience(request, min(_PATIENCE, _PATIENCE_SHARE * clock.limit))
+        stopping = replace(
+            request,
+            on_progress=patience,
+            should_stop=lambda: request.interrupted() or search.better is not None or patience.is_over(),
+        )
+        first = solve_in(program, solve, stopping)
+        if request.stopped() or not _can_gain(first.result, request):
+            return first
+        took = clock.now - began
+        search.wait(max(_SEARCH_LEAST, took))
+    if first.result.schedule is not None:
+        return first if search.better is None else _again(first, search.better, took, solve, request)
+    if _fits_in_no_order(request):
+        return first
+    order = search.found or reordered(request.graph, clock.part(SEARCH_SHARE * clock.limit), request.interrupted)
+    if order.changed:
+        proved = first.result.status is Status.INFEASIBLE
+        second = solve_in(order, solve, request)
+        return second if proved else _also_in_program_order(second, solve, request)
+    return solve_in(program, solve, request) if patience.is_over() else first
+
+
+def _can_gain(result: Result, request: Request) -> bool:
+    """Whether another order may have a schedule that is faster by more than the tolerance: none takes less than all ops once."""
+    if result.time_s is None or not request.graph.plain:
+        return True
+    return not is_within(result.time_s, request.graph.time_s, request.tolerance.at(request.clock.now))
+
+
+def _fits_in_no_order(request: Request) -> bool:
+    """Whether a single op refutes the budget in every order."""
+    return request.graph.plain and request.budget_bytes < any_order_need(request.graph).total_bytes
+
+
+def _again(first: Solved, order: Reordering, took: float, solve: Solver, request: Request) -> Solved:
+    """Solve in another order than `first`, until it is known not to be faster; the better of the two."""
+    clock, time_s = request.clock, first.result.time_s
+    assert time_s is not None
+    proved = first.result.status is Status.OPTIMAL
+    until = clock.now + max(_AGAIN_LEAST, _AGAIN * took) if proved else math.inf
+    bounds_s = [0.0]
+
+    def note(progress: Progress) -> None:
+        bounds_s.append(progress.bound_s or 0.0)
+        best_s = time_s if progress.best_s is None else min(time_s, progress.best_s)
+        request.tell(f"{progress.activity}, in another order of the ops", best_s, progress.bound_s)
+
+    def ended() -> bool:
+        refuted = proved and is_within(time_s, bounds_s[-1], request.tolerance.at(clock.now))
+        return refuted or clock.now > until or request.interrupted()
+
+    second = solve_in(order, solve, replace(request, on_progress=note, should_stop=ended))
+    found = second.result
+    if found.time_s is None or found.time_s > time_s:
+        return first
+    gained = not is_within(time_s, found.time_s, request.tolerance.first)
+    return second if gained or found.status is Status.OPTIMAL or not proved else first
+
+
+def _also_in_program_order(solved: Solved, solve: Solver, request: Request) -> Solved:
+    """`solved`; where it proves that nothing fits in another order, what is found in program order."""
+    if solved.result.status is not Status.INFEASIBLE or not solved.order.changed:
+        return solved
+    other = solve_in(in_program_order(request.graph), solve, request)
+    return solved if other.result.status is Status.INFEASIBLE else other
+
+
+class _Patience:
+    """Passes progress on, and knows whether a solve has been without a schedule for too long."""
+
+    def __init__(self, request: Request, limit: float) -> None:
+        self._request = request
+        self._until = request.clock.now + limit
+        self._found = False
+
+    def __call__(self, progress: Progress) -> None:
+        self._found = self._found or progress.best_s is not None
+        self._request.tell(progress.activity, progress.best_s, progress.bound_s)
+
+    def is_over(self) -> bool:
+        return not self._found and self._request.clock.now > self._until

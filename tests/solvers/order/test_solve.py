@@ -1,0 +1,161 @@
+"""Which orders of the ops a graph is solved in, and which result counts."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.ir import Graph, Phase
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
+from solvers.clock import WorkClock
+from solvers.order.peak import any_order_peak_bytes, store_all_peak_bytes
+from solvers.order.reorder import constraints, lowers_peak, may_lower_peak, permuted, reordered
+from solvers.order.solve import Solved, solve_in_best_order
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Result, Status
+from solvers.tolerance import Tolerance
+from tests.solvers.order.test_reorder import weight_gradients
+
+
+def solved(graph: Graph, budget_bytes: int, *, tolerance: float = 1e-3) -> tuple[Solved, list[Graph]]:
+    """Solve, each order to its end; also return the graphs that the solver was given."""
+    given: list[Graph] = []
+
+    def solve(request: Request) -> Result:
+        given.append(request.graph)
+        return get_solver("windows")(replace(request, should_stop=None))
+
+    return solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(tolerance), WorkClock(100.0))), given
+
+
+def wide_and_slow() -> Graph:
+    """Weight gradients that are better in another order, beside an op that takes a thousand times as long as all others."""
+    graph = weight_gradients()
+    return replace(graph, ops=(replace(graph.ops[0], time_s=1e5, recomputable=False), *graph.ops[1:]))
+
+
+def test_no_other_order_is_tried_where_none_lowers_the_peak() -> None:
+    graph = training_chain(6)
+    found, given = solved(graph, int(0.8 * store_all_peak_bytes(graph)))
+    assert (found.result.status, found.order.changed) == (Status.OPTIMAL, False)
+    assert found.result.time_s is not None and found.result.time_s > graph.time_s
+    assert given == [graph]
+
+
+def test_no_other_order_is_tried_where_the_first_proof_leaves_nothing_to_gain() -> None:
+    graph = wide_and_slow()
+    found, given = solved(graph, 53_000)
+    assert found.result.time_s is not None and graph.time_s < found.result.time_s <= 1.001 * graph.time_s
+    assert given == [graph]
+    exact, given = solved(graph, 53_000, tolerance=0.0)
+    assert exact.result.time_s == graph.time_s and exact.order.changed
+    assert len(given) == 2
+
+
+def test_an_order_of_lower_peak_is_solved_in_and_its_bound_reported() -> None:
+    graph = weight_gradients()
+    found, given = solved(graph, 36_000)
+    assert given[-1] == reordered(graph).graph
+    assert (found.result.time_s, found.result.bound_s, found.result.settings["reordered"]) == (graph.time_s, graph.time_s, True)
+
+
+def test_a_schedule_of_program_order_is_kept_where_the_other_order_finds_none() -> None:
+    graph = weight_gradients()
+    calls: list[Request] = []
+
+    def solve(request: Request) -> Result:
+        calls.append(request)
+        if len(calls) == 1:
+            return get_solver("windows")(replace(request, should_stop=None))
+        return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
+
+    kept = solve_in_best_order(solve, Request(graph, 53_000, clock=WorkClock(100.0)))
+    assert len(calls) == 2
+    assert kept.result.status is Status.OPTIMAL and not kept.order.changed
+
+
+def test_what_program_order_proves_infeasible_is_tried_in_another_order() -> None:
+    graph = random_graph(2, 40)
+    order = reordered(graph)
+    assert order.changed
+    calls: list[Graph] = []
+
+    def solve(request: Request) -> Result:
+        calls.append(request.graph)
+        if len(calls) == 1:
+            return Result(request.graph, request.budget_bytes, Status.INFEASIBLE, None, None, "windows", 1.0, message="too small")
+        return get_solver("windows")(request)
+
+    found = solve_in_best_order(solve, Request(graph, store_all_peak_bytes(graph), clock=WorkClock(100.0)))
+    assert calls == [graph, order.graph]
+    assert found.result.schedule is not None and found.order.changed
+
+
+def test_without_a_schedule_in_program_order_another_takes_over() -> None:
+    graph = random_graph(2, 40)
+    calls: list[Graph] = []
+
+    def solve(request: Request) -> Result:
+        calls.append(request.graph)
+        if len(calls) == 1:
+            while not request.stopped():
+                request.clock.spend(1.0)
+            return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
+        return get_solver("windows")(request)
+
+    clock = WorkClock(100.0)
+    found = solve_in_best_order(solve, Request(graph, store_all_peak_bytes(graph), clock=clock))
+    assert len(calls) == 2 and found.result.status is Status.OPTIMAL
+    assert clock.now < 40
+
+
+def test_solves_that_count_work_come_to_the_same_twice() -> None:
+    graph = random_training_step(11, 30)
+    for share in (0.6, 0.8):
+        budget_bytes = int(share * store_all_peak_bytes(graph))
+        one, again = (
+            solve_in_best_order(get_solver("windows"), Request(graph, budget_bytes, clock=WorkClock(5.0))) for _ in "ab"
+        )
+        assert (one.result.schedule, one.result.bound_s, one.order) == (again.result.schedule, again.result.bound_s, again.order)
+
+
+def test_a_failure_of_the_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(graph: Graph) -> bool:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("solvers.order.beside.may_lower_peak", fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        solved(weight_gradients(), 53_000)
+
+
+# --- the peak in any order ------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(3, 14))
+@settings(max_examples=150)
+def test_no_order_that_is_found_has_a_peak_below_the_bound_on_all(seed: int, size: int) -> None:
+    graph = random_training_step(seed, size) if seed % 2 else random_graph(seed, 2 * size)
+    order = reordered(graph)
+    bound = any_order_peak_bytes(graph, *constraints(graph))
+    assert bound <= store_all_peak_bytes(order.graph) <= store_all_peak_bytes(graph)
+    assert may_lower_peak(graph) or not lowers_peak(order)
+
+
+def test_the_bound_on_all_orders_is_that_of_all_orders_of_a_small_graph() -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [10])
+    (b,) = draft.op("b", [a], [20], phase=Phase.BACKWARD)
+    (c,) = draft.op("c", [a], [30], phase=Phase.BACKWARD)
+    graph = draft.graph([b, c])
+    assert store_all_peak_bytes(graph) == 60
+    assert any_order_peak_bytes(graph, *constraints(graph)) == 40  # c before b holds a and c, and b is made beside these
+    assert store_all_peak_bytes(permuted(graph, [0, 2, 1]).graph) == 60
+
+
+def test_no_order_of_a_transformer_lowers_its_peak() -> None:
+    assert not may_lower_peak(transformer(TransformerSize(layers=2)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -100,3 +101,11 @@ def python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., A
             yield
         finally:
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def conversions_of_fakes() -> Iterator[None]:
+    """Inside, ``nn.Module.to`` and the like convert fake parameters, which a fake mode has weak references to."""
+    without_references = SimpleNamespace(getweakrefs=lambda _: [])
+    with patch.object(torch.utils, "weakref", without_references):  # where swap_tensors asks for them
+        yield

@@ -37,7 +37,8 @@ class Tracing:
             ModelError: the model cannot be built.
             TraceError: the step cannot be captured.
         """
-        built = workload.load(model, device=self.device, seed=self.seed, fake=self.roofline is not None)
+        fake, as_on_cuda = self.roofline is not None, self.roofline not in (None, "cpu")
+        built = workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
         from planner import tracing
 
         return tracing.trace(

@@ -72,14 +72,16 @@ def parse_spec(text: str) -> ModelSpec:
     return ModelSpec(match["source"], match["function"], tuple(options.items()))
 
 
-def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = False) -> "Workload":
+def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = False, as_on_cuda: bool = False) -> "Workload":
     """Call the function that `spec` names. Imports torch, and for a file all that the file imports.
 
     Args:
         spec: what to call.
         device: where model and batch are put, ``cpu`` or ``cuda``.
         seed: of torch's generators, so that weights and batch are the same every time.
-        fake: build under FakeTensorMode, on the CPU: shapes without memory.
+        fake: build fake tensors, on the CPU: shapes without memory.
+        as_on_cuda: with `fake`, let code that names CUDA devices run as on a machine that has one
+            (``planner.models.fake_build``).
 
     Raises:
         ModelError: no such device, file or function; an option that is unknown, missing or of the
@@ -89,14 +91,14 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
     """
     import torch
 
-    from graphs.torch_private.core import FakeTensorMode
-
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("there is no CUDA device on this machine: use --device cpu, or plan for one with --roofline")
     torch.manual_seed(seed)
     with ExitStack() as stack:
         if fake:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            from planner.models.fake_build import fake_build
+
+            stack.enter_context(fake_build(as_on_cuda=as_on_cuda))
         workload = _from_zoo(spec) if spec.source == ZOO_SOURCE else _from_file(spec)
         return workload if fake else _moved(workload, device)
 

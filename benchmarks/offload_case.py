@@ -9,8 +9,9 @@ from benchmarks.solved import solved
 from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.simulate import simulate
+from planner.budgets import budget_in_bytes
 from planner.choices import Choices
-from planner.solving import budget_in_bytes, summarize
+from planner.solving import summarize
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from solvers.registry import SOLVERS

@@ -13,8 +13,9 @@ from graphs.ir import Graph
 from graphs.options import OPTIONS, traced_options, with_options
 from graphs.options.selection import holding
 from graphs.simulate import simulate
+from planner.budgets import budget_in_bytes
 from planner.choices import Choices, choices_of
-from planner.solving import budget_in_bytes, summarize
+from planner.solving import summarize
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered

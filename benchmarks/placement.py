@@ -29,12 +29,13 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
+from planner.budgets import budget_in_bytes
 from planner.models.workload import load, parse_spec
 from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
-from planner.solving import budget_in_bytes, summarize
+from planner.solving import summarize
 from solvers.clock import WallClock
 from solvers.policies.store_all import store_all
 from solvers.registry import get_solver

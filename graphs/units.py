@@ -50,6 +50,22 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
     return min(int(size), UNLIMITED_BYTES)
 
 
+def parse_fraction(text: str) -> float:
+    """Return the fraction, 0 or more, that ``10%`` or ``0.1`` is.
+
+    Raises:
+        BudgetError: it is neither.
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number) / (100 if number != text.strip() else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise BudgetError(f"{text!r} is not a fraction, 0 or more: write 0.1% or 0.001")
+    return value
+
+
 def parse_rate(text: str) -> float:
     """Bytes a second from ``25GB/s``.
 

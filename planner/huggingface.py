@@ -9,6 +9,7 @@ from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from graphs.errors import PlannerError
+from planner.budgets import budget_or_overhead
 from planner.distributed.wrappers import Sharded, unwrap
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
@@ -21,17 +22,25 @@ class PlannedTrainerMixin:
     part of the plan; it must call the model once, with named arguments.
     """
 
-    def __init__(self, *args: Any, budget: str | int, plan_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        budget: str | int | None = None,
+        max_overhead: str | float | None = None,
+        plan_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """A trainer, and what it plans with.
 
         Args:
-            budget: as in ``planner.compile``.
+            budget, max_overhead: as in ``planner.compile``; one of them.
             plan_options: its other keyword arguments, such as ``time_limit_s``, ``cache`` or ``dynamic``. The optimizer
                 and gradient accumulation are known from the trainer.
             args, kwargs: of the trainer.
 
         Raises:
-            PlannerError: an option is unknown, or ``compute_loss`` is overridden where no plan is used.
+            PlannerError: an option is unknown, not exactly one of budget and overhead is given, or ``compute_loss`` is
+                overridden where no plan is used.
         """
         if type(self).compute_loss is not PlannedTrainerMixin.compute_loss:
             raise PlannerError(
@@ -39,7 +48,7 @@ class PlannedTrainerMixin:
                 "PlannedTrainerMixin, class Planned(PlannedTrainerMixin, YourTrainer)"
             )
         check_options(plan_options or {})
-        self._budget, self._options = budget, plan_options or {}
+        self._budget, self._options = budget_or_overhead(budget, max_overhead), plan_options or {}
         self._planned_model: nn.Module | None = None
         self._plans: BatchPlans | None = None
         super().__init__(*args, **kwargs)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError, TraceError
+from planner.budgets import budget_or_overhead
 from planner.distributed.wrappers import InReplicated, unwrap
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
@@ -30,18 +31,18 @@ class PlannedTraining(pl.Callback):
     The first batch is planned for when it comes. What ``training_step`` logs is logged as ever; it must be tensors.
     """
 
-    def __init__(self, budget: str | int, **options: Any) -> None:
+    def __init__(self, budget: str | int | None = None, *, max_overhead: str | float | None = None, **options: Any) -> None:
         """What it plans with.
 
         Args:
-            budget: as in ``planner.compile``.
+            budget, max_overhead: as in ``planner.compile``; one of them.
             options: its other keyword arguments. The optimizer and gradient accumulation are known from the trainer.
 
         Raises:
-            PlannerError: an option is unknown.
+            PlannerError: an option is unknown, or not exactly one of budget and overhead is given.
         """
         check_options(options)
-        self._budget, self._options = budget, options
+        self._budget, self._options = budget_or_overhead(budget, max_overhead), options
         self._plans: BatchPlans | None = None
 
     @property

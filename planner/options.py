@@ -5,7 +5,8 @@ import math
 import re
 
 from graphs.errors import BudgetError, ModelError
-from graphs.units import parse_budget, parse_rate
+from graphs.units import parse_budget, parse_fraction, parse_rate
+from planner.budgets import budget_in_bytes
 from planner.models.workload import ModelSpec, parse_spec
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -15,7 +16,7 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
 def budget(text: str) -> str:
     """`text`, if it is an amount of memory; what a percentage refers to is known only later."""
     try:
-        parse_budget(text, peak_bytes=10**15)
+        budget_in_bytes(text, 10**15)
     except BudgetError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -61,14 +62,10 @@ def duration(text: str) -> float:
 
 def fraction(text: str) -> float:
     """A fraction, 0 or more, from ``0.001`` or ``0.1%``."""
-    number = text.strip().removesuffix("%")
     try:
-        value = float(number) / (100 if number != text.strip() else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction, 0 or more: write 0.1% or 0.001")
-    return value
+        return parse_fraction(text)
+    except BudgetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def work(text: str) -> float:

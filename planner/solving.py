@@ -4,9 +4,10 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from graphs.checks import check_sums
-from graphs.errors import BudgetError, InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
+from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
@@ -17,15 +18,18 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
 from graphs.schedule import Schedule
 from graphs.simulate import Simulation, simulate
-from graphs.units import UNLIMITED_BYTES, format_bytes, parse_budget
+from graphs.units import format_bytes
+from planner.budgets import allowed_overhead, budget_or_overhead
+from planner.budgets import budget_in_bytes as budget_in_bytes
 from planner.choices import Choices, choices_of
+from planner.least_memory import least_memory
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
-from solvers.order.solve import solve_in, solve_in_best_order, solve_reordered
+from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
 from solvers.policies.store_all import store_all
-from solvers.registry import SOLVERS, get_solver
+from solvers.registry import SOLVERS, Solver, get_solver
 from solvers.request import Request
 from solvers.result import Progress, Result, Status
 from solvers.tolerance import WIDENING, Tolerance
@@ -33,13 +37,15 @@ from solvers.windows.heuristics.sending import least_sending
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
+_REORDER_SHARE = 0.25  # of the limit: what looking for an order of the ops may spend before many budgets are solved
 _WOULD_DO = 5.0  # of the clock, for finding a budget that would do, where none that was given does
 
 
 def solve(
     graph: Graph,
-    budget: str | int,
+    budget: str | int | None = None,
     *,
+    max_overhead: str | float | None = None,
     solver: str = "windows",
     tolerance: float | Tolerance = WIDENING,
     time_limit_s: float = 3600.0,
@@ -56,8 +62,10 @@ def solve(
 
     Args:
         graph: what is planned.
-        budget: memory of the step, static bytes included: bytes, or ``8GB``, ``7.5GiB``, or ``60%`` of the
-            peak without recomputation.
+        budget: memory of the step, static bytes included: bytes, or ``8GB``, ``7.5GiB``, or ``60%`` of the predicted peak of
+            plain eager PyTorch.
+        max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
+            plan is then one of the least memory at that price, which its ``budget_bytes`` is.
         solver: a name in ``solvers.registry``.
         tolerance: on the gap, relative to the whole step, at which the solve ends. By default 0.1%, 0.5% once it has taken
             20 s, and 2% after 2 minutes (solvers that do not look at the clock take the first); a number holds all the time.
@@ -78,33 +86,61 @@ def solve(
         should_stop: polled; once True, the best schedule so far is the answer.
 
     Raises:
-        BudgetError: the budget cannot be read, or is not above zero.
+        BudgetError: the budget cannot be read, or is not above zero; or not exactly one of budget and overhead is given.
         InfeasibleError: no schedule meets it.
         LimitError: time was up, or the solve was stopped, before a schedule was found.
         PlannerError: no such solver, options out of range, or the solver failed.
         GraphError: the graph was traced without an option.
     """
+    budget = budget_or_overhead(budget, max_overhead)
     clock = clock_of(time_limit_s, work_limit)
     run = get_solver(solver)
     tolerance = Tolerance.of(tolerance)
     choices = choices_of(options, link, host_budget, exact=exact)
     graph = with_options(graph, ()) if choices is None else offered_to(solver, graph, choices)
-
     summary = summarize(graph)
-    budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
-    request = Request(graph, budget_bytes, tolerance, clock, on_progress, should_stop)
-    if reorder:
-        solved = solve_reordered(run, request)
-    elif reorder is None and solver in _REORDERED:
-        solved = solve_in_best_order(run, request)
+    overhead = allowed_overhead(budget)
+    if overhead is not None:
+        result = _least_memory(run, graph, solver, overhead, tolerance, clock, reorder, on_progress, should_stop)
     else:
-        solved = solve_in(in_program_order(graph), run, request)
-    result = solved.result
-    if result.status is Status.INFEASIBLE:
-        raise InfeasibleError(result.message + _what_would_do(solved.order.graph, budget_bytes, clock, should_stop))
+        budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
+        solved = _solved(run, Request(graph, budget_bytes, tolerance, clock, on_progress, should_stop), solver, reorder)
+        result = solved.result
+        if result.status is Status.INFEASIBLE:
+            raise InfeasibleError(result.message + _what_would_do(solved.order.graph, budget_bytes, clock, should_stop))
     recorded = {} if choices is None else choices.recorded(graph)
     schedule = _in_passes(graph, result)
     return _plan_from(replace(result, graph=graph, schedule=schedule, settings={**result.settings, **recorded}), summary, graph)
+
+
+def _solved(run: Solver, request: Request, solver: str, reorder: bool | None) -> Solved:  # noqa: FBT001
+    """Return the answer to `request` in the order, or the best of the orders, that `reorder` asks for."""
+    if reorder:
+        return solve_reordered(run, request)
+    if reorder is None and solver in _REORDERED:
+        return solve_in_best_order(run, request)
+    return solve_in(in_program_order(request.graph), run, request)
+
+
+def _least_memory(
+    run: Solver,
+    graph: Graph,
+    solver: str,
+    overhead: float,
+    tolerance: Tolerance,
+    clock: Clock,
+    reorder: bool | None,  # noqa: FBT001
+    on_progress: Callable[[Progress], None] | None,
+    should_stop: Callable[[], bool] | None,
+) -> Result:
+    """Return the schedule of least memory that takes no longer than keeping everything by more than `overhead`."""
+    order = order_for(graph, solver, reorder=reorder, clock=clock.part(_REORDER_SHARE * clock.limit))
+
+    def solve_at(budget_bytes: int, *given: Any) -> Result:
+        return run(Request(order.graph, budget_bytes, tolerance, *given))
+
+    found = least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
+    return order.result_of_source(found)
 
 
 def _in_passes(graph: Graph, result: Result) -> Schedule | None:
@@ -196,19 +232,6 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
         f"the plan is for another graph ({planned.fingerprint[:12]}, here {found.fingerprint[:12]}): "
         f"{'; '.join(differences) or 'sizes or kinds of ops differ'}; trace and solve for this model, batch and device"
     )
-
-
-def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
-    """A budget as ``solve`` takes it, in bytes.
-
-    Raises:
-        BudgetError: it cannot be read, or is not above zero.
-    """
-    if isinstance(budget, str):
-        return parse_budget(budget, peak_bytes=peak_bytes)
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-        raise BudgetError(f"budget is {budget!r}: must be whole bytes, above 0, or text such as '8GB' or '60%'")
-    return min(budget, UNLIMITED_BYTES)
 
 
 def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> str:

@@ -31,17 +31,24 @@ def add(commands: Commands) -> None:
         "examples:\n"
         "  planner solve model.json --budget 8GB -o plan.json\n"
         "  planner solve model.json --budget 60% --time-limit 10m --tolerance 0.5%\n"
+        "  planner solve model.json --max-overhead 10% -o plan.json\n"
         "  planner solve model.json --budget 40% --options chunks\n"
         "  planner solve model.json --budget 60% --options offload --link 50GB/s --host-budget 64GB\n"
         "  planner solve model.json --budget 90% --options placement",
     )
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
-    parser.add_argument(
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument(
         "--budget",
         type=options.budget,
-        required=True,
         help="memory of the whole step, parameters and optimizer state included: 8GB (10^9), 7.5GiB (2^30), "
-        "or 60%% of the peak without recomputation",
+        "or 60%% of the predicted peak of plain eager PyTorch",
+    )
+    wanted.add_argument(
+        "--max-overhead",
+        type=options.fraction,
+        metavar="SHARE",
+        help="find the least memory at which the step takes at most so much longer: 10%% or 0.1",
     )
     parser.add_argument(
         "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
@@ -100,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = solve(
             graph,
             arguments.budget,
+            max_overhead=arguments.max_overhead,
             solver=arguments.solver,
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
@@ -135,12 +143,14 @@ def _graph_file(arguments: argparse.Namespace) -> str:
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     if arguments.solver != "checkmate":
         raise PlannerError("--write-model writes the program of the solver checkmate: add --solver checkmate")
+    if arguments.budget is None:
+        raise PlannerError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
     from graphs.options import with_options
-    from graphs.units import parse_budget
+    from planner.budgets import budget_in_bytes
     from planner.solving import order_for, summarize
     from solvers.checkmate import write_model
 
     graph = with_options(graph, ())
     peak_bytes = summarize(graph).store_all_peak_bytes
     ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
-    write_model(ordered, parse_budget(arguments.budget, peak_bytes=peak_bytes), arguments.write_model)
+    write_model(ordered, budget_in_bytes(arguments.budget, peak_bytes), arguments.write_model)

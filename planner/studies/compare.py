@@ -10,9 +10,10 @@ from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.schedule import Schedule
+from planner.budgets import budget_in_bytes
 from planner.choices import Choices
 from planner.runtime.machine import commit, machine
-from planner.solving import budget_in_bytes, summarize
+from planner.solving import summarize
 from planner.studies.comparison_rows import OPTIMUM, KeptRows, Key, Row, RunBy
 from planner.studies.jobs import run
 from planner.visible import visible

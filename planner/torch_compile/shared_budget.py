@@ -16,11 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.capture.lower import Capture
 from graphs.errors import InfeasibleError, LimitError
+from graphs.optimizers import OPTIMIZERS
 from graphs.options import Setting, check_goes_with, traced_options
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
+from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.choices import check_amount, choices_of
+from planner.runtime.auto_budget import auto_budget_bytes
 from planner.runtime.channels import Channels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
@@ -96,6 +99,8 @@ class SharedBudget:
             InfeasibleError, LimitError: nothing fits, beside what the graphs before it keep.
         """
         self._learning = True
+        if is_auto(self.options["budget"]):
+            self.options = {**self.options, "budget": _auto_bytes(inputs, model := list(model))}
         self._runs = [run for run in self._runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
         runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
@@ -145,7 +150,7 @@ class SharedBudget:
 
     @property
     def _in_percent(self) -> bool:
-        return str(self.options["budget"]).strip().endswith("%")
+        return is_share(self.options["budget"])
 
     @property
     def limit_s(self) -> float:
@@ -166,7 +171,7 @@ class SharedBudget:
         captured = [graph.captured.graph for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
         peaks = [solving.summarize(graph).store_all_peak_bytes for graph in captured]
-        return solving.budget_in_bytes(self.options["budget"], max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks)))
+        return budget_in_bytes(self.options["budget"], max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks)))
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
         """Note a forward pass; where the last step is over, plan its graphs together."""
@@ -220,3 +225,12 @@ class SharedBudget:
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))
         return schedule if kept_bytes(captured, schedule) <= allowed else known
+
+
+def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
+    """What a model may use of its device. ``torch.compile`` does not see the optimizer: AdamW's state is left room for."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    trained = {id(t): t for t in (*model, *tensors) if t.requires_grad and t.is_leaf}
+    gradients = [t.grad for t in trained.values() if t.grad is not None]
+    state_bytes = OPTIMIZERS["adamw"].copies * sum(t.nbytes for t in trained.values())
+    return auto_budget_bytes(tensors[0].device, (*model, *gradients), tensors, other_static_bytes=state_bytes)

@@ -13,7 +13,7 @@ from graphs.io.files import check_writable
 from graphs.io.formats import read_plan, write_plan
 from graphs.plan import Plan
 from graphs.units import format_bytes
-from planner.solving import budget_in_bytes
+from planner.budgets import allowed_overhead, budget_in_bytes
 
 # In a plan's provenance: the peak that budgets are shares of, in bytes, where it is not that of its own graph.
 SHARES_OF = "shares_of_bytes"
@@ -83,6 +83,8 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
     whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.graph.store_all_peak_bytes)
     if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
         raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
+    if allowed_overhead(budget) is not None:
+        return  # its budget is what was found, and the file is named after what was asked for
     asked_bytes = budget_in_bytes(budget, whole_bytes)
     if plan.budget_bytes != asked_bytes:
         raise BudgetError(f"its budget is {plan.budget_bytes} B, and {asked_bytes} B was asked for")

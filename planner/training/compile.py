@@ -13,13 +13,15 @@ from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
 from graphs.errors import PlannerError
 from graphs.options import DEFAULTS, Setting, check_goes_with
+from planner.budgets import allowed_overhead, budget_or_overhead, cache_key
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.graphed_step import Recorder
 from planner.runtime.measure import device_name
-from planner.solving import budget_in_bytes, solve
+from planner.solving import solve
+from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
 from planner.training.dynamic import DynamicStep
@@ -34,7 +36,8 @@ def compile(  # noqa: A001
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    budget: str | int,
+    budget: str | int | None = None,
+    max_overhead: str | float | None = None,
     optimizer: str = "none",
     accumulate: bool = False,
     solver: str = "windows",
@@ -68,8 +71,10 @@ def compile(  # noqa: A001
     Args:
         model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own. A
             model may come with how it is wrapped (``planner.distributed.wrappers``), where its own type does not say so.
-        budget: bytes, ``8GB``, ``7.5GiB``, or ``60%`` of the peak without recomputation; parameters,
-            inputs, gradients and optimizer state included.
+        budget: bytes, ``8GB``, ``7.5GiB``, ``60%`` of the predicted peak of plain eager PyTorch, or ``auto`` for what the
+            device has free (``planner.training.auto_budget``); parameters, inputs, gradients and optimizer state included.
+        max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
+            budget is then the least memory at that price. Not with ``kernels="inductor"``.
         solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``, which ends within the tolerance or when its
             time is up, with the best schedule so far.
         options, link, host_budget: as in ``solve``: with ``options=["offload"]`` tensors also go to the host and come back.
@@ -102,7 +107,8 @@ def compile(  # noqa: A001
         PlannerError: an option does not go with another, or with the device; or gradients are turned off.
         InfeasibleError: no schedule meets the budget.
         LimitError: none was found in time.
-        BudgetError: the measured peak stays above the budget.
+        BudgetError: the measured peak stays above the budget; the budget cannot be read, or nothing is free; or not exactly
+            one of budget and overhead is given.
         OutputError: plans cannot be kept in `cache`.
     """
     if not torch.is_grad_enabled():
@@ -110,6 +116,9 @@ def compile(  # noqa: A001
         raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
+    budget = with_auto_resolved(budget_or_overhead(budget, max_overhead), wrapper, batch)
+    if kernels == "inductor" and allowed_overhead(budget) is not None:
+        raise PlannerError("max_overhead= is not for kernels='inductor', whose steps are compiled for a budget: give budget=")
     channels, asked = None, {}
     choices = choices_of(DEFAULTS if options is None else options, link, host_budget, exact=exact)
     if choices is not None:
@@ -196,7 +205,7 @@ def _planned(
         def find_or_make() -> PlannedStep:
             if plans is None:
                 return make()
-            path = plans.path({"budget": _as_bytes(budget), **_made_for(captured, wrapper.module), **options})
+            path = plans.path({"budget": cache_key(budget), **_made_for(captured, wrapper.module), **options})
             kept = plans.load(path, budget)
             if kept is not None:
                 try:
@@ -239,11 +248,6 @@ def _compiler_for(kernels: str) -> type[Compiler]:
     from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
     return InductorCompiler
-
-
-def _as_bytes(budget: str | int) -> str | int:
-    """A budget however it is written; a share stays one, for what it is a share of is not measured yet."""
-    return budget if isinstance(budget, str) and budget.strip().endswith("%") else budget_in_bytes(budget, 0)
 
 
 def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:

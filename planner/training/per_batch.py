@@ -13,12 +13,14 @@ from graphs.errors import PlannerError
 from graphs.optimizers import OPTIMIZERS
 from graphs.torch_private.core import pytree
 from planner.distributed.wrappers import Unwrapped
+from planner.training.auto_budget import with_auto_resolved
 from planner.training.compile import compile  # noqa: A004
 from planner.training.lru import LRUCache
 from planner.training.step import PlannedStep
 
 _MOST_PLANS = 32
-_OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - {"budget"}
+_BUDGETS = {"budget", "max_overhead"}
+_OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - _BUDGETS
 
 
 class BatchPlans:
@@ -86,7 +88,8 @@ class BatchPlans:
         options = {"accumulate": accumulate, **self._options}
         if "optimizer" not in options:
             options["optimizer"] = optimizer_kind(optimizer)
-        made = compile(self._wrapper, loss_fn, batch, budget=self._budget, **options)
+        budget = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
+        made = compile(self._wrapper, loss_fn, batch, budget=budget, **options)
         self._budget = made.plan.budget_bytes  # where it is a share, of the first batch's peak
         return made
 

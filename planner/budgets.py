@@ -1,0 +1,95 @@
+"""Budgets as users write them, and the bytes they come to. Never imports torch.
+
+A budget is an amount of memory (``8GB``, ``7.5GiB``, whole bytes), a share of the predicted peak of plain eager PyTorch
+(``60%``), or ``auto``: what the device has free. In place of one, the overhead that a plan may have can be given: the budget
+is then the least memory at that price, and travels as the text that ``at_overhead`` returns.
+"""
+
+import math
+
+from graphs.errors import BudgetError
+from graphs.units import UNLIMITED_BYTES, parse_budget, parse_fraction
+
+AUTO = "auto"
+_AT_OVERHEAD = "overhead<="
+_WRITTEN = "'8GB', '7.5GiB', '60%'"
+
+
+def budget_or_overhead(budget: str | int | None, max_overhead: str | float | None) -> str | int:
+    """Return the budget, or the text that stands for the least memory at `max_overhead`.
+
+    Raises:
+        BudgetError: both are given or neither is, or the overhead is not a fraction of 0 or more.
+    """
+    if (budget is None) == (max_overhead is None):
+        given = "neither" if budget is None else f"both (budget={budget!r}, max_overhead={max_overhead!r})"
+        raise BudgetError(
+            f"give a budget or max_overhead, one of them, and not {given}: budget='8GB' for the fastest step within 8 GB, "
+            "max_overhead='10%' for the least memory at a tenth more time"
+        )
+    if budget is not None:
+        return budget
+    assert max_overhead is not None
+    return at_overhead(max_overhead)
+
+
+def at_overhead(max_overhead: str | float) -> str:
+    """Return the text that stands for the least memory at which a step takes at most `max_overhead` longer (0.1 or ``10%``).
+
+    Raises:
+        BudgetError: it is not a fraction of 0 or more.
+    """
+    try:
+        share = parse_fraction(max_overhead) if isinstance(max_overhead, str) else float(max_overhead)
+    except (BudgetError, TypeError, ValueError):
+        share = math.nan
+    if isinstance(max_overhead, bool) or not 0 <= share < math.inf:
+        raise BudgetError(f"max_overhead is {max_overhead!r}: must be a fraction of the step time, 0 or more: write '10%' or 0.1")
+    return f"{_AT_OVERHEAD}{share!r}"
+
+
+def allowed_overhead(budget: str | int) -> float | None:
+    """Return the overhead that `budget` stands for; None if it is a budget."""
+    if isinstance(budget, str) and budget.startswith(_AT_OVERHEAD):
+        return float(budget.removeprefix(_AT_OVERHEAD))
+    return None
+
+
+def is_auto(budget: str | int | None) -> bool:
+    """True if the budget is what the device has free."""
+    return isinstance(budget, str) and budget.strip().lower() == AUTO
+
+
+def is_share(budget: str | int) -> bool:
+    """True if the budget is a share of the peak of eager PyTorch."""
+    return isinstance(budget, str) and budget.strip().endswith("%")
+
+
+def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
+    """Return a budget in bytes.
+
+    Args:
+        budget: as ``planner.solve`` takes it, neither ``auto`` nor an overhead.
+        peak_bytes: the predicted peak of plain eager PyTorch, which shares are shares of.
+
+    Raises:
+        BudgetError: it cannot be read, is not above zero, or only a device or a solve tells what it comes to.
+    """
+    if is_auto(budget):
+        raise BudgetError(
+            "budget 'auto' is what a device has free, and there is no device here, only a graph: write an amount such as "
+            f"{_WRITTEN}, or use it where the model is: planner.compile, the trainers, torch.compile, planner advise"
+        )
+    if isinstance(budget, str) and allowed_overhead(budget) is not None:
+        raise BudgetError("max_overhead= is not known in bytes before a solve: give a budget here")
+    if isinstance(budget, str):
+        return parse_budget(budget, peak_bytes=peak_bytes)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise BudgetError(f"budget is {budget!r}: must be whole bytes, above 0, or text such as {_WRITTEN} or 'auto'")
+    return min(budget, UNLIMITED_BYTES)
+
+
+def cache_key(budget: str | int) -> str | int:
+    """Return what kept plans are found by: bytes, however they are written; shares and overheads stay as they are."""
+    known = is_share(budget) or (isinstance(budget, str) and allowed_overhead(budget) is not None)
+    return budget if known else budget_in_bytes(budget, 0)

@@ -1,0 +1,103 @@
+"""The least memory at which a step takes no longer than it may: bisection over budgets. Never imports torch."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.options.offload import without_copies
+from graphs.simulate import simulate
+from solvers.bounds import least_budget_bound
+from solvers.clock import Clock, left
+from solvers.policies.store_all import store_all
+from solvers.result import Progress, Result, Status, is_within
+
+PRECISION = 0.01  # of the budget found: where the bisection ends
+_SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
+_ROUNDING = 1e-9
+
+# Solves for a budget in bytes, until the clock's limit, or until the last of the arguments returns True.
+SolveAt = Callable[[int, Clock, Callable[[Progress], None] | None, Callable[[], bool] | None], Result]
+
+
+def least_memory(
+    graph: Graph,
+    max_overhead: float,
+    solve_at: SolveAt,
+    clock: Clock,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    precision: float = PRECISION,
+) -> Result:
+    """Return the fastest schedule found at the least budget where a step takes at most ``1 + max_overhead`` times its program.
+
+    A budget is taken when a schedule within the price is found there, and the next one is below that schedule's peak. It is
+    refused when the bound, or the best schedule at the end of the solve, is over the price. Each solve ends as soon as its
+    budget is decided. The result is as reproducible as the solves are.
+
+    Args:
+        graph: in the order that is solved, with its options.
+        max_overhead: 0 or more, as a fraction of the step that keeps everything.
+        solve_at: solves `graph` for a budget.
+        clock: what the whole search may spend.
+        on_progress, should_stop: as in ``planner.solve``; once it stops, the least budget so far is the answer.
+        precision: stop when the bracket of the budget is at most this part of it.
+
+    Returns:
+        A result whose budget is the peak of a schedule within the price; its settings have ``max_overhead`` and
+        ``least_budget_proved_bytes``, below which a schedule within the price was proved not to exist (in this order).
+    """
+    limit_s = graph.time_s * (1 + max_overhead) * (1 + _ROUNDING)
+    best = store_all(without_options(graph))
+    simulation = simulate(graph, best)
+    best_s, high_bytes = simulation.time_s, simulation.peak_bytes
+    low_bytes = proved_bytes = least_budget_bound(*without_copies(graph)).budget_bytes - 1
+    rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, precision * high_bytes)))))
+    while high_bytes - low_bytes > precision * high_bytes + 1 and not (should_stop is not None and should_stop()):
+        slice_s = _SEARCH_SHARE * clock.limit / rounds
+        if left(clock) - slice_s <= (1 - _SEARCH_SHARE) * clock.limit / 2:
+            break
+        budget_bytes = (low_bytes + high_bytes) // 2
+        decision = _Decision(limit_s, on_progress, should_stop)
+        result = solve_at(budget_bytes, clock.part(slice_s), decision, decision.reached)
+        if result.time_s is not None and result.time_s <= limit_s:
+            assert result.schedule is not None and result.peak_bytes is not None
+            best, best_s, high_bytes = result.schedule, result.time_s, result.peak_bytes
+            continue
+        low_bytes = budget_bytes
+        if result.status is Status.INFEASIBLE or (result.bound_s is not None and result.bound_s > limit_s):
+            proved_bytes = max(proved_bytes, budget_bytes)
+    found = solve_at(high_bytes, clock.part(max(1e-3, left(clock))), on_progress, should_stop)
+    if found.time_s is None or found.time_s > best_s:
+        optimal = found.bound_s is not None and is_within(best_s, found.bound_s, _tolerance(found))
+        status = Status.OPTIMAL if optimal else Status.FEASIBLE
+        found = replace(found, graph=graph, status=status, schedule=best, reason=None, message="")
+    settings = {**found.settings, "max_overhead": max_overhead, "least_budget_proved_bytes": proved_bytes + 1}
+    return replace(found, graph=graph, settings=settings)
+
+
+class _Decision:
+    """Tells a solve to end once it is known whether a schedule within the price exists."""
+
+    def __init__(
+        self, limit_s: float, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
+    ) -> None:
+        self._limit_s, self._on_progress, self._should_stop = limit_s, on_progress, should_stop
+        self._decided = False
+
+    def __call__(self, progress: Progress) -> None:
+        within = progress.best_s is not None and progress.best_s <= self._limit_s
+        beyond = progress.bound_s is not None and progress.bound_s > self._limit_s
+        self._decided = self._decided or within or beyond
+        if self._on_progress is not None:
+            self._on_progress(progress)
+
+    def reached(self) -> bool:
+        return self._decided or (self._should_stop is not None and self._should_stop())
+
+
+def _tolerance(result: Result) -> float:
+    tolerance = result.settings.get("tolerance", 0.0)
+    return float(tolerance) if isinstance(tolerance, int | float) else 0.0

@@ -1,0 +1,78 @@
+"""``budget="auto"``: the memory that a step may use on its device, from what the device has free."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from graphs.capture.outputs import storage
+from graphs.capture.statics import allocated_bytes
+from graphs.errors import BudgetError
+from graphs.units import format_bytes
+from planner.runtime.free_memory import free_bytes
+
+# Left free by device type: bytes, and a share of what is free. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
+# threads) and kernels that libraries load when they are first called; the caching allocator, which ran steps of several models
+# within 1.00 to 1.07 times their allocated peak. CPU: what Python and the allocator take beside tensors.
+_RESERVE = {"cuda": (192 * 2**20, 0.07), "cpu": (32 * 2**20, 0.05)}
+_ROUNDED_TO = 128  # parts of a power of two: nearly the same free memory gives the same budget, and so the same kept plan
+
+_log = logging.getLogger(__name__)
+
+
+def auto_budget_bytes(
+    device: torch.device,
+    static: Iterable[torch.Tensor],
+    inputs: Iterable[torch.Tensor] = (),
+    *,
+    other_static_bytes: int = 0,
+) -> int:
+    """Return what a step may use on `device`, static memory included: free memory, less a reserve, plus what it already has.
+
+    Args:
+        device: a CUDA device or the CPU.
+        static: tensors that are already in memory and count in the budget: parameters, buffers, gradients, optimizer state.
+            What is not allocated yet (optimizer state before the first step) is so left room for.
+        inputs: likewise; of a slice of a data set only the slice counts.
+        other_static_bytes: of memory that is in no plan, and will be allocated.
+
+    Raises:
+        BudgetError: nothing is left.
+        PlannerError: the free memory of such a device is not known.
+    """
+    free, allocated = free_bytes(device), _bytes_on(device, static, inputs)
+    fixed, share = _RESERVE[device.type]
+    reserve = fixed + int(share * free) + other_static_bytes
+    budget = free + allocated - reserve
+    said = (
+        f"{format_bytes(free)} free on {device} and {format_bytes(allocated)} that the step already has there, less "
+        f"{format_bytes(reserve)} for what is outside of a plan"
+    )
+    if budget <= 0:
+        raise BudgetError(f"budget 'auto' leaves nothing: {said}; free some memory, or give a budget such as '8GB'")
+    step = max(1, (1 << budget.bit_length() - 1) // _ROUNDED_TO)
+    budget -= budget % step
+    _log.info("budget auto is %s: %s", format_bytes(budget), said)
+    return budget
+
+
+def _bytes_on(device: torch.device, static: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of these tensors on `device`, each counted once, as the static memory of a plan counts them."""
+    found: dict[int, int] = {}
+    held: list[torch.Tensor] = []  # keeps the identities of storages valid
+    for tensors, whole in ((static, True), (inputs, False)):
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if _same_device(local.device, device):
+                size = local.untyped_storage().nbytes() if whole else local.numel() * local.element_size()
+                found.setdefault(storage(local), allocated_bytes(size, device))
+                held.append(local)
+    return sum(found.values())
+
+
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    if one.type != "cuda" or other.type != "cuda":
+        return one.type == other.type
+    indices = {torch.cuda.current_device() if device.index is None else device.index for device in (one, other)}
+    return len(indices) == 1

@@ -1,0 +1,45 @@
+"""``budget="auto"`` of a model that is about to be trained."""
+
+from collections.abc import Iterable
+
+import torch
+
+from graphs.capture.signature import Batch, leaves
+from graphs.errors import BudgetError
+from planner.budgets import is_auto
+from planner.distributed.wrappers import Unwrapped
+from planner.runtime.auto_budget import auto_budget_bytes
+
+
+def with_auto_resolved(
+    budget: str | int, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None
+) -> str | int:
+    """Return `budget`, in bytes where it is ``auto``: what the model's device has free, and what of the step is there already.
+
+    Args:
+        wrapper: how the model is trained; of several processes the least budget counts, and all of them call this.
+        batch: inputs and targets.
+        optimizer: whose state is already in memory, as far as it is; None before its first step.
+
+    Raises:
+        BudgetError: nothing is left, or several processes share the memory of a CPU.
+        PlannerError: the free memory of the device is not known.
+    """
+    if not is_auto(budget):
+        return budget
+    module = wrapper.module
+    device = next(module.parameters()).device
+    if device.type == "cpu" and type(wrapper) is not Unwrapped:
+        raise BudgetError(
+            "budget 'auto' is all that is free on the CPU, and each of several processes would take it: give each an amount, "
+            "such as budget='8GB'"
+        )
+    gradients = (p.grad for p in module.parameters() if p.grad is not None)
+    inputs = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    static = (*module.parameters(), *module.buffers(), *gradients, *_state(optimizer))
+    return min(wrapper.ranks.gather(wrapper.ranks.each(lambda: auto_budget_bytes(device, static, inputs))))
+
+
+def _state(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:
+    states = () if optimizer is None else optimizer.state.values()
+    return (value for state in states for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,102 @@
+"""Budgets as users write them: amounts, shares, auto, and overheads in place of one."""
+
+from typing import Any
+
+import pytest
+
+import planner
+from graphs.errors import BudgetError
+from graphs.ir import Graph
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import training_chain
+from planner.budgets import allowed_overhead, at_overhead, budget_in_bytes, budget_or_overhead, cache_key, is_auto
+from planner.solving import summarize
+from solvers.bounds import least_budget_bound
+from tests.support.brute_force import fastest
+
+
+@pytest.fixture
+def graph() -> Graph:
+    return training_chain(6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "size_bytes"), [("60%", 600), ("2kB", 2000), (7, 7), (2**70, 2**63 - 1), ("1e30GB", 2**63 - 1), ("130 %", 1300)]
+)
+def test_budgets_come_to_bytes(budget: str | int, size_bytes: int) -> None:
+    assert budget_in_bytes(budget, 1000) == size_bytes
+
+
+@pytest.mark.parametrize("budget", ["auto", " AUTO "])
+def test_auto_without_a_device_raises(budget: str, graph: Graph) -> None:
+    assert is_auto(budget)
+    with pytest.raises(BudgetError, match="there is no device here, only a graph: write an amount"):
+        planner.solve(graph, budget)
+
+
+@pytest.mark.parametrize(("given", "share"), [("10%", 0.1), (0.1, 0.1), ("0.25", 0.25), (0, 0.0), ("150%", 1.5)])
+def test_overheads_are_read(given: str | float, share: float) -> None:
+    assert allowed_overhead(at_overhead(given)) == share
+
+
+@pytest.mark.parametrize("given", ["ten", "-1%", -0.1, float("nan"), float("inf"), True, "", "8GB", object()])
+def test_other_overheads_raise(given: Any) -> None:
+    with pytest.raises(BudgetError, match=r"max_overhead is .*: must be a fraction of the step time"):
+        at_overhead(given)
+
+
+@pytest.mark.parametrize("given", [{}, {"budget": "8GB", "max_overhead": 0.1}, {"budget": None, "max_overhead": None}])
+def test_not_exactly_one_of_budget_and_overhead_raises(given: dict[str, Any], graph: Graph) -> None:
+    with pytest.raises(BudgetError, match="give a budget or max_overhead, one of them"):
+        planner.solve(graph, **given)
+
+
+def test_kept_plans_are_found_by_bytes_or_by_what_was_asked() -> None:
+    assert cache_key("2kB") == cache_key(2000) == 2000
+    assert cache_key("60%") == "60%"
+    assert cache_key(budget_or_overhead(None, "10%")) == cache_key(budget_or_overhead(None, 0.1)) != cache_key("10%")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_least_memory_at_a_price_is_that_of_brute_force(seed: int) -> None:
+    graph = random_graph(seed, ops=7)
+    price = 0.3
+    plan = planner.solve(graph, max_overhead=price, tolerance=0.0, reorder=False, time_limit_s=20)
+    assert plan.overhead <= price + 1e-9 and plan.peak_bytes == plan.budget_bytes
+    limit_s = graph.time_s * (1 + price) * (1 + 1e-9)
+    peak_bytes = summarize(graph).store_all_peak_bytes
+    within = [
+        budget
+        for budget in range(least_budget_bound(graph).budget_bytes, peak_bytes + 1)
+        if (time_s := fastest(graph, budget)) is not None and time_s <= limit_s
+    ]
+    assert min(within) <= plan.budget_bytes <= min(within) + max(1, 0.01 * plan.budget_bytes)
+    assert plan.settings["least_budget_proved_bytes"] <= min(within)
+    assert plan.settings["max_overhead"] == price
+
+
+def test_more_overhead_never_needs_more_memory() -> None:
+    graph = training_chain(10)
+    found = [planner.solve(graph, max_overhead=price, work_limit=20).budget_bytes for price in (0, 0.05, 0.1, 0.3, 0.6)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == summarize(graph).store_all_peak_bytes > found[-1]
+
+
+def test_the_least_memory_is_reproducible_by_work() -> None:
+    graph = random_graph(3, ops=40)
+    first, second = (planner.solve(graph, max_overhead="20%", work_limit=5) for _ in range(2))
+    assert (first.budget_bytes, first.schedule) == (second.budget_bytes, second.schedule)
+
+
+def test_a_search_that_is_stopped_keeps_everything(graph: Graph) -> None:
+    plan = planner.solve(graph, max_overhead=0.5, should_stop=lambda: True)
+    assert plan.overhead <= 0.5
+    assert plan.budget_bytes <= summarize(graph).store_all_peak_bytes
+
+
+def test_options_lower_the_memory_at_a_price() -> None:
+    graph = training_chain(8)
+    alone = planner.solve(graph, max_overhead=0.05, work_limit=20)
+    offloaded = planner.solve(graph, max_overhead=0.05, work_limit=20, options=["offload"], link="1000GB/s", host_budget="1GB")
+    assert offloaded.budget_bytes < alone.budget_bytes
+    assert offloaded.overhead <= 0.05

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphs.errors import PlannerError
+    from planner.advising import advise
     from planner.running import RunReport, run
     from planner.solving import solve
     from planner.tracing import trace
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from planner.training.dynamic import DynamicStep
     from planner.training.step import PlannedStep
 
-__all__ = ["DynamicStep", "PlannedStep", "PlannerError", "RunReport", "compile", "run", "solve", "trace"]
+__all__ = ["DynamicStep", "PlannedStep", "PlannerError", "RunReport", "advise", "compile", "run", "solve", "trace"]
 
 
 def _refuse_shadows() -> None:
@@ -42,6 +43,7 @@ def __getattr__(name: str) -> object:
         "PlannedStep": "planner.training.step",
         "PlannerError": "graphs.errors",
         "RunReport": "planner.running",
+        "advise": "planner.advising",
         "compile": "planner.training.compile",
         "run": "planner.running",
         "solve": "planner.solving",

@@ -128,6 +128,11 @@ def add_choices(parser: Parser) -> None:
         action="store_true",
         help="of these choices, only those that differ from the program in not a bit, as far as that was verified",
     )
+    add_copying(parser)
+
+
+def add_copying(parser: Parser) -> None:
+    """What is said of the machine for options that copy."""
     parser.add_argument(
         "--link",
         type=options.rate,

@@ -1,7 +1,7 @@
 """The command: arguments in, results on stdout, progress and errors on stderr.
 
-What a command needs is imported when it runs: ``--help`` answers at once, and only ``trace``, ``run``
-and ``max-batch`` load torch.
+What a command needs is imported when it runs: ``--help`` answers at once, and only ``trace``, ``advise``,
+``run`` and ``max-batch`` load torch.
 """
 
 import argparse
@@ -10,12 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from graphs.errors import InfeasibleError, LimitError, PlannerError
-from planner.cli import compare, curve, import_graph, info, max_batch, run, show, solve, trace
+from planner.cli import advise, compare, curve, import_graph, info, max_batch, run, show, solve, trace
 from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, Command, Parser, complain
 
 # In the order in which they are listed.
 _COMMANDS: dict[str, Command] = {
     "trace": trace,
+    "advise": advise,
     "solve": solve,
     "curve": curve,
     "max-batch": max_batch,

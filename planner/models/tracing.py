@@ -8,6 +8,7 @@ from planner.models.workload import ModelSpec
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
+    from graphs.zoo import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,15 @@ class Tracing:
     options: tuple[str, ...] = ()
     other_devices: tuple[str, ...] = ()
 
+    def built(self, model: ModelSpec) -> "Workload":
+        """The model, its loss function and a batch; fake with a roofline.
+
+        Raises:
+            ModelError: the model cannot be built.
+        """
+        fake, as_on_cuda = self.roofline is not None, self.roofline not in (None, "cpu")
+        return workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
+
     def graph(self, model: ModelSpec) -> "Graph":
         """The graph of the training step of `model`.
 
@@ -37,8 +47,7 @@ class Tracing:
             ModelError: the model cannot be built.
             TraceError: the step cannot be captured.
         """
-        fake, as_on_cuda = self.roofline is not None, self.roofline not in (None, "cpu")
-        built = workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
+        built = self.built(model)
         from planner import tracing
 
         return tracing.trace(

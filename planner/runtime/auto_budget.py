@@ -42,8 +42,7 @@ def auto_budget_bytes(
         PlannerError: the free memory of such a device is not known.
     """
     free, allocated = free_bytes(device), _bytes_on(device, static, inputs)
-    fixed, share = _RESERVE[device.type]
-    reserve = fixed + int(share * free) + other_static_bytes
+    reserve = reserve_bytes(device.type, free) + other_static_bytes
     budget = free + allocated - reserve
     said = (
         f"{format_bytes(free)} free on {device} and {format_bytes(allocated)} that the step already has there, less "
@@ -55,6 +54,12 @@ def auto_budget_bytes(
     budget -= budget % step
     _log.info("budget auto is %s: %s", format_bytes(budget), said)
     return budget
+
+
+def reserve_bytes(device_type: str, free: int) -> int:
+    """Return how much of `free` bytes to leave for what is outside of a plan."""
+    fixed, share = _RESERVE[device_type]
+    return fixed + int(share * free)
 
 
 def _bytes_on(device: torch.device, static: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:

@@ -1,0 +1,91 @@
+"""Advice on the budget of a model: its step is traced, and the graph says the rest."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from graphs.capture.signature import Batch, leaves
+from graphs.capture.step import LossFn
+from graphs.cost.devices import get_device
+from graphs.options import OPTIONS, traced_options
+from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
+from planner.runtime.measure import device_name
+from planner.studies.advice import Advice, advise_graph
+from planner.tracing import trace
+
+_LEAST_S = 20.0  # for the analysis, however long the trace took
+
+
+def advise(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    roofline: str | None = None,
+    passes: int = 3,
+    options: Sequence[str] | None = None,
+    link: str | float | None = None,
+    host_budget: str | int | None = None,
+    time_limit_s: float = 55.0,
+    name: str = "",
+    on_activity: Callable[[str], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Advice:
+    """Return what the training step of `model` needs, what less memory costs, and which budget to take; ``print`` it.
+
+    The step is traced; then it is solved for a short while at several budgets, and once with each option.
+
+    Args:
+        model, loss_fn, batch, optimizer, accumulate, roofline, passes, name: as in ``planner.trace``.
+        options: to try, each alone. None: ``offload`` and all that are found in the step, ``compress:4`` with a roofline only,
+            since measuring how lossy it is takes as many backward passes as there are tensors to compress.
+        link, host_budget: for ``offload``, as in ``planner.solve``.
+        time_limit_s: for trace and analysis; the analysis has 20 s at least.
+        on_activity: told what is being done.
+        should_stop: polled; once True, what is known so far is the answer.
+
+    Raises:
+        TraceError: as ``planner.trace``.
+        PlannerError: an option cannot be tried.
+    """
+    began = time.monotonic()
+    names = _options_to_try(roofline) if options is None else tuple(options)
+    device, available_bytes = _available(model, batch, roofline)
+    if on_activity is not None:
+        on_activity("tracing the step")
+    traced = traced_options(names)
+    about = {"optimizer": optimizer, "accumulate": accumulate}
+    graph = trace(model, loss_fn, batch, **about, roofline=roofline, passes=passes, name=name, options=traced)  # type: ignore[arg-type]
+    return advise_graph(
+        graph,
+        available_bytes=available_bytes,
+        device=device,
+        options=names,
+        link=link,
+        host_budget=host_budget,
+        time_limit_s=max(_LEAST_S, time_limit_s - (time.monotonic() - began)),
+        on_activity=on_activity,
+        should_stop=should_stop,
+    )
+
+
+def _options_to_try(roofline: str | None) -> tuple[str, ...]:
+    offered = (f"{name}:4" if option.lossy else name for name, option in OPTIONS.items() if not option.places)
+    return tuple(name for name in offered if roofline is not None or not name.startswith("compress"))
+
+
+def _available(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[str, int | None]:
+    """The device, and what a step may use there; with a roofline, of a device that nothing else uses."""
+    if roofline is not None:
+        known = get_device(roofline)
+        reserve = reserve_bytes("cpu" if roofline == "cpu" else "cuda", known.memory_bytes)
+        return f"{roofline} (modelled)", known.memory_bytes - reserve
+    parameters = list(model.parameters())
+    inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    device = next((tensor.device for tensor in (*parameters, *inputs)), torch.device("cpu"))
+    return device_name(device), auto_budget_bytes(device, (*parameters, *model.buffers(), *gradients), inputs)

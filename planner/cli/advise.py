@@ -1,0 +1,82 @@
+"""``planner advise``: a model in, which budget to take out."""
+
+import argparse
+
+from planner import options
+from planner.cli.arguments import (
+    DONE,
+    MODEL_HELP,
+    Commands,
+    add_command,
+    add_copying,
+    add_how_to_trace,
+    add_quiet,
+    print_json,
+    print_text,
+)
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "advise",
+        "say what a model's step needs, what less memory costs, and which budget to take",
+        "Traces the step and solves it for a short while at several budgets, and once with each option: a minute in all.\n"
+        "Nothing is trained. Ctrl-C ends it with what is known so far; a second one quits at once.\n\n"
+        "examples:\n"
+        "  planner advise zoo:gpt2,batch=8 --roofline h100 --optimizer adamw\n"
+        "  planner advise examples/own_model.py:build,batch=64 --device cuda --optimizer adamw\n"
+        "  planner advise zoo:gpt2,batch=8 --roofline h100 --options offload,chunks --link 50GB/s --host-budget 64GB",
+    )
+    parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
+    add_how_to_trace(parser)
+    parser.add_argument(
+        "--options",
+        type=options.names,
+        metavar="NAMES",
+        help="options to try, each alone (default: offload and all that are found in the step; compress with --roofline only)",
+    )
+    add_copying(parser)
+    parser.add_argument(
+        "--time-limit",
+        type=options.duration,
+        default=55.0,
+        metavar="TIME",
+        help="for all of it: 90, 90s, 10m (default: 55s)",
+    )
+    add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trace, solve, and print the advice. Returns the exit code."""
+    from dataclasses import asdict
+
+    from planner.cli.interrupt import StopOnInterrupt
+    from planner.cli.progress import ProgressLine
+
+    with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
+        progress.say(f"building {arguments.model}")
+        from planner.advising import advise
+        from planner.models.tracing import Tracing
+
+        tracing = Tracing(device=arguments.device, roofline=arguments.roofline, seed=arguments.seed)
+        advice = advise(
+            *tracing.built(arguments.model),
+            optimizer=arguments.optimizer,
+            accumulate=arguments.accumulate,
+            roofline=arguments.roofline,
+            passes=arguments.passes,
+            options=arguments.options,
+            link=arguments.link,
+            host_budget=arguments.host_budget,
+            time_limit_s=arguments.time_limit,
+            name=str(arguments.model),
+            on_activity=progress.say,
+            should_stop=interrupt,
+        )
+    if arguments.json:
+        print_json({"holds": "advice", "eager_peak_bytes": advice.eager_peak_bytes, **asdict(advice)})
+    else:
+        print_text(str(advice))
+    return DONE

@@ -1,0 +1,142 @@
+"""Advice on budgets: what it says of a graph, which budget it recommends, and that it ends in time."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import planner
+from graphs.errors import GraphError, PlannerError
+from graphs.ir import Graph
+from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.solving import summarize
+from planner.studies.advice import BETWEEN, Advice, advise_graph, options_to_try
+
+LINK = {"link": "1000GB/s", "host_budget": "1GB"}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return transformer(TransformerSize(layers=2))
+
+
+@pytest.fixture(scope="module")
+def advice(graph: Graph) -> Advice:
+    return advised(graph)
+
+
+def advised(graph: Graph, available_bytes: int | None = None, options: tuple[str, ...] = ("offload",)) -> Advice:
+    return advise_graph(graph, available_bytes=available_bytes, device="a device", time_limit_s=8.0, options=options, **LINK)
+
+
+def test_advice_brackets_the_least_and_prices_budgets_between(graph: Graph, advice: Advice) -> None:
+    assert advice.eager_peak_bytes == summarize(graph).store_all_peak_bytes
+    assert advice.least_proved_bytes <= advice.least.budget_bytes < advice.eager_peak_bytes
+    budgets = [price.budget_bytes for price in advice.between]
+    assert len(budgets) == BETWEEN and budgets == sorted(budgets)
+    assert advice.least.budget_bytes < budgets[0] and budgets[-1] < advice.eager_peak_bytes
+    overheads = [price.overhead for price in (advice.least, *advice.between)]
+    assert None not in overheads and overheads == sorted(overheads, reverse=True)  # type: ignore[type-var]
+    for price in advice.between:
+        assert price.overhead == pytest.approx(planner.solve(graph, price.budget_bytes, tolerance=0.005).overhead, abs=0.02)
+        assert price.bound is not None and price.overhead is not None and price.bound <= price.overhead + 1e-9
+
+
+def test_an_option_never_costs_more_than_recomputation_alone(advice: Advice) -> None:
+    (offload,) = advice.options
+    middle = advice.between[BETWEEN // 2]
+    assert offload.name == "offload" and offload.ops and offload.exact
+    assert offload.price.budget_bytes == middle.budget_bytes
+    assert offload.price.overhead is not None and middle.overhead is not None
+    assert offload.price.overhead < middle.overhead
+    assert offload.least_found_bytes <= advice.least.budget_bytes
+
+
+def test_where_eager_fits_no_plan_is_recommended(graph: Graph) -> None:
+    recommended = advised(graph, summarize(graph).store_all_peak_bytes, ()).recommended
+    assert recommended.budget_bytes is None and recommended.overhead == 0.0
+    assert "no plan, for eager PyTorch fits" in recommended.reason
+
+
+def test_where_eager_does_not_fit_all_that_is_available_is_recommended(graph: Graph) -> None:
+    available = int(0.75 * summarize(graph).store_all_peak_bytes)
+    advice = advised(graph, available, ())
+    assert advice.recommended.budget_bytes == available and not advice.recommended.options
+    assert advice.recommended.overhead == pytest.approx(planner.solve(graph, available, tolerance=0.005).overhead, abs=0.02)
+
+
+def test_an_option_is_recommended_where_recomputation_does_not_fit() -> None:
+    graph = random_graph(5, ops=20)
+    found = advised(graph)
+    available = found.options[0].least_found_bytes
+    assert available < found.least.budget_bytes
+    advice = advised(graph, available)
+    assert (advice.recommended.budget_bytes, advice.recommended.options) == (available, ("offload",))
+    assert str(advice).splitlines()[-1].startswith(f"recommended: {available} B with offload: recomputation alone needs")
+
+
+def test_where_nothing_fits_a_smaller_batch_is_recommended(graph: Graph) -> None:
+    recommended = advised(graph, 1).recommended
+    assert recommended.budget_bytes is None and recommended.overhead is None
+    assert "a smaller batch: 1 B are available" in recommended.reason
+
+
+def test_without_a_device_a_cheap_budget_is_recommended(advice: Advice) -> None:
+    recommended = advice.recommended
+    assert recommended.budget_bytes is not None and recommended.overhead is not None and recommended.overhead <= 0.1
+
+
+def test_the_text_has_every_budget_and_option(advice: Advice) -> None:
+    text = str(advice)
+    assert "eager PyTorch needs" in text and "recomputation alone" in text and "offload" in text
+    assert sum(line.split()[-1].endswith("%") for line in text.splitlines() if line) >= BETWEEN
+
+
+def test_other_options_raise(graph: Graph) -> None:
+    with pytest.raises(PlannerError, match="runs ops on other devices"):
+        advise_graph(graph, options=["placement"])
+    with pytest.raises(GraphError, match="traced without the option 'chunks'"):
+        advise_graph(graph, options=["chunks"], time_limit_s=1.0)
+
+
+def test_advice_on_a_large_graph_ends_in_time() -> None:
+    graph = transformer(TransformerSize(layers=24))
+    began = time.monotonic()
+    advice = advise_graph(graph, time_limit_s=6.0, **LINK)
+    assert len(graph.ops) > 300
+    assert time.monotonic() - began < 20  # rules of eviction end a few seconds late on a busy machine
+    assert advice.least.budget_bytes < advice.eager_peak_bytes
+
+
+def test_advice_on_a_model_tries_what_its_step_offers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    batch = torch.randn(256, 64), torch.randn(256, 64)
+    activities: list[str] = []
+    advice = planner.advise(model, F.mse_loss, batch, passes=1, time_limit_s=20, on_activity=activities.append)
+    assert advice.available_bytes is not None and "no plan, for eager PyTorch fits" in advice.recommended.reason
+    assert {option.name for option in advice.options} == {"offload", "chunks", "pack", "kernels", "in-place"}
+    assert activities[0] == "tracing the step" and "trying offload" in activities
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_advice_on_a_modelled_device_allocates_nothing() -> None:
+    with torch.device("meta"):
+        shapes = nn.Linear(30_000, 30_000), torch.empty(8, 30_000)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(*shapes[0].weight.shape) for _ in range(6)))
+        batch = torch.empty(shapes[1].shape), torch.empty(shapes[1].shape)
+    advice = planner.advise(model, F.mse_loss, batch, roofline="l4", options=["offload"], time_limit_s=20, optimizer="adamw")
+    assert advice.device == "l4 (modelled)"
+    assert advice.available_bytes is not None and 21 * 10**9 < advice.available_bytes < 24 * 10**9
+    assert advice.graph.static_bytes > advice.available_bytes
+    assert "a smaller batch" in advice.recommended.reason
+
+
+def test_what_is_tried_is_what_a_graph_was_traced_with(graph: Graph) -> None:
+    assert options_to_try(graph) == ("offload",)

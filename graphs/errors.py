@@ -66,6 +66,24 @@ class DeviceError(PlannerError):
     """An op that failed on another device than the main one: the step is lost, the model is as before it."""
 
 
+class OutOfMemoryError(PlannerError, MemoryError, RuntimeError):
+    """An allocation that failed; a step that fails with it leaves the model as it was before the step.
+
+    It is a ``MemoryError``, and a ``RuntimeError`` as those of PyTorch are.
+
+    Attributes:
+        asked_bytes: size of the allocation; None if the allocator does not say.
+        op: name of the op that was running; None outside of planned steps.
+        budget_bytes: a budget that should fit into the memory that is free; None if there is none, or none is known.
+    """
+
+    def __init__(
+        self, message: str, *, asked_bytes: int | None = None, op: str | None = None, budget_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.asked_bytes, self.op, self.budget_bytes = asked_bytes, op, budget_bytes
+
+
 class SolverWarning(UserWarning):
     """A solve ended early because of what must not happen; its plan is the best that was found until then."""
 

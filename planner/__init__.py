@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphs.errors import PlannerError
+    from graphs.errors import OutOfMemoryError, PlannerError
     from planner.advising import advise
     from planner.running import RunReport, run
     from planner.solving import solve
@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from planner.training.dynamic import DynamicStep
     from planner.training.step import PlannedStep
 
-__all__ = ["DynamicStep", "PlannedStep", "PlannerError", "RunReport", "advise", "compile", "run", "solve", "trace"]
+__all__ = [
+    "DynamicStep",
+    "OutOfMemoryError",
+    "PlannedStep",
+    "PlannerError",
+    "RunReport",
+    "advise",
+    "compile",
+    "run",
+    "solve",
+    "trace",
+]
 
 
 def _refuse_shadows() -> None:
@@ -40,6 +51,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     modules = {
         "DynamicStep": "planner.training.dynamic",
+        "OutOfMemoryError": "graphs.errors",
         "PlannedStep": "planner.training.step",
         "PlannerError": "graphs.errors",
         "RunReport": "planner.running",

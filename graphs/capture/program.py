@@ -248,3 +248,8 @@ def load(
     defined: dict[str, Callable[..., Any]] = {}
     exec(compile(source, filename, "exec"), namespace, defined)
     return defined
+
+
+def file_of(function: Callable[..., Any]) -> str:
+    """Return what tracebacks call the source of a `function` that ``load`` has defined."""
+    return str(function.__code__.co_filename)

@@ -1,6 +1,6 @@
 """A schedule as Python source: the lines of the program's calls, in the order of its steps."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from graphs.capture.program import Call, Program, variable
 from graphs.errors import ScheduleError
@@ -14,6 +14,7 @@ class Writer:
 
     Attributes:
         live: ids of the tensors in memory after the steps written so far, in order of appearance.
+        origins: for each line of the last ``write``, the position of its step among those written; None for lines of no step.
     """
 
     def __init__(self, graph: Graph, program: Program, *, repeated: Container[int] = ()) -> None:
@@ -22,13 +23,23 @@ class Writer:
         self.program = program
         self._repeated = repeated
         self.live: dict[int, None] = {}
+        self.origins: list[int | None] = []
         self._done: set[int] = set()
         self._overwriting = Overwriting(graph)
 
     def write(self, steps: Iterable[Step]) -> list[str]:
         """The lines that do `steps`, after those written before."""
         steps = tuple(steps)
-        return [line for place, step in enumerate(steps) for line in self._write(step, self._overwriting.follow(steps, place))]
+        lines: list[str] = []
+        self.origins = []
+        for place, step in enumerate(steps):
+            lines += self._write(step, self._overwriting.follow(steps, place))
+            self._note_origin(lines, place)
+        return lines
+
+    def _note_origin(self, lines: Sequence[str], place: int | None) -> None:
+        """Record that those of `lines` that have no origin yet are of the step at `place`."""
+        self.origins += [place] * (len(lines) - len(self.origins))
 
     def _write(self, step: Step, over: Pairs) -> list[str]:
         """The lines that do one step; `over` is what its op writes over."""

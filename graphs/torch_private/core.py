@@ -67,6 +67,7 @@ assert_async = torch._assert_async
 scoped_library = torch.library._scoped_library
 # A tensor that is put back is to autograd as if it had not been written.
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
+set_version_counter = torch._C._autograd._unsafe_set_version_counter
 # Workspaces are measured by the profiler, of which there can be one.
 profiler_enabled = torch.autograd._profiler_enabled
 # Many tensors are copied by few kernels.

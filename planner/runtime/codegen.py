@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from graphs.capture.program import Program, load, variable
+from graphs.capture.program import Program, file_of, load, variable
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule, Step, boundary
 from planner.runtime.channels import Channels
 from planner.runtime.copying import CopyingWriter
+from planner.runtime.step_lines import StepLines, number_lines
 
 # forward(static) -> (loss, extras, saved); backward(static, saved) -> gradients
 Forward = Callable[[Sequence[Any]], tuple[Any, tuple[Any, ...], list[Any]]]
@@ -33,6 +34,7 @@ class Code:
         saved: ids of the tensors in the list of those that the forward pass saves.
         returned: positions in that list of those that the caller gets too, and may write to.
         source: of both functions, for reading.
+        lines: the steps of the lines of `source`.
     """
 
     forward: Forward
@@ -41,6 +43,7 @@ class Code:
     saved: tuple[int, ...]
     returned: tuple[int, ...]
     source: str
+    lines: StepLines
 
 
 def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channels: Channels | None = None) -> Code:
@@ -65,10 +68,12 @@ class PassWriter(Protocol):
 
     Attributes:
         live: ids of the tensors in memory after the steps written so far.
+        origins: as ``Writer.origins``.
         copies: variables of what else is handed to the next pass.
     """
 
     live: dict[int, None]
+    origins: list[int | None]
 
     @property
     def copies(self) -> tuple[str, ...]: ...  # noqa: D102  # said above
@@ -83,6 +88,7 @@ def assemble(
 ) -> Code:
     """Both passes, whose steps are `halves`, as `writer` writes them; `more` are names of their further parameters."""
     forward = writer.write(halves[0])
+    forward_origins = writer.origins
     later = {t for step in halves[1] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
     # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
@@ -90,20 +96,23 @@ def assemble(
     names = [*map(variable, alive), *writer.copies]
     saved = ", ".join([*(variable(t) + (".detach()" if t in graph.kept else "") for t in alive), *writer.copies])
     extras = "".join(f"{extra}.detach(), " for extra in program.extras)
-    forward.append(f"return {program.loss}, ({extras}), [{saved}]")
+    returns = f"return {program.loss}, ({extras}), [{saved}]"
 
     restore = [f"{', '.join(names)}, = saved"] if names else []
     gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
-    backward = [*restore, "saved.clear()", *writer.write(halves[1]), f"return ({gradients})"]
+    begin = [*restore, "saved.clear()"]
+    backward = writer.write(halves[1])
+    delivers = f"return ({gradients})"
 
-    source = "\n\n".join(
-        (
-            program.define("forward", ", ".join(("static", *more)), forward),
-            program.define("backward", ", ".join(("static", "saved", *more)), backward),
-        )
-    )
+    first = program.define("forward", ", ".join(("static", *more)), [*forward, returns])
+    second = program.define("backward", ", ".join(("static", "saved", *more)), [*begin, *backward, delivers])
     steps = sum(map(len, halves))
-    functions = load(program, source, f"schedule of {graph.fingerprint}, {steps} steps")
-    read = {name for line in backward for name in re.findall(r"\bt\d+\b", line)}
+    functions = load(program, f"{first}\n{second}", f"schedule of {graph.fingerprint}, {steps} steps")
+    file, header = file_of(functions["forward"]), program.define("", "", []).count("\n")
+    lines = number_lines(file, header + 1, forward, forward_origins, 0)
+    backward_line = first.count("\n") + 1 + header + len(begin) + 1
+    lines |= number_lines(file, backward_line, backward, writer.origins, len(halves[0]))
+    read = {name for line in (*begin, *backward, delivers) for name in re.findall(r"\bt\d+\b", line)}
     reads = tuple(variable(source.tensor) in read for source in program.sources)
-    return Code(functions["forward"], functions["backward"], reads, tuple(alive), returned, source)
+    executed = StepLines(Schedule((*halves[0], *halves[1])), lines)
+    return Code(functions["forward"], functions["backward"], reads, tuple(alive), returned, f"{first}\n{second}", executed)

@@ -23,6 +23,7 @@ from planner.runtime.copying import check_runnable
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.devices import Devices
 from planner.runtime.host_memory import HostMemory
+from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
 
@@ -39,6 +40,7 @@ class Executor:
         devices: that it runs on, where the graph offers others than the main one; None where it does not.
         launched: both passes as the schedule says.
         code: both passes as they are run.
+        memory: what they hold.
     """
 
     def __init__(
@@ -69,11 +71,9 @@ class Executor:
         self.devices = Devices(capture.graph, device) if is_placed(capture.graph) else None
         self.channels = _channels(capture.graph, device) if channels is None else channels
         if self.devices is not None:
-            self.launched = self.code = compile_placed(capture.graph, capture.program, schedule, self.devices, self.channels)
+            self.launched = compile_placed(capture.graph, capture.program, schedule, self.devices, self.channels)
         else:
-            self.launched = self.code = compile_schedule(capture.graph, capture.program, schedule, self.channels)
-        if self.devices is not None or self.channels is not None:
-            self.code = undoing(capture.graph, capture.program, self.launched)
+            self.launched = compile_schedule(capture.graph, capture.program, schedule, self.channels)
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
@@ -83,12 +83,19 @@ class Executor:
         overwritten = {t for op in self.graph.ops for t in op.mutates}
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads what they wrote.
         compiled = any(isinstance(call, Launches) for call in self.program.calls)
+        self.code = undoing(capture.graph, capture.program, self.launched, versions_follow=compiled)
         self._untold = [i for i, source in enumerate(self.program.sources) if compiled and source.tensor in overwritten]
         if compiled:
             overwritten = set()
         read = [i for i, reads in enumerate(self.code.backward_reads) if reads and i != self._tangent]
         self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
         self._checked = [i for i in read if self.program.sources[i].tensor not in overwritten]
+        places = {HOST: torch.device("cpu")}
+        if self.devices is not None:
+            places |= dict(zip((pool.name for pool in self.devices.pools), self.devices.places, strict=True))
+        self.memory = PlannedMemory(
+            self.graph, self.launched.lines, lambda pool: places.get(pool, device), StateNotMade(self.graph, self._step)
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """One forward pass on a batch.
@@ -97,6 +104,7 @@ class Executor:
             MismatchError: the batch or the model is not as it was when the step was captured.
             CopyError: a copy between memories has failed; so does ``backward()``.
             DeviceError: an op has failed on another device than the main one; likewise.
+            OutOfMemoryError: an op has found no memory; likewise.
         """
         return self.run(self.check(*args, **kwargs))
 
@@ -181,8 +189,12 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, executor: Executor, *static: Any) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor = executor
-        with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
-            loss, extras, ctx.alive = executor.code.forward(static)
+        try:
+            with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
+                loss, extras, ctx.alive = executor.code.forward(static)
+        except Exception as error:
+            executor.memory.raise_if_out_of_memory(error, "forward")
+            raise
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
         executor.save(ctx, static)
         ctx.mark_non_differentiable(*extras)
@@ -201,8 +213,12 @@ class _Step(torch.autograd.Function):
             )
         alive, ctx.alive = ctx.alive, None
         static = executor.restore(ctx, tangent)
-        with torch.autocast(_device_type(static), enabled=False):
-            return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+        try:
+            with torch.autocast(_device_type(static), enabled=False):
+                return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+        except Exception as error:
+            executor.memory.raise_if_out_of_memory(error, "backward")
+            raise
 
 
 def _channels(graph: Graph, device: torch.device) -> Channels | None:

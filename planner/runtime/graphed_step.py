@@ -122,11 +122,13 @@ class Recording:
                 )
         for i in self._copied:
             self._static[i].copy_(static[i])
+        copies = _room_for(self._returned)  # where there is none, nothing has been replayed yet
         self._replay_forward()
         for i in self._written_back:
             static[i].copy_(self._static[i])
         self._turn += 1
-        loss, *extras = _copies(self._returned)
+        foreach_copy_(copies, list(self._returned))  # a few kernels, however many tensors
+        loss, *extras = copies
         return loss, tuple(extras), [self._turn]
 
     def backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
@@ -141,14 +143,14 @@ class Recording:
                 "those of one forward pass; call backward() before the next, or compile without cuda_graph=True"
             )
         self._static[self._tangent].copy_(static[self._tangent])
+        copies = _room_for(self._gradients)
         self._replay_backward()
-        return tuple(_copies(self._gradients))
+        foreach_copy_(copies, list(self._gradients))
+        return tuple(copies)
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    foreach_copy_(copies, list(tensors))  # a few kernels, however many tensors
-    return copies
+def _room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor) for tensor in tensors]
 
 
 def _check_ops(captured: Capture) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from graphs.errors import CopyError
+from graphs.errors import CopyError, OutOfMemoryError
 from graphs.units import format_bytes
 
 _PAGE_BYTES = 4096
@@ -82,7 +82,8 @@ class HostMemory:
         """A buffer; what was issued with it before may still be under way.
 
         Raises:
-            CopyError: the host has no such memory, or may not take it.
+            OutOfMemoryError: the host has no such memory.
+            CopyError: the step may not take as much.
         """
         with self._taking:
             self._collect()
@@ -131,9 +132,10 @@ class HostMemory:
             try:
                 values = self._new(size_bytes)
             except (MemoryError, RuntimeError) as error:
-                raise CopyError(
+                raise OutOfMemoryError(
                     f"the host has no memory for a copy of {format_bytes(size_bytes)}, beside {format_bytes(self._used_bytes)} "
-                    f"that the step has there ({error}): free some, or lower host_budget="
+                    f"that the step has there ({error}): free some, or lower host_budget=",
+                    asked_bytes=size_bytes,
                 ) from error
         self.allocated_bytes += size_bytes
         return Buffer(size_bytes, values)

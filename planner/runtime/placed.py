@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphs.capture.program import Call, Program, load, variable
+from graphs.capture.program import Call, Program, file_of, load, variable
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options.passes import passes_of
@@ -30,6 +30,7 @@ from planner.runtime.channels import Channels
 from planner.runtime.codegen import Code, assemble, repeated
 from planner.runtime.copying import CopyingWriter, UnderWay
 from planner.runtime.devices import Devices, Part
+from planner.runtime.step_lines import Line, StepLines, number_lines
 from planner.runtime.transfers import Transfer
 
 Halves = tuple[Sequence[Step], Sequence[Step]]
@@ -73,8 +74,12 @@ def compile_placed(
         gradients: tuple[Any, ...] = passes[1].run(partial(run_backward, static, saved), states)
         return gradients
 
+    lines = dict(assembled.lines.steps)
+    for part in parts:
+        lines.update(part.lines)
     sources = [assembled.source, *(f"# {pool.name}\n{part.source}" for pool, part in zip(devices.pools[1:], parts, strict=True))]
-    return replace(assembled, forward=forward, backward=backward, source="\n\n".join(sources))
+    located = StepLines(assembled.lines.schedule, lines)
+    return replace(assembled, forward=forward, backward=backward, source="\n\n".join(sources), lines=located)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ class DeviceWriter(CopyingWriter):
     def write(self, steps: Iterable[Step]) -> list[str]:
         """The lines of the device in a pass, `steps` of which are of all devices."""
         lines: list[str] = []
+        self.origins = []
         numbers = 0
         steps = tuple(steps)
         for place, step in enumerate(steps):
@@ -121,16 +127,16 @@ class DeviceWriter(CopyingWriter):
                 if self._is_here(step.tensor):
                     lines += self._finish(self._transfers.before_freeing(step.tensor))
                     lines += self._write(step, over)
-                continue
-            op = self.graph.ops[step.op]
-            if is_copy(op):
+            elif is_copy(op := self.graph.ops[step.op]):
                 lines += self._copy(op, numbers)
                 numbers += 1
             elif op.stream in self._streams:
                 lines += self._arrive(op.inputs)
                 lines += self._write(step, over)
+            self._note_origin(lines, place)
         lines += self._arrive(self.live)
         lines += self._finish(self._transfers.copies)
+        self._note_origin(lines, None)
         self._transfers = UnderWay()
         return lines
 
@@ -182,23 +188,32 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What one device does: in each pass, called with what it holds between them and the copies; and its source."""
+    """What one device does: in each pass, called with what it holds between them and the copies; its source and its lines."""
 
     passes: tuple[Callable[[list[Any], Any], None], ...]
     source: str
+    lines: dict[Line, int]
 
 
 def _parts(writer: DeviceWriter, halves: Halves) -> _Parts:
     forward = writer.write(halves[0])
+    forward_origins = writer.origins
     names = [variable(t) for t in writer.live]
-    forward.append(f"state.extend(({''.join(f'{name}, ' for name in names)}))")
-    backward = [*([f"{', '.join(names)}, = state"] if names else []), "state.clear()", *writer.write(halves[1])]
-    source = "\n\n".join(
-        f"def {name}(state, copies):\n" + "".join(f"    {line}\n" for line in lines)
-        for name, lines in (("forward", forward), ("backward", backward))
-    )
+    state = f"state.extend(({''.join(f'{name}, ' for name in names)}))"
+    begin = [*([f"{', '.join(names)}, = state"] if names else []), "state.clear()"]
+    backward = writer.write(halves[1])
+    passes = _part("forward", [*forward, state]), _part("backward", [*begin, *backward])
+    source = "\n".join(passes)
     functions = load(writer.program, source, f"part of a schedule of {writer.graph.fingerprint}", writer.names)
-    return _Parts((functions["forward"], functions["backward"]), source)
+    file = file_of(functions["forward"])
+    lines = number_lines(file, 2, forward, forward_origins, 0)
+    second = passes[0].count("\n") + 3 + len(begin)
+    lines |= number_lines(file, second, backward, writer.origins, len(halves[0]))
+    return _Parts((functions["forward"], functions["backward"]), source, lines)
+
+
+def _part(name: str, lines: Sequence[str]) -> str:
+    return f"def {name}(state, copies):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 def _moved_call(graph: Graph, program: Program, devices: Devices, stand_in: Op, device: int) -> Call:

@@ -1,94 +1,174 @@
-"""A step that fails leaves the model as it was before: what it has written is written back."""
+"""A step that fails leaves the model as it was before: what it has written in place is written back."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphs.capture.program import Program
+from graphs.capture.redraw import LOCK
 from graphs.ir import Graph
-from graphs.torch_private.core import preserve_version_counter
+from graphs.torch_private.core import backward_comes_again, foreach_copy_, set_version_counter
 from planner.runtime.codegen import Code
 
+_Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
-def undoing(graph: Graph, program: Program, code: Code) -> Code:
-    """`code` which, where a pass raises, puts back what the step has written in place.
 
-    Where the forward pass does, the generator is put back too. In the backward pass, tensors that have been written since
-    the forward pass ended stay as they are: another step may have done so.
+def undoing(graph: Graph, program: Program, code: Code, *, versions_follow: bool = False, in_backward: bool = True) -> Code:
+    """`code` which, where a pass raises, puts back what the step has written in place, and the random state.
+
+    In the backward pass, what others have written or drawn since the forward pass ended stays as it is.
+
+    Args:
+        versions_follow: whether the caller increments the versions of what the forward pass has written once it has returned.
+        in_backward: whether a backward pass that raises undoes what the forward pass has done; it is handed over for that
+            with what is saved.
     """
-    undo = _Undo(graph, program, code)
+    if not any(op.mutates or op.random for op in graph.ops):
+        return code
+    undo = _Undo(graph, program, code, versions_follow=versions_follow)
+    if not in_backward:
+        return replace(code, forward=undo.forward_alone)
     return replace(code, forward=undo.forward, backward=undo.backward)
 
 
 class _Undo:
     """Both passes, with copies on the host of what the forward pass writes: running statistics, mostly, which are small."""
 
-    def __init__(self, graph: Graph, program: Program, code: Code) -> None:
+    def __init__(self, graph: Graph, program: Program, code: Code, *, versions_follow: bool) -> None:
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written = [i for i, source in enumerate(program.sources) if source.tensor in overwritten]
-        self._draws = any(op.random for op in graph.ops)
-        self._generator: Any = program.namespace[program.generator]
-        self._lock: Any = program.namespace[program.lock]
+        self._random = RandomState(program.namespace[program.generator]) if any(op.random for op in graph.ops) else None
+        self._increment = int(versions_follow)
         self._code = code
+        self._unused: list[_HostCopies] = []  # of steps that are over: to allocate takes longer than to copy
 
-    def forward(self, static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
-        before = [_Before(static[i]) for i in self._written]
-        # Copied, for on the CPU a tensor would count as memory of the step.
-        state = self._generator.get_state().numpy().copy() if self._draws else None
-        try:
-            loss, extras, alive = self._code.forward(static)
-        except BaseException:
-            for tensor in before:
-                tensor.write_back()
-            if state is not None:
-                with self._lock:
-                    self._generator.set_state(torch.from_numpy(state))
-            raise
-        for tensor in before:
-            tensor.written()
+    def forward(self, static: Sequence[Any]) -> _Returned:
+        (loss, extras, alive), before = self._forward(static)
+        before.note_written(self._increment)
         return loss, extras, [*alive, before]
 
-    def backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
-        before = alive.pop()
+    def forward_alone(self, static: Sequence[Any]) -> _Returned:
+        returned, before = self._forward(static)
+        self._unused.append(before.copies)
+        return returned
+
+    def _forward(self, static: Sequence[Any]) -> "tuple[_Returned, _Before]":
+        before = _Before([static[i] for i in self._written], self._random, self._unused)
         try:
-            return self._code.backward(static, alive)
+            return self._code.forward(static), before
         except BaseException:
-            for tensor in before:
-                if tensor.as_written:
-                    tensor.write_back()
+            before.write_back()
             raise
+
+    def backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
+        before: _Before = alive.pop()
+        before.note_drawn()
+        try:
+            gradients = self._code.backward(static, alive)
+        except BaseException:
+            before.write_back(only_unwritten=True)
+            raise
+        if not backward_comes_again():
+            self._unused.append(before.copies)
+        return gradients
+
+
+class RandomState:
+    """The state of a generator that steps draw from."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator: torch.Generator = generator
+
+    def get(self) -> Any:
+        """Return the state; a copy, for on the CPU a tensor would count as memory of the step."""
+        return self._generator.get_state().numpy().copy()
+
+    def set(self, state: Any) -> None:
+        """Set the state to what ``get`` has returned."""
+        with LOCK:
+            self._generator.set_state(torch.from_numpy(state))
 
 
 class _Before:
-    """What a tensor held before the step, and the version that autograd knew it by."""
+    """What some tensors held before the step, the versions that autograd knew them by, and the random state.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._versioned = nullcontext() if tensor.is_inference() else preserve_version_counter(tensor)
-        value = tensor.detach()
-        if value.is_cuda:
-            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        else:  # in memory that PyTorch's allocator does not count
-            values = value.reshape(-1).view(torch.uint8).numpy().copy()
-            self._value = torch.from_numpy(values).view(value.dtype).view(value.shape)
+    Attributes:
+        copies: what they held.
+    """
 
-    def written(self) -> None:
-        """The step has written all that it does."""
-        self._version = self._now
+    def __init__(self, tensors: list[torch.Tensor], random: RandomState | None, unused: "list[_HostCopies]") -> None:
+        self._tensors, self._random = tensors, random
+        self._versions = [_version(tensor) for tensor in tensors]
+        try:
+            self.copies = unused.pop()
+        except IndexError:  # other threads take them too
+            self.copies = _HostCopies(tensors)
+        self.copies.take(tensors)
+        self._state: Any = None if random is None else random.get()
 
-    @property
-    def as_written(self) -> bool:
-        """Whether nobody has written to it since."""
-        return self._version == self._now
+    def note_written(self, increment: int) -> None:
+        """Note that the forward pass has written and drawn all that it does, but for an `increment` of the versions."""
+        self._written = [_version(tensor) + increment for tensor in self._tensors]
+        self._drawn: Any = None if self._random is None else self._random.get()
 
-    @property
-    def _now(self) -> int:
-        return 0 if self._tensor.is_inference() else self._tensor._version
+    def note_drawn(self) -> None:
+        """Note that the backward pass begins: if others have drawn since the forward pass, that is where it leads back to."""
+        if self._random is not None:
+            now = self._random.get()
+            if now.tobytes() != self._drawn.tobytes():
+                self._state = self._drawn = now
 
-    def write_back(self) -> None:
-        """Let the tensor hold it again."""
-        with torch.no_grad(), self._versioned:
-            self._tensor.copy_(self._value)
+    def write_back(self, *, only_unwritten: bool = False) -> None:
+        """Let the tensors hold it again; if `only_unwritten`, those that nobody has written since the step did."""
+        for i, tensor in enumerate(self._tensors):
+            if not only_unwritten or _version(tensor) == self._written[i]:
+                self.copies.write_back(i, tensor)
+                if not tensor.is_inference():
+                    set_version_counter((tensor,), (self._versions[i],))
+        if self._random is not None:
+            self._random.set(self._state)
+
+
+class _HostCopies:
+    """Copies of some tensors, in memory of the host that PyTorch's allocator does not count."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        places = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
+        for i, tensor in enumerate(tensors):
+            places[tensor.device, tensor.dtype].append(i)
+        self._values: dict[int, torch.Tensor] = {}
+        self._on_gpu: list[tuple[list[int], torch.Tensor]] = []
+        self._on_cpu: list[tuple[list[int], list[torch.Tensor]]] = []
+        for (device, dtype), group in places.items():
+            sizes = [tensors[i].numel() for i in group]
+            if device.type == "cuda":
+                whole = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
+            else:
+                whole = torch.from_numpy(np.empty(sum(sizes) * dtype.itemsize, dtype=np.uint8)).view(dtype)
+            parts = [part.view(tensors[i].shape) for i, part in zip(group, whole.split(sizes), strict=True)]
+            if device.type == "cuda":
+                self._on_gpu.append((group, whole))
+            else:
+                self._on_cpu.append((group, parts))
+            self._values.update(zip(group, parts, strict=True))
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `tensors`, on a GPU with one kernel and one transfer, behind what it was given before."""
+        with torch.no_grad():
+            for group, whole in self._on_gpu:
+                whole.copy_(torch.cat([tensors[i].reshape(-1) for i in group]), non_blocking=True)
+            for group, parts in self._on_cpu:
+                foreach_copy_(parts, [tensors[i] for i in group])
+
+    def write_back(self, i: int, tensor: torch.Tensor) -> None:
+        """Let `tensor`, which was the one at position `i`, hold what it held."""
+        with torch.no_grad():
+            tensor.copy_(self._values[i])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

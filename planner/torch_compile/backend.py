@@ -28,7 +28,7 @@ from graphs.torch_private.core import pytree
 from planner.solving import solve
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
 from planner.torch_compile.partition import capture_joint
-from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps
+from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
 from planner.torch_compile.shared_budget import SharedBudget
 
 _OPTIONS = ("budget", "compile", "host_budget", "link", "options", "roofline", "time_limit", "tolerance")
@@ -73,7 +73,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = _device(joint, budget.options)
         captured = capture_joint(joint, device, measure="roofline" not in budget.options, options=budget.traced)
-        graph = PlannedOps(joint, *budget.offered(captured, _where(joint)), outputs=num_fwd_outputs)
+        graph = PlannedOps(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
         add(graph)
         planned.append(graph)
         return graph.interface()
@@ -110,7 +110,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        graph = PlannedKernels(joint, *budget.offered(captured, _where(joint)), outputs=num_fwd_outputs)
+        graph = PlannedKernels(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
         add(graph)
         planned.append(graph)
         return graph.interface()
@@ -183,7 +183,7 @@ def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
     """The device whose times are modelled."""
     if "roofline" in options:
         return get_device(str(options["roofline"]))
-    where = _where(joint)
+    where = device_of(joint)
     if where.type == "cpu":
         return get_device("cpu")
     name = torch.cuda.get_device_name(where)
@@ -192,9 +192,3 @@ def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
     raise PlannerError(
         f"no times are known for {name!r}: name a device like it, options={{'roofline': ...}}, of {', '.join(DEVICES)}"
     )
-
-
-def _where(joint: fx.GraphModule) -> torch.device:
-    """The device that a joint graph runs on."""
-    values = (node.meta["val"] for node in joint.graph.find_nodes(op="placeholder"))
-    return next(value.device for value in values if isinstance(value, torch.Tensor))

@@ -37,6 +37,7 @@ class Emitter:
     Attributes:
         env: for each tensor in memory, on the device or the host, the node of the new graph that holds it.
         under_way: the copies that are not waited for yet.
+        steps: for each node of a step, by name, the position of that step in the part.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Emitter:
         self.graph = fx.Graph()
         self.env: dict[int, fx.Node] = {}
         self.under_way: UnderWay[fx.Node] = UnderWay()
+        self.steps: dict[str, int] = {}
         self._overwriting = Overwriting(captured.graph)
         self._copy = None if channels is None else _Copying(channels)
 
@@ -99,22 +101,32 @@ class Emitter:
 
     def run(self, steps: Sequence[Step]) -> None:
         """Write `steps`."""
+        written = len(self.graph.nodes)
+        ends = []
         for place, step in enumerate(steps):
-            over = self._overwriting.follow(steps, place)
-            if not isinstance(step, Compute):
-                freed = self.env.pop(step.tensor, None)
-                if self.captured.graph.tensors[step.tensor].pool == HOST:
-                    self._hold(freed)
-                self._wait(self.under_way.before_freeing(step.tensor), held=freed)
-            elif (op := self.captured.graph.ops[step.op]).optional:
-                if op.stream == COMPUTE:
-                    self._wait(self.under_way.before_reading(op.inputs))
-                    self._compose(op)
-                else:
-                    self._transfer(step.op)
-            elif (node := self.captured.nodes[step.op]) is not None:
-                self._wait(self.under_way.before_reading(self.captured.graph.ops[step.op].inputs))
-                self._compute(op, node, over)
+            self._write(step, self._overwriting.follow(steps, place))
+            ends.append(len(self.graph.nodes))
+        nodes = list(self.graph.nodes)
+        for place, end in enumerate(ends):
+            self.steps.update((node.name, place) for node in nodes[written:end])
+            written = end
+
+    def _write(self, step: Step, over: Pairs) -> None:
+        """Write one step; `over` is what its op writes over."""
+        if not isinstance(step, Compute):
+            freed = self.env.pop(step.tensor, None)
+            if self.captured.graph.tensors[step.tensor].pool == HOST:
+                self._hold(freed)
+            self._wait(self.under_way.before_freeing(step.tensor), held=freed)
+        elif (op := self.captured.graph.ops[step.op]).optional:
+            if op.stream == COMPUTE:
+                self._wait(self.under_way.before_reading(op.inputs))
+                self._compose(op)
+            else:
+                self._transfer(step.op)
+        elif (node := self.captured.nodes[step.op]) is not None:
+            self._wait(self.under_way.before_reading(self.captured.graph.ops[step.op].inputs))
+            self._compute(op, node, over)
 
     def _compose(self, op: Op) -> None:
         """Call an optional op, which runs several operators: its arguments are source over variables, as in programs."""

@@ -6,7 +6,7 @@ no name but the base's holds a storage.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from graphs.capture.eager_ops import separate_biases
 from graphs.capture.layouts import layouts_as_eager
 from graphs.capture.lower import Capture, lower
 from graphs.capture.outputs import ignored_inputs, items, outputs
+from graphs.capture.program import file_of
 from graphs.capture.random_ops import drawn_once
 from graphs.capture.signature import Signature
 from graphs.capture.statics import StaticTensors
@@ -30,6 +31,7 @@ from graphs.schedule import Compute, Schedule, Step, boundary
 from graphs.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
 from graphs.torch_private.core import pytree
 from planner.runtime.channels import Channels
+from planner.runtime.step_lines import Line
 from planner.torch_compile.emitter import Emitter
 
 aten = torch.ops.aten
@@ -105,6 +107,25 @@ def once(graph: Graph, mutated: set[int]) -> Graph:
     return replace(graph, ops=ops)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One pass of a schedule.
+
+    Attributes:
+        module: that runs it.
+        steps: for each node of a step, by name, the position of that step in the schedule.
+    """
+
+    module: fx.GraphModule
+    steps: Mapping[str, int]
+
+    def lines(self) -> dict[Line, int]:
+        """Return the steps of the lines of the module's source, as it is now."""
+        file = file_of(self.module.forward)
+        names = [line.strip().partition(" = ")[0] for line in self.module.code.splitlines()]
+        return {(file, number): self.steps[name] for number, name in enumerate(names, 1) if name in self.steps}
+
+
 def split(
     module: fx.GraphModule,
     captured: Capture,
@@ -113,7 +134,7 @@ def split(
     *,
     forward_outputs: int,
     slots: Sequence[int],
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+) -> tuple["Part", "Part"]:
     """The forward and the backward module of `schedule`, as AOTAutograd calls them.
 
     Forward: the primal inputs in, the graph's first `forward_outputs` outputs and what is saved out.
@@ -144,7 +165,9 @@ def split(
         backward.input(node)
     backward.take_over(forward)
     backward.run(schedule.steps[cut:])
-    return first, backward.finish_backward(returned[forward_outputs:])
+    second = backward.finish_backward(returned[forward_outputs:])
+    later = {name: cut + step for name, step in backward.steps.items()}
+    return Part(first, forward.steps), Part(second, later)
 
 
 def interface(

@@ -7,12 +7,14 @@ plan of its own forward pass, whatever came after.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphs.capture.lower import Capture
+from graphs.capture.redraw import generator_of
 from graphs.errors import PlannerError
 from graphs.pools import HOST
 from graphs.schedule import Schedule
@@ -20,6 +22,9 @@ from graphs.simulate import simulate
 from graphs.torch_private.capture import boxed_nop
 from graphs.torch_private.core import backward_comes_again
 from planner.runtime.channels import Channels
+from planner.runtime.out_of_memory import PlannedMemory
+from planner.runtime.step_lines import StepLines
+from planner.runtime.undo import RandomState
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes, writes_over_kept
 
@@ -27,6 +32,20 @@ from planner.torch_compile.rest_of_step import kept_bytes, writes_over_kept
 # over besides tensors: what is on the host, and copies that may be under way.
 Forward = Callable[[list[Any]], tuple[list[Any], list[Any]]]
 Backward = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The forward and the backward pass by one plan.
+
+    Attributes:
+        forward, backward: the passes.
+        lines: of the code that runs them.
+    """
+
+    forward: Forward
+    backward: Backward
+    lines: StepLines
 
 
 class PlannedGraph(ABC):
@@ -42,8 +61,11 @@ class PlannedGraph(ABC):
             tensor that dies with what it saves.
     """
 
-    def __init__(self, captured: Capture, *, tangents: Sequence[int], slots: Sequence[int], outputs: int) -> None:
+    def __init__(
+        self, captured: Capture, device: torch.device, *, tangents: Sequence[int], slots: Sequence[int], outputs: int
+    ) -> None:
         self.captured = captured
+        self._device = device
         self.tangents = tuple(tangents)
         self.outputs = outputs
         self.slots = tuple(slots)
@@ -51,11 +73,11 @@ class PlannedGraph(ABC):
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
         self._handing_over: set[int] = set()  # plans whose forward passes hand over more than tensors
         self._writing_over: set[int] = set()  # plans whose backward passes write over what was saved for them
-        self._passes: list[tuple[Forward, Backward]] = []
+        self._passes: list[Passes] = []
 
     @abstractmethod
-    def passes(self, schedule: Schedule) -> tuple[Forward, Backward]:
-        """The forward and the backward pass by `schedule`: with what is saved, None for what is not, in place of `slots`.
+    def passes(self, schedule: Schedule) -> Passes:
+        """The two passes by `schedule`: with what is saved, None for what is not, in place of `slots`.
 
         The forward pass returns what it hands over apart from what AOTAutograd knows of.
         """
@@ -94,7 +116,11 @@ class PlannedGraph(ABC):
         """A forward pass as AOTAutograd calls it; empties `args`."""
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
-        returned, handed_over = self._passes[number][0](args)
+        try:
+            returned, handed_over = self._passes[number].forward(args)
+        except Exception as error:
+            self._memory(number).raise_if_out_of_memory(error, "forward")
+            raise
         plan, nothing = torch.empty((number, 0)), torch.empty(0)  # take no memory, whatever a shape says
         if handed_over:
             # Autograd holds the storage for as long as a backward pass may come, whichever tensors it makes of it.
@@ -124,7 +150,21 @@ class PlannedGraph(ABC):
             )
         args += handed_over
         del plan, handed_over  # with what is on the host, unless the backward pass may come again
-        return self._passes[number][1](args)
+        try:
+            return self._passes[number].backward(args)
+        except Exception as error:
+            self._memory(number).raise_if_out_of_memory(error, "backward")
+            raise
+
+    def _memory(self, number: int) -> PlannedMemory:
+        """What the plan `number` holds."""
+        places = {HOST: torch.device("cpu")}
+        return PlannedMemory(
+            self.captured.graph,
+            self._passes[number].lines,
+            lambda pool: places.get(pool, self._device),
+            afterwards="Parameters are as before, and no gradient of this graph has been written.",
+        )
 
     # AOTAutograd hands over its arguments in a list that the callee empties.
     forward._boxed_call = True  # type: ignore[attr-defined]
@@ -137,22 +177,37 @@ class PlannedOps(PlannedGraph):
     def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
         """Plan for `module`, the joint graph, which was `captured`; with `channels` where it offers copies."""
         tangents, slots = partition.tangents(module, captured), partition.slots(module, captured)
-        super().__init__(captured, tangents=tangents, slots=slots, outputs=outputs)
+        super().__init__(captured, device_of(module), tangents=tangents, slots=slots, outputs=outputs)
         self._module, self._channels = module, channels
+        draws = any(op.random for op in captured.graph.ops)
+        self._random = RandomState(generator_of(self._device)) if draws else None
 
-    def passes(self, schedule: Schedule) -> tuple[Forward, Backward]:
+    def passes(self, schedule: Schedule) -> Passes:
         """See ``PlannedGraph``."""
         first, second = partition.split(
             self._module, self.captured, schedule, self._channels, forward_outputs=self.outputs, slots=self.slots
         )
-        run, known = boxed_nop(first, []), self.outputs + len(self.slots)
+        run, backward = boxed_nop(first.module, []), boxed_nop(second.module, [])
+        known, random = self.outputs + len(self.slots), self._random
 
         def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
-            returned = run(args)
+            state = None if random is None else random.get()
+            try:
+                returned = run(args)
+            except BaseException:
+                if random is not None:
+                    random.set(state)
+                raise
             return returned[:known], returned[known:]
 
-        return forward, boxed_nop(second, [])
+        return Passes(forward, backward, StepLines(schedule, first.lines() | second.lines()))
 
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """See ``PlannedGraph``."""
         return partition.interface(self._module, self.captured, self.slots, forward_outputs=self.outputs)
+
+
+def device_of(joint: fx.GraphModule) -> torch.device:
+    """Return the device that a joint graph runs on."""
+    values = (node.meta["val"] for node in joint.graph.find_nodes(op="placeholder"))
+    return next(value.device for value in values if isinstance(value, torch.Tensor))

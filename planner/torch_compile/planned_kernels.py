@@ -35,7 +35,7 @@ from planner.runtime.channels import Channels
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.undo import undoing
 from planner.torch_compile.partition import Placeholders, mutated_inputs, once
-from planner.torch_compile.planned_graph import Backward, Forward, PlannedGraph
+from planner.torch_compile.planned_graph import Passes, PlannedGraph, device_of
 
 _PASSES = 3
 
@@ -96,13 +96,13 @@ class PlannedKernels(PlannedGraph):
         slots = [static[node.name] for node in self._primals if node.name in static]
         slots += [t for op in captured.graph.program if op.phase is Phase.FORWARD for t in op.outputs]
         tangents = [static[node.name] for node in self._incoming if node.name in static]
-        super().__init__(captured, tangents=tangents, slots=slots, outputs=outputs)
+        super().__init__(captured, device_of(module), tangents=tangents, slots=slots, outputs=outputs)
 
-    def passes(self, schedule: Schedule) -> tuple[Forward, Backward]:
+    def passes(self, schedule: Schedule) -> Passes:
         """See ``PlannedGraph``."""
         code = compile_schedule(self.captured.graph, self.captured.program, schedule, self._channels)
-        if self._channels is not None:
-            code = undoing(self.captured.graph, self.captured.program, code)
+        # What a backward pass would need to undo the forward pass is handed over only where copies are.
+        code = undoing(self.captured.graph, self.captured.program, code, in_backward=self._channels is not None)
         sources = self.captured.program.sources
         constants = {s.name: self.captured.program.namespace[s.name] for s in sources if s.kind is Kind.CONSTANT}
         read = {source.tensor for source, reads in zip(sources, code.backward_reads, strict=True) if reads}
@@ -130,7 +130,7 @@ class PlannedKernels(PlannedGraph):
             apart.clear()
             return code.backward(static, alive)
 
-        return forward, backward
+        return Passes(forward, backward, code.lines)
 
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """See ``PlannedGraph``. What the modules compute is not looked at."""

@@ -186,7 +186,7 @@ def test_the_source_of_a_step_is_there_for_tracebacks_as_long_as_the_step() -> N
     before = set(linecache.cache)
     first, _ = executor()
     second, _ = executor()
-    files = [step.code.forward.__code__.co_filename for step in (first, second)]
+    files = [step.launched.forward.__code__.co_filename for step in (first, second)]
     assert len(set(files)) == 2
     for step, file in zip((first, second), files, strict=True):
         assert "".join(linecache.getlines(file)) == step.code.source

@@ -1,0 +1,191 @@
+"""Running out of memory as one clear error: what was asked for, what the plan holds, and which budget would work."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from graphs.errors import OutOfMemoryError
+from graphs.ir import Graph, Kind, Op
+from graphs.options.offload import without_copies
+from graphs.pools import DEVICE, HOST
+from graphs.schedule import Compute
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from planner.runtime.allocator_failure import AllocatorFailure, allocator_failure
+from planner.runtime.free_memory import free_bytes
+from planner.runtime.step_lines import StepLines
+from solvers.bounds import describe_need, least_budget_bound
+
+_MARGIN = 0.01  # of a budget that is advised: for what no plan counts
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """What a planned step holds in memory, by the judge's prediction.
+
+    Attributes:
+        graph: that was planned.
+        lines: of the code that runs it.
+        place: returns the device of a pool of the graph, by name.
+        missing_bytes: returns the static bytes that are not in memory yet, as the optimizer's state before its first step.
+        afterwards: what the error says of the model.
+    """
+
+    graph: Graph
+    lines: StepLines
+    place: Callable[[str], torch.device]
+    missing_bytes: Callable[[], int] = lambda: 0
+    afterwards: str = "The model, its gradients and the random state are as before the step."
+
+    def raise_if_out_of_memory(self, error: BaseException, which_pass: str) -> None:
+        """Raise the one error for `error` of a pass, if memory is the reason. Nothing holds the tensors of the pass then.
+
+        Raises:
+            OutOfMemoryError: memory is the reason.
+        """
+        failure = allocator_failure(error)
+        if failure is None:
+            return
+        report = self._report(failure, error, which_pass)
+        let_go(error)
+        raise report from error
+
+    def _report(self, failure: AllocatorFailure, error: BaseException, which_pass: str) -> OutOfMemoryError:
+        step = self.lines.failed_step(error)
+        failed = None if step is None else self.lines.schedule.steps[step]
+        op = self.graph.ops[failed.op] if isinstance(failed, Compute) else None
+        pool = DEVICE if op is None else _pool_of(self.graph, op)
+        index = [p.name for p in self.graph.pools].index(pool)
+        place = self.place(pool)
+        free = free_bytes(place)
+        static = self.graph.static_bytes_by_pool[pool]
+        memory = simulate(self.graph, self.lines.schedule).pool_memory_bytes[index]
+        held = static if step is None else memory[step]
+        before = held if op is None else max(static, held - _made_bytes(self.graph, op, pool))
+        room = before + free - (self.missing_bytes() if pool == DEVICE else 0)
+        budget, advice = self._advice(failure, pool, max(memory), room)
+        where = f"at this op {format_bytes(held)}" if op is not None else f"there {format_bytes(held)}"
+        return OutOfMemoryError(
+            f"out of memory in the {which_pass} pass: {_named(op)} {failure.describe()}, and without what it takes "
+            f"{format_bytes(free)} are free on {place}; the plan holds {where}, {format_bytes(static)} of it static (parameters, "
+            f"inputs and what else stays). {self.afterwards} {advice} ({failure.message})",
+            asked_bytes=failure.asked_bytes,
+            op=None if op is None else op.name,
+            budget_bytes=budget,
+        )
+
+    def _advice(self, failure: AllocatorFailure, pool: str, peak_bytes: int, room_bytes: int) -> tuple[int | None, str]:
+        """Return a budget that should work, if there is one, and what to do.
+
+        Args:
+            peak_bytes: of the plan, in the `pool`.
+            room_bytes: what the step holds there before the op, and what is free.
+        """
+        if room_bytes >= peak_bytes:  # it is there, but not in one piece
+            room_bytes = peak_bytes - max(failure.asked_bytes or 0, peak_bytes // 20)
+        wanted = _rounded_down(int(room_bytes * (1 - _MARGIN)))
+        if pool == HOST:
+            return None, f"Lower host_budget= to '{_exact(wanted)}', or free memory of the host."
+        if pool != DEVICE:
+            return None, f"Free memory there, or leave out the device {pool!r}."
+        graph, copies = without_copies(self.graph)
+        least = least_budget_bound(graph, copies)
+        if wanted < least.budget_bytes:
+            return None, (
+                f"No schedule of this step fits into what is free: at least {format_bytes(least.budget_bytes)} are needed, where "
+                f"{describe_need(graph, least.need)}. Lower the batch size, or free memory."
+            )
+        return wanted, (
+            f"Plan with budget='{_exact(wanted)}' in place of the present peak of {format_bytes(peak_bytes)}, or lower the "
+            "batch size."
+        )
+
+
+class StateNotMade:
+    """The static bytes of a graph that come with the first steps: the optimizer's state, and gradients to accumulate in."""
+
+    def __init__(self, graph: Graph, model: nn.Module) -> None:
+        """As long as no parameter of `model` has been written since, no optimizer has made its state."""
+        self._sizes, self._model = graph.static_bytes_by_kind, model
+        self._versions = self._written()
+
+    def __call__(self) -> int:
+        """Return how many there are now."""
+        missing = self._sizes.get(Kind.OPTIMIZER_STATE, 0) if self._written() == self._versions else 0
+        if all(parameter.grad is None for parameter in self._model.parameters()):
+            missing += self._sizes.get(Kind.ACCUMULATED_GRADIENT, 0)
+        return missing
+
+    def _written(self) -> int:
+        return sum(p._version for p in self._model.parameters() if not p.is_inference())
+
+
+@contextmanager
+def reporting(stage: str) -> Iterator[None]:
+    """Inside, running out of memory is one error that names `stage`, as in ``measuring op 'mm_3'``.
+
+    Raises:
+        OutOfMemoryError: an allocation has failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = allocator_failure(error)
+        if failure is None:
+            raise
+        if isinstance(error, OutOfMemoryError):
+            raise OutOfMemoryError(
+                f"while {stage}: {error}", asked_bytes=error.asked_bytes, op=error.op, budget_bytes=error.budget_bytes
+            ) from error
+        let_go(error)
+        raise OutOfMemoryError(
+            f"out of memory while {stage}: it {failure.describe()}. Free memory, or lower the batch size. ({failure.message})",
+            asked_bytes=failure.asked_bytes,
+        ) from error
+
+
+def let_go(error: BaseException) -> None:
+    """Clear the frames that `error`, its causes and contexts came through: they hold tensors for as long as it is there."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
+
+
+def _named(op: Op | None) -> str:
+    if op is None:
+        return "what comes before or behind its ops"
+    return f"op {op.name!r} ({op.target})" + (f" in {op.module}" if op.module else "")
+
+
+def _pool_of(graph: Graph, op: Op) -> str:
+    """The memory that `op` allocates in."""
+    if op.outputs:
+        return graph.tensors[op.outputs[0]].pool
+    return next(pool.name for pool in graph.pools if pool.owner == op.stream)
+
+
+def _made_bytes(graph: Graph, op: Op, pool: str) -> int:
+    """Most that `op` allocates in `pool`."""
+    made = [graph.tensors[t].size_bytes for t in op.outputs if graph.tensors[t].pool == pool]
+    return sum(made) + op.workspace_bytes
+
+
+def _rounded_down(size_bytes: int) -> int:
+    """`size_bytes` with three digits."""
+    unit = int(10 ** max(0, len(str(max(size_bytes, 0))) - 3))
+    return max(size_bytes, 0) // unit * unit
+
+
+def _exact(size_bytes: int) -> str:
+    """A size of three digits as a budget is written: ``283MB``, ``1.25GB``."""
+    scale, unit = next(((s, u) for s, u in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")) if size_bytes >= s), (1, "B"))
+    return f"{size_bytes / scale:g}{unit}"

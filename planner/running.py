@@ -17,6 +17,7 @@ from planner.choices import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.runtime import measure
 from planner.runtime.executor import Executor
+from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.tracing import as_recorded, capture_step
 from solvers.policies.store_all import store_all
@@ -86,6 +87,7 @@ def run(
 
     Raises:
         MismatchError: the plan is for another graph; says what differs.
+        OutOfMemoryError: the plan does not fit into what is free, or keeping everything does not.
     """
     batch = as_leaves(batch)
     provenance = plan.graph.provenance
@@ -105,11 +107,15 @@ def run(
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)
     written = written_by(captured, eager, batch)
-    reference = measure.outcome(keeping, model, batch, seed=seed, written=written)
-    result = measure.outcome(planned, model, batch, seed=seed, written=written)
-    plain = measure.outcome(eager, model, batch, seed=seed, written=written)
-    memory = measured_peak(captured, planned, eager, batch)
-    with unchanged(eager, batch, written=written):
+    with reporting("keeping everything, to compare results with the plan's"):
+        reference = measure.outcome(keeping, model, batch, seed=seed, written=written)
+    with reporting("running the plan"):
+        result = measure.outcome(planned, model, batch, seed=seed, written=written)
+    with reporting("running eager PyTorch, to compare results with the plan's"):
+        plain = measure.outcome(eager, model, batch, seed=seed, written=written)
+    with reporting("measuring the peak of the plan"):
+        memory = measured_peak(captured, planned, eager, batch)
+    with reporting("timing the plan beside keeping everything and eager PyTorch"), unchanged(eager, batch, written=written):
         parameters = list(model.parameters())
         steps = {
             name: measure.Isolated(step, model, batch)

@@ -21,6 +21,7 @@ from planner.distributed.wrappers import Unwrapped
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
+from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
@@ -185,6 +186,10 @@ class Compiler:
         return plan
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
+        with reporting("rehearsing the plan to measure its peak"):
+            return self._rehearsed(captured, batch, plan)
+
+    def _rehearsed(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
         step = TrainingStep(self.wrapper.module, self.loss_fn)

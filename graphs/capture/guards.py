@@ -24,6 +24,11 @@ WAYS_OUT = (
     "tensor that is changed in place, which a plan reads at every step"
 )
 
+OTHER_MODE = (
+    "To evaluate, call model(...) itself, or the step under torch.no_grad(). To train, call model.{mode}() first, or plan in "
+    "this mode too: planner.compile again, or with replan=True"
+)
+
 # Whether a step records gradients, how many threads it has, and what runs around it, is no part of a plan.
 _AMBIENT = {
     "GRAD_MODE",
@@ -111,6 +116,9 @@ class Guards:
         parts = [part for part in found.verbose_code_parts if _fails(part, local, self.scope)] or found.verbose_code_parts
         why = explain(parts[0] if parts else "something that the step depends on", local, self.scope)
         where = _where(found.user_stack)
+        if parts and _is_mode(parts[0]):
+            mode = "train" if "== True" in _code(parts[0]) else "eval"
+            return f"{why}{where}. {OTHER_MODE.format(mode=mode)}"
         return f"{why}{where}: it is part of the plan, as it was; {WAYS_OUT}"
 
 
@@ -262,7 +270,7 @@ def explain(part: str, local: Scope, scope: Scope) -> str:
             type=f"{type(now).__module__}.{type(now).__qualname__}",
             length=len(now) if hasattr(now, "__len__") else "none",
         )
-        return text + (" (train() or eval() was called)" if code.split(" == ")[0].endswith(".training") else "")
+        return text + (" (train() or eval() was called)" if _is_mode(part) else "")
     return f"{readable(code, local, scope)} does not hold any more, as it did when the step was planned"
 
 
@@ -281,6 +289,11 @@ def _value(name: str, local: Scope, scope: Scope) -> Any:
 def _code(part: str) -> str:
     """A guard without the comment that says where it comes from."""
     return re.split(r"\s{2,}# ", part, maxsplit=1)[0].strip()
+
+
+def _is_mode(part: str) -> bool:
+    """Return whether the guard `part` is for the train or eval mode of a module."""
+    return _code(part).split(" == ")[0].endswith(".training")
 
 
 def _fails(part: str, local: Scope, scope: Scope) -> bool:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -160,6 +161,8 @@ class Sharded(Unwrapped):
             return executor.run(executor.signature.flatten(*args, **kwargs))
 
         def step(*args: object, **kwargs: object) -> Any:
+            if not torch.is_grad_enabled():
+                return executor.evaluate(*args, **kwargs)
             # On gathered parameters, as it was captured; an error inside the wrapper would leave its hooks half way.
             self._gather()
             try:

@@ -1,6 +1,6 @@
 """A planned training step: runs a schedule with real tensors behind an autograd function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from graphs.capture.lower import Capture
-from graphs.capture.program import Launches
+from graphs.capture.program import Launches, Source
+from graphs.capture.signature import put_together
 from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError
-from graphs.ir import Graph, Kind
+from graphs.ir import Graph, Kind, Tensor
 from graphs.options.placement import is_placed
 from graphs.pools import HOST
 from graphs.schedule import Schedule
@@ -26,6 +27,12 @@ from planner.runtime.host_memory import HostMemory
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
+
+_OTHER_SIZES = (
+    "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). If sizes vary, let each have a plan: "
+    "planner.compile(..., dynamic=True), or planner.compile(..., replan=True), which measures each size by itself (both on one "
+    "process). To evaluate, call model(...) itself, or the step under torch.no_grad()"
+)
 
 
 class Executor:
@@ -98,7 +105,9 @@ class Executor:
         )
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """One forward pass on a batch.
+        """Run one forward pass on a batch.
+
+        Under ``torch.no_grad()`` the step is evaluated by eager PyTorch, without the plan: any batch, train or eval mode.
 
         Raises:
             MismatchError: the batch or the model is not as it was when the step was captured.
@@ -106,7 +115,13 @@ class Executor:
             DeviceError: an op has failed on another device than the main one; likewise.
             OutOfMemoryError: an op has found no memory; likewise.
         """
+        if not torch.is_grad_enabled():
+            return self.evaluate(*args, **kwargs)
         return self.run(self.check(*args, **kwargs))
+
+    def evaluate(self, *args: object, **kwargs: object) -> Any:
+        """Return what the step returns, computed by eager PyTorch: nothing is kept for a backward pass."""
+        return put_together(*self._step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
         """One forward pass on the leaves of a batch that was checked."""
@@ -129,9 +144,8 @@ class Executor:
         return leaves
 
     def _check(self, leaves: Sequence[object]) -> None:
-        for source in self.program.sources:
-            if source.kind is not Kind.INPUT or source.is_tangent:
-                continue
+        self._check_sizes(leaves)
+        for source in self._inputs():
             planned, index = self.graph.tensors[source.tensor], int(source.name)
             given, name = leaves[index], self.signature.names[index]
             if not isinstance(given, torch.Tensor):
@@ -139,11 +153,11 @@ class Executor:
                     f"{name} of the batch is {type(given).__name__}, but the step was planned for a tensor "
                     f"{planned.dtype}{list(planned.shape)}"
                 )
-            dtype = str(given.dtype).removeprefix("torch.")
-            if tuple(given.shape) != planned.shape or dtype != planned.dtype:
+            if tuple(given.shape) != planned.shape or _dtype(given) != planned.dtype:
                 raise MismatchError(
-                    f"{name} of the batch is {dtype}{list(given.shape)}, but the step was planned for "
-                    f"{planned.dtype}{list(planned.shape)}: make another plan for this shape"
+                    f"{name} of the batch is {_dtype(given)}{list(given.shape)}, but the step was planned for "
+                    f"{planned.dtype}{list(planned.shape)}: make another plan for such batches (planner.compile), or plan with "
+                    "replan=True, which does so by itself"
                 )
             if given.requires_grad is not self.signature.trained[index]:
                 raise MismatchError(
@@ -155,6 +169,27 @@ class Executor:
                 f"autocast is {_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: the casts "
                 "are part of its graph; call planner.compile and the step under the same torch.autocast"
             )
+
+    def _inputs(self) -> Iterator[Source]:
+        """Yield the sources of the tensors in a batch."""
+        return (source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
+
+    def _check_sizes(self, leaves: Sequence[object]) -> None:
+        """Raise if the batch differs from the planned one in sizes only: a smaller last batch, another length."""
+        other: list[tuple[str, torch.Tensor, Tensor]] = []
+        for source in self._inputs():
+            planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
+            if not isinstance(given, torch.Tensor) or _dtype(given) != planned.dtype or given.dim() != len(planned.shape):
+                return
+            if tuple(given.shape) != planned.shape:
+                other.append((self.signature.names[int(source.name)], given, planned))
+        if other:
+            differing = "; ".join(
+                f"{name} of the batch is {planned.dtype}{list(given.shape)}, but the step was planned for "
+                f"{planned.dtype}{list(planned.shape)}"
+                for name, given, planned in other
+            )
+            raise MismatchError(f"{differing}. {_OTHER_SIZES}")
 
     def save(self, ctx: Any, static: Sequence[Any]) -> None:
         """Keep what the backward pass reads; autograd checks that nobody has changed it in between.
@@ -235,6 +270,10 @@ def open_channels(device: torch.device, host_bytes: int | None, *, timed: bool =
     if device.type == "cuda":
         return CudaChannels(device, host_bytes, timed=timed)
     return ThreadChannels(HostMemory(host_bytes))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _other_grad(given: torch.Tensor) -> str:

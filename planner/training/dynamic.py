@@ -55,6 +55,8 @@ class DynamicStep(PlannedStep):
             InfeasibleError, LimitError: no schedule is found that fits.
             BudgetError: the measured peak stays above the budget.
         """
+        if not torch.is_grad_enabled():  # evaluated without a plan
+            return super().__call__(*args, **kwargs)
         batch: Batch = kwargs or args
         step = self._steps.use(shapes_of(batch), lambda: self._made(as_leaves(batch)))
         self.plan, self.measured, self._run = step.plan, step.measured, step._run

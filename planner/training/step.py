@@ -39,7 +39,9 @@ class PlannedStep:
         self._refreshed = refreshed
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """The loss of a batch, ready for ``backward()``; with what else the loss function returns, detached, as it does.
+        """Return the loss of a batch, ready for ``backward()``; with what else the loss function returns, detached.
+
+        Under ``torch.no_grad()`` the step evaluates: the loss of a batch of any size, in train or eval mode, by eager PyTorch.
 
         Raises:
             MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.

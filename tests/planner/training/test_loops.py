@@ -154,12 +154,50 @@ def test_evaluation_between_steps() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
 
 
-def test_a_step_without_gradients_is_a_forward_pass() -> None:
-    workload = make("tied")
-    with torch.no_grad():
-        loss = planned(workload)(*workload.batch)
-    assert not loss.requires_grad
-    assert torch.equal(loss, workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_step_evaluates_any_batch(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    workload = make("mutated")
+    step, (x, y) = planned(workload), workload.batch
+    twin = copy.deepcopy(workload.model)
+    for training, rows in ((True, len(x)), (False, len(x)), (False, 1)):
+        workload.model.train(training), twin.train(training)
+        with mode():
+            torch.manual_seed(3)
+            loss = step(x[:rows], y[:rows])
+            torch.manual_seed(3)
+            assert torch.equal(loss, workload.loss_fn(twin(x[:rows]), y[:rows]))
+        assert not loss.requires_grad
+    assert all(map(torch.equal, workload.model.buffers(), twin.buffers()))
+    workload.model.train(), twin.train()
+    for run in (step, lambda x, y: workload.loss_fn(twin(x), y)):
+        torch.manual_seed(3)
+        run(x, y).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(workload.model.parameters(), twin.parameters(), strict=True))
+
+
+def test_another_size_names_the_ways_out() -> None:
+    workload = gpt2()
+    step, (x, y) = planned(workload), workload.batch
+    with pytest.raises(MismatchError) as caught:
+        step(x[:2], y[:2])
+    for said in (
+        "input 0 of the batch is int64[2, 24], but the step was planned for int64[4, 24]; input 1",
+        "DataLoader(..., drop_last=True)",
+        "planner.compile(..., dynamic=True)",
+        "planner.compile(..., replan=True)",
+        "call model(...) itself",
+    ):
+        assert said in str(caught.value)
+
+
+def test_eval_mode_with_gradients_says_how_to_evaluate() -> None:
+    workload = make("resnet18")
+    step = planned(workload)
+    workload.model.eval()
+    with pytest.raises(
+        MismatchError, match=r"call model\(\.\.\.\) itself, or the step under torch.no_grad\(\). To train, call model.train"
+    ):
+        step(*workload.batch)
 
 
 def test_a_thousand_steps_take_no_more_memory_than_one() -> None:

@@ -80,6 +80,17 @@ def test_a_module_that_is_replaced_and_a_batch_of_another_size() -> None:
         step(*batch_of(4))
 
 
+@pytest.mark.parametrize("options", [{"dynamic": True}, {"replan": True}])
+def test_evaluation_makes_no_plan(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(48, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    step = planner.compile(model, F.mse_loss, batch_of(8), budget="1MB", **options)
+    monkeypatch.setattr(Compiler, "solve", lambda *_: pytest.fail("solved again"))
+    model.eval()
+    x, y = batch_of(3)
+    with torch.no_grad():
+        assert torch.equal(step(x, y), F.mse_loss(model(x), y))
+
+
 @pytest.mark.parametrize(("options", "message"), [({"cuda_graph": True}, "cuda_graph"), ({"max_plans": 0}, "max_plans is 0")])
 def test_what_does_not_go_together(options: dict[str, object], message: str) -> None:
     with pytest.raises(PlannerError, match=message):

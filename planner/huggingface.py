@@ -55,8 +55,8 @@ class PlannedTrainerMixin:
 
     @property
     def planned(self) -> PlannedStep | None:
-        """The step that was used last, with its plan; None before the first batch."""
-        return None if self._plans is None else self._plans.last
+        """The step for the size that came most often, with its plan; None before the first batch."""
+        return None if self._plans is None else self._plans.main
 
     def compute_loss(
         self,
@@ -123,9 +123,8 @@ class PlannedTrainerMixin:
                     "with fully_shard in a loop of your own"
                 )
             self._planned_model, self._plans = model, BatchPlans(wrapper, self._budget, self._options)
-        optimizer = getattr(this.optimizer, "optimizer", this.optimizer)  # without the wrapper of Accelerate
         accumulate = this.args.gradient_accumulation_steps > 1
-        return self._plans.step(loss_fn, batch, optimizer=optimizer, accumulate=accumulate)(**batch)
+        return self._plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate)(**batch)
 
 
 class PlannedTrainer(PlannedTrainerMixin, Trainer):

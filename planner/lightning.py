@@ -47,8 +47,8 @@ class PlannedTraining(pl.Callback):
 
     @property
     def planned(self) -> PlannedStep | None:
-        """The step that was used last, with its plan; None before the first batch."""
-        return None if self._plans is None else self._plans.last
+        """The step for the size that came most often, with its plan; None before the first batch."""
+        return None if self._plans is None else self._plans.main
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Put the planned step in the place of ``training_step``; under DDP, that is inside the wrapper's forward pass.

@@ -25,6 +25,7 @@ from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
 from planner.training.dynamic import DynamicStep
+from planner.training.optimizers import optimizer_kind
 from planner.training.replan import ReplannedStep
 from planner.training.step import PlannedStep
 from solvers.result import Progress
@@ -38,7 +39,7 @@ def compile(  # noqa: A001
     *,
     budget: str | int | None = None,
     max_overhead: str | float | None = None,
-    optimizer: str = "none",
+    optimizer: str | torch.optim.Optimizer = "none",
     accumulate: bool = False,
     solver: str = "windows",
     tolerance: float | Tolerance = WIDENING,
@@ -71,6 +72,7 @@ def compile(  # noqa: A001
     Args:
         model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own. A
             model may come with how it is wrapped (``planner.distributed.wrappers``), where its own type does not say so.
+            `optimizer` may be the optimizer itself, of ``torch.optim`` or as Accelerate wraps it.
         budget: bytes, ``8GB``, ``7.5GiB``, ``60%`` of the predicted peak of plain eager PyTorch, or ``auto`` for what the
             device has free (``planner.training.auto_budget``); parameters, inputs, gradients and optimizer state included.
         max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
@@ -114,6 +116,7 @@ def compile(  # noqa: A001
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
+    optimizer = optimizer if isinstance(optimizer, str) else optimizer_kind(optimizer)
     solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
     wrapper = unwrap(model)
     budget = with_auto_resolved(budget_or_overhead(budget, max_overhead), wrapper, batch)

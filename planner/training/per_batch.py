@@ -1,6 +1,8 @@
 """Plans inside somebody else's training loop: one for each kind of batch that comes, and the optimizer the loop has."""
 
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 from warnings import warn
@@ -9,16 +11,22 @@ import torch
 
 from graphs.capture.signature import Batch, leaves
 from graphs.capture.step import LossFn
-from graphs.errors import PlannerError
-from graphs.optimizers import OPTIMIZERS
+from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.torch_private.core import pytree
+from graphs.units import format_bytes
 from planner.distributed.wrappers import Unwrapped
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.compile import compile  # noqa: A004
+from planner.training.dynamic import Shapes, shapes_of
 from planner.training.lru import LRUCache
+from planner.training.optimizers import optimizer_kind
 from planner.training.step import PlannedStep
 
 _MOST_PLANS = 32
+_MANY_SIZES = 8  # besides the first, before somebody is told
+_SIDE_LIMIT_S = 5.0  # to solve for a size that is not the first
+Key = tuple[tuple[Hashable, ...], Shapes]  # all but the sizes, the sizes
+_LIMIT_S = signature(compile).parameters["time_limit_s"].default
 _BUDGETS = {"budget", "max_overhead"}
 _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - _BUDGETS
 
@@ -26,29 +34,34 @@ _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is 
 class BatchPlans:
     """Makes a plan when a batch of new sizes first comes to a model, and keeps the last of them.
 
-    With ``dynamic=True`` among the options there is one step, which sees to the sizes itself.
-
-    Attributes:
-        last: the step that was used last; None before the first batch.
+    The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for some seconds and are
+    not compared with eager PyTorch. With ``dynamic=True`` among the options there is one step, which sees to the sizes itself.
     """
 
     def __init__(self, wrapper: Unwrapped, budget: str | int, options: Mapping[str, Any]) -> None:
-        """What every plan is made for, and with.
+        """Take what every plan is made for, and with.
 
         Args:
             wrapper: how the model is trained.
             budget: as in ``planner.compile``.
             options: its other keyword arguments.
         """
-        self.last: PlannedStep | None = None
         self._wrapper = wrapper
-        self._budget = budget
+        self._asked = self._budget = budget
         self._options = dict(options)
-        self._steps: LRUCache[Hashable, PlannedStep] = LRUCache(self._options.get("max_plans", _MOST_PLANS))
+        self._steps: LRUCache[Key, PlannedStep] = LRUCache(self._options.get("max_plans", _MOST_PLANS))
+        self._uses: Counter[Key] = Counter()
+        self._main: tuple[Key, PlannedStep] | None = None
+        self._side_sizes = 0
         self._parameters = list(wrapper.module.parameters())
 
+    @property
+    def main(self) -> PlannedStep | None:
+        """The step for the size that came most often; None before the first batch."""
+        return None if self._main is None else self._main[1]
+
     def step(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: torch.optim.Optimizer, accumulate: bool) -> PlannedStep:
-        """The step for `batch`. Where several processes train, all call this, with batches of the same sizes.
+        """Return the step for `batch`. Where several processes train, all call this, with batches of the same sizes.
 
         Args:
             loss_fn, accumulate: as in ``planner.compile``, the same in every call.
@@ -57,14 +70,23 @@ class BatchPlans:
         Raises:
             PlannerError: that memory is not known, or the processes' batches differ; or what ``planner.compile`` raises.
         """
-        sizes_matter = not self._options.get("dynamic", False)
-        key = (_kind(batch, sizes_matter=sizes_matter), tuple(p.requires_grad for p in self._parameters))
+        key = self._key(batch)
         self._check_same(key, batch)
-        self.last = self._steps.use(key, lambda: self._made(loss_fn, batch, optimizer, accumulate=accumulate))
-        return self.last
+        step = self._steps.use(key, lambda: self._made(key, loss_fn, batch, optimizer, accumulate=accumulate))
+        self._uses[key] += 1
+        if self._main is None or self._uses[key] >= self._uses[self._main[0]] + (key != self._main[0]):
+            self._main = key, step
+        return step
 
-    def _check_same(self, key: Hashable, batch: Batch) -> None:
-        """A process that planned on its own would wait for the others for ever."""
+    def _key(self, batch: Batch) -> Key:
+        """Return what a plan is for, with the sizes of its tensors apart, unless one plan is for all sizes."""
+        leaves, spec = pytree.tree_flatten(batch)
+        kinds = [(x.dtype, x.requires_grad, x.dim()) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+        trained = tuple(p.requires_grad for p in self._parameters)
+        return (str(spec), *kinds, trained), () if self._options.get("dynamic", False) else shapes_of(batch)
+
+    def _check_same(self, key: Key, batch: Batch) -> None:
+        """Raise where processes have other batches: one that planned on its own would wait for the others for ever."""
         ranks = self._wrapper.ranks
         if not ranks.same(key):
             found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_shapes(batch))))
@@ -73,25 +95,50 @@ class BatchPlans:
                 "the last batch"
             )
 
-    def _made(self, loss_fn: LossFn | None, batch: Batch, optimizer: torch.optim.Optimizer, *, accumulate: bool) -> PlannedStep:
-        if self.last:
-            if self._options.get("cuda_graph", False):
-                raise PlannerError(
-                    f"a batch of {_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
-                    "batches to one size and drop the last, or leave out cuda_graph=True"
-                )
-            warn(
-                f"planning again, for {_shapes(batch)}: batches of one size need one plan (pad them, drop the last), "
-                "batches of many sizes dynamic=True",
-                stacklevel=4,
+    def _made(
+        self, key: Key, loss_fn: LossFn | None, batch: Batch, optimizer: torch.optim.Optimizer, *, accumulate: bool
+    ) -> PlannedStep:
+        if self._main is not None and self._options.get("cuda_graph", False):
+            raise PlannerError(
+                f"a batch of {_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
+                "batches to one size and drop the last, or leave out cuda_graph=True"
             )
         options = {"accumulate": accumulate, **self._options}
         if "optimizer" not in options:
             options["optimizer"] = optimizer_kind(optimizer)
         budget = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
-        made = compile(self._wrapper, loss_fn, batch, budget=budget, **options)
+        make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
+        if any(kind == key[0] for kind, _ in self._uses):
+            return self._side_step(make, options, batch)
+        made = make(**options)
         self._budget = made.plan.budget_bytes  # where it is a share, of the first batch's peak
         return made
+
+    def _side_step(self, make: Callable[..., PlannedStep], options: Mapping[str, Any], batch: Batch) -> PlannedStep:
+        """Return a step for another size than the first, solved for a shorter time."""
+        self._side_sizes += 1
+        if self._side_sizes == _MANY_SIZES:
+            dynamic = ", or plan with dynamic=True" if type(self._wrapper) is Unwrapped else ""
+            warn(
+                f"batches have come in {_MANY_SIZES + 1} sizes so far, and each takes seconds to plan: pad them to few lengths "
+                f"(pad_to_multiple_of=64, say){dynamic}",
+                stacklevel=5,
+            )
+        limit_s = options.get("time_limit_s", _LIMIT_S)
+        side = {**options, "time_limit_s": min(limit_s, _SIDE_LIMIT_S), "compare_eager": False}
+        try:
+            try:
+                return make(**side)
+            except LimitError:
+                return make(**{**side, "time_limit_s": limit_s})
+        except (BudgetError, LimitError) as error:
+            raise type(error)(f"for a batch of {_shapes(batch)}{self._share()}: {error}") from error
+
+    def _share(self) -> str:
+        """Return what a message says of a budget that is a share."""
+        if self._asked == self._budget or not str(self._asked).strip().endswith("%"):
+            return ""
+        return f", whose budget is {self._asked} of the first batch's peak, {format_bytes(int(self._budget))}"
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -102,39 +149,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     if unknown := options.keys() - _OPTIONS:
         raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose of {', '.join(sorted(_OPTIONS))}")
-
-
-def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """What ``planner.compile`` calls an optimizer.
-
-    Raises:
-        PlannerError: it is none of those whose memory is known.
-    """
-    found = {_kind_of_group(type(optimizer), group) for group in optimizer.param_groups}
-    if len(found) != 1 or None in found:
-        raise PlannerError(
-            f"what memory {type(optimizer).__name__} takes is not known: name the optimizer that keeps as many copies of the "
-            f"parameters, optimizer= one of {', '.join(f'{name!r} ({known.copies})' for name, known in OPTIMIZERS.items())}"
-        )
-    return str(found.pop())
-
-
-def _kind_of_group(optimizer: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str | None:
-    name = optimizer.__name__
-    if getattr(torch.optim, name, None) is not optimizer:
-        return None
-    return next((kind for kind, known in OPTIMIZERS.items() if known.describes(name, group)), None)
-
-
-def _kind(batch: Batch, *, sizes_matter: bool) -> Hashable:
-    leaves, spec = pytree.tree_flatten(batch)
-
-    def kind(leaf: object) -> Hashable:
-        if not isinstance(leaf, torch.Tensor):
-            return repr(leaf)
-        return leaf.dtype, leaf.requires_grad, tuple(leaf.shape) if sizes_matter else leaf.dim()
-
-    return str(spec), tuple(map(kind, leaves))
 
 
 def _shapes(batch: Batch) -> str:

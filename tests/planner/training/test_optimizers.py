@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+import planner
 from graphs.capture.trace import capture
 from graphs.errors import PlannerError
 from graphs.ir import Kind
 from graphs.optimizers import OPTIMIZERS, Optimizer
 from planner.cli.main import build_parser
-from planner.training.per_batch import optimizer_kind
+from planner.training.optimizers import optimizer_kind
 
 
 def parameters() -> list[nn.Parameter]:
@@ -30,6 +31,16 @@ def parameters() -> list[nn.Parameter]:
 )
 def test_optimizers_of_torch_are_recognized(make: Any, kind: str) -> None:
     assert optimizer_kind(make(parameters(), lr=0.1)) == kind
+
+
+def test_the_optimizer_may_be_given_itself() -> None:
+    accelerate = pytest.importorskip("accelerate.optimizer")
+    model, batch = nn.Linear(4, 1), (torch.randn(2, 4), torch.randn(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    for given in (optimizer, accelerate.AcceleratedOptimizer(optimizer)):
+        step = planner.compile(model, nn.functional.mse_loss, batch, budget="100%", optimizer=given, passes=1)
+        assert step.plan.graph.provenance["optimizer"] == "momentum"
 
 
 class SGD(torch.optim.SGD):

@@ -1,0 +1,37 @@
+"""Which of the optimizers whose memory is known an optimizer object is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphs.errors import PlannerError
+from graphs.optimizers import OPTIMIZERS
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return what ``planner.compile`` calls an optimizer.
+
+    Args:
+        optimizer: of ``torch.optim``, or a wrapper that holds one as ``optimizer``, as that of Accelerate does.
+
+    Raises:
+        PlannerError: it is none of those whose memory is known.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        return optimizer_kind(inner)
+    found = {_kind_of_group(type(optimizer), group) for group in optimizer.param_groups}
+    if len(found) != 1 or None in found:
+        raise PlannerError(
+            f"what memory {type(optimizer).__name__} takes is not known: name the optimizer that keeps as many copies of the "
+            f"parameters, optimizer= one of {', '.join(f'{name!r} ({known.copies})' for name, known in OPTIMIZERS.items())}"
+        )
+    return str(found.pop())
+
+
+def _kind_of_group(optimizer: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str | None:
+    name = optimizer.__name__
+    if getattr(torch.optim, name, None) is not optimizer:
+        return None
+    return next((kind for kind, known in OPTIMIZERS.items() if known.describes(name, group)), None)

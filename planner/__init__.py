@@ -1,4 +1,4 @@
-"""Optimal rematerialization for PyTorch training steps: ``trace``, ``solve``, ``compile``, ``run``."""
+"""Optimal rematerialization for PyTorch training steps: ``trace``, ``solve``, ``compile``, ``checkpoint``, ``run``."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from planner.advising import advise
     from planner.running import RunReport, run
     from planner.solving import solve
+    from planner.torch_compile.checkpoint import checkpoint
     from planner.tracing import trace
     from planner.training.compile import compile  # noqa: A004
     from planner.training.dynamic import DynamicStep
@@ -22,6 +23,7 @@ __all__ = [
     "PlannerError",
     "RunReport",
     "advise",
+    "checkpoint",
     "compile",
     "run",
     "solve",
@@ -56,6 +58,7 @@ def __getattr__(name: str) -> object:
         "PlannerError": "graphs.errors",
         "RunReport": "planner.running",
         "advise": "planner.advising",
+        "checkpoint": "planner.torch_compile.checkpoint",
         "compile": "planner.training.compile",
         "run": "planner.running",
         "solve": "planner.solving",

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from graphs.capture.guards import Scope, readable
+from graphs.capture.guard_messages import Scope, readable
 from graphs.errors import TraceError
 from graphs.torch_private.capture import SideEffects
 

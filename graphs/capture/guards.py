@@ -5,7 +5,6 @@ which weights are one tensor. ``torch.compile`` checks these guards at each call
 is left out are guards that need not hold for a plan to be right, or that the step checks itself with its own words.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphs.capture.guard_messages import Scope, code_of, explain, fails, is_mode, readable
 from graphs.errors import MismatchError
 from graphs.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
 from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module
@@ -48,8 +48,6 @@ _HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
-
-Scope = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +111,11 @@ class Guards:
 
     def _why(self, local: Scope) -> str:
         found = self.manager.guard_manager.check_verbose(local)
-        parts = [part for part in found.verbose_code_parts if _fails(part, local, self.scope)] or found.verbose_code_parts
+        parts = [part for part in found.verbose_code_parts if fails(part, local, self.scope)] or found.verbose_code_parts
         why = explain(parts[0] if parts else "something that the step depends on", local, self.scope)
         where = _where(found.user_stack)
-        if parts and _is_mode(parts[0]):
-            mode = "train" if "== True" in _code(parts[0]) else "eval"
+        if parts and is_mode(parts[0]):
+            mode = "train" if "== True" in code_of(parts[0]) else "eval"
             return f"{why}{where}. {OTHER_MODE.format(mode=mode)}"
         return f"{why}{where}: it is part of the plan, as it was; {WAYS_OUT}"
 
@@ -186,122 +184,6 @@ def _outside(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope
         tensor = find(local, scope)
         if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
             yield Outside(name, find, tensor)
-
-
-_PATHS = (
-    (r"L\['self'\]\._modules\['(model|loss_fn)'\]", r"\1"),
-    (r"L\['self'\]\.(model|loss_fn)", r"\1"),
-    (r"L\['self'\]", "the step"),
-    (r"L\['args'\]\[(\d+)\]", r"input \1"),
-    (r"L\['kwargs'\]\['([^']+)'\]", r"input '\1'"),
-    (r"\.__dict__\['(\w+)'\]", r".\1"),
-    (r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1"),
-    (r"(?<![\w.])G\['__import_([^']+)'\]", lambda found: found[1].replace("_dot_", ".").replace("__main__.", "")),
-    (r"(?<![\w.])G\['([^']+)'\]", r"\1"),
-    (r"__main__\.", ""),
-)
-
-
-def readable(text: str, local: Scope, scope: Scope) -> str:
-    """Dynamo's names in `text` as a person would write them: ``model.bn.momentum``, ``config.alpha``."""
-    closure = re.compile(r"((?:L|G)\[[^ ]*?)\.__closure__\[(\d+)\]\.cell_contents")
-    while found := closure.search(text):
-        try:
-            variable = eval(found[1], {"L": local, "G": scope}).__code__.co_freevars[int(found[2])]
-        except Exception:  # noqa: BLE001  # a name that cannot be found is shown as it is
-            break
-        text = text[: found.start()] + variable + text[found.end() :]
-    for pattern, path in _PATHS:
-        text = re.sub(pattern, path, text)
-    return text
-
-
-_PATTERNS = (
-    (r"(?P<source>.+) == (?P<planned>.+)", "{name} was {planned} when the step was planned, and is {now} now"),
-    (r"(?P<source>.+) is (?P<planned>None|True|False)", "{name} was {planned} when the step was planned, and is {now} now"),
-    (
-        r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?P<planned>.+)'>",
-        "{name} was a {planned} when the step was planned, and is a {type} now",
-    ),
-    (
-        r"not ___dict_contains\('(?P<planned>\w+)', (?P<source>.+)\.__dict__\)",
-        "{name}.{planned} was set since the step was planned",
-    ),
-    (r"not (?P<source>.+)\.(?P<planned>_\w*hooks\w*)", "hooks of {name} were added since the step was planned"),
-    (
-        r"len\((?P<source>.+)\.(?P<planned>_\w*hooks\w*)\) != .*",
-        "hooks of {name} were added or removed since the step was planned",
-    ),
-    (r"len\((?P<source>.+)\) != (?P<planned>\d+)", "{name} had {planned} items when the step was planned, and has {length} now"),
-    (r"len\((?P<source>.+)\) == (?P<planned>\d+)", "{name} had {planned} items when the step was planned, and has {length} now"),
-    (
-        r"tensor '(?P<source>.+)' requires_grad mismatch\. expected requires_grad=(?P<planned>\d).*",
-        "{name}.requires_grad was {planned_flag} when the step was planned, and is not now",
-    ),
-    (
-        r"tensor '(?P<source>.+)' (?P<planned>.+? mismatch.*?)(?:\. Guard failed.*)?",
-        "{name} is not as it was when the step was planned: {planned}",
-    ),
-    (
-        r"expected type of '(?P<source>.+)' to be a tensor type.*",
-        "{name} was a tensor when the step was planned, and is {now} now",
-    ),
-    (
-        r"(?P<source>[LG]\[.+) is (?P<planned>[LG]\[.+)",
-        "{name} and {planned} were one object when the step was planned (tied weights, say), and are two now",
-    ),
-)
-
-
-def explain(part: str, local: Scope, scope: Scope) -> str:
-    """What a guard that does not hold says, in words."""
-    code = _code(part)
-    for pattern, words in _PATTERNS:
-        if (found := re.fullmatch(pattern, code, re.DOTALL)) is None:
-            continue
-        now = _value(found["source"], local, scope)
-        groups = found.groupdict()
-        planned = readable(str(groups.get("planned", "")), local, scope)
-        text = words.format(
-            name=readable(found["source"], local, scope),
-            planned=planned,
-            planned_flag=planned == "1",
-            now=_shown(now),
-            type=f"{type(now).__module__}.{type(now).__qualname__}",
-            length=len(now) if hasattr(now, "__len__") else "none",
-        )
-        return text + (" (train() or eval() was called)" if _is_mode(part) else "")
-    return f"{readable(code, local, scope)} does not hold any more, as it did when the step was planned"
-
-
-def _shown(value: object) -> str:
-    text = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _value(name: str, local: Scope, scope: Scope) -> Any:
-    try:
-        return eval(name, {"L": local, "G": scope})
-    except Exception:  # noqa: BLE001  # what is not there any more
-        return None
-
-
-def _code(part: str) -> str:
-    """A guard without the comment that says where it comes from."""
-    return re.split(r"\s{2,}# ", part, maxsplit=1)[0].strip()
-
-
-def _is_mode(part: str) -> bool:
-    """Return whether the guard `part` is for the train or eval mode of a module."""
-    return _code(part).split(" == ")[0].endswith(".training")
-
-
-def _fails(part: str, local: Scope, scope: Scope) -> bool:
-    """Whether the guard `part` is known not to hold: several are listed where they are checked together."""
-    try:
-        return not eval(_code(part), {"L": local, "G": scope})
-    except Exception:  # noqa: BLE001  # not every guard is an expression
-        return True
 
 
 def _where(stack: Iterable[FrameSummary] | None) -> str:

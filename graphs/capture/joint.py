@@ -17,7 +17,8 @@ from graphs.capture.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as
 from graphs.capture.effects import Effect, UnsettledError, check_effects, recording_effects, settle
 from graphs.capture.failures import first_line, own_message, why
 from graphs.capture.fakes import on_fakes
-from graphs.capture.guards import Guards, build_guards, guarded_names, readable
+from graphs.capture.guard_messages import readable
+from graphs.capture.guards import Guards, build_guards, guarded_names
 from graphs.capture.outputs import CHECKS
 from graphs.capture.signature import Batch, arguments, call, leaves
 from graphs.capture.step import TrainingStep
@@ -241,7 +242,7 @@ def _settings(stack: ExitStack) -> None:
             assume_static_by_default=True,
             automatic_dynamic_shapes=False,
             allow_rnn=True,
-            ignore_logger_methods=_logging_methods(),
+            ignore_logger_methods=logging_methods(),
             # What a planned step does not do is looked at by graphs.capture.effects.
             replay_side_effects=False,
             skip_nnmodule_hook_guards=False,
@@ -276,8 +277,8 @@ def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, ba
     return guards
 
 
-def _logging_methods() -> set[object]:
-    """What writes to a log, methods that libraries have added included: no part of the graph."""
+def logging_methods() -> set[object]:
+    """Return what writes to a log, methods that libraries have added included: no part of the graph."""
     levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
     return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
 

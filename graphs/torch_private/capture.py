@@ -22,7 +22,11 @@ from torch._dynamo.convert_frame import (
 )
 from torch._dynamo.decorators import substitute_in_graph  # what Dynamo captures instead of a function
 from torch._dynamo.eval_frame import innermost_backend  # which call of torch.compile a graph belongs to
-from torch._dynamo.exc import TorchDynamoException  # what it says needs no class before it
+from torch._dynamo.exc import (
+    BackendCompilerFailed,  # around what a backend raises
+    FailOnRecompileLimitHit,  # inputs of too many sizes
+    TorchDynamoException,  # what it says needs no class before it
+)
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output  # called as the step is
 from torch._dynamo.guards import CheckFunctionManager  # checks guards before each step
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes

@@ -55,7 +55,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         PlannerError: unknown options, options of graphs that do not go with this (``graphs.options``), or no budget.
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
-    budget = _budget(_checked(options))
+    budget = _budget(check_options(options))
     if budget.options.get("compile") == "inductor":
         return _compile_kernels(module, inputs, budget)
     # As training loops do it: backward() is called outside autocast.
@@ -161,8 +161,13 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
 dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
 
 
-def _checked(options: Mapping[str, object] | None) -> Mapping[str, object]:
-    given = options or {}
+def check_options(options: Mapping[str, object] | None) -> dict[str, Any]:
+    """Return the backend's options.
+
+    Raises:
+        PlannerError: one is unknown, has a value that it cannot have, or there is no budget.
+    """
+    given = dict(options or {})
     for name, value in given.items():
         if name not in _OPTIONS:
             raise PlannerError(f"unknown option {name!r} of the backend planner: choose from {', '.join(_OPTIONS)}")

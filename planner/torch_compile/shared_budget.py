@@ -74,6 +74,7 @@ class SharedBudget:
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
+        self._largest_bytes = 0  # the peak of a step without recomputation
         self._known: dict[PlannedGraph, Seen] = {}
 
     def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
@@ -167,11 +168,16 @@ class SharedBudget:
         return {"time_limit_s": self.limit_s, "tolerance": tolerance, "options": self.traced}  # others are in the graphs already
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
-        """The budget in bytes, for a step of these graphs."""
+        """Return the budget in bytes, for a step of these graphs; a share is of the largest step so far.
+
+        A last batch that is smaller does not get less than there was for the others.
+        """
         captured = [graph.captured.graph for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
         peaks = [solving.summarize(graph).store_all_peak_bytes for graph in captured]
-        return budget_in_bytes(self.options["budget"], max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks)))
+        step_bytes = max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks))
+        self._largest_bytes = max(self._largest_bytes, step_bytes)
+        return budget_in_bytes(self.options["budget"], self._largest_bytes)
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
         """Note a forward pass; where the last step is over, plan its graphs together."""

@@ -1,0 +1,117 @@
+"""``planner.checkpoint(model, budget="8GB")``: a model that a loop calls itself keeps its activations within a budget."""
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from graphs.capture.joint import logging_methods
+from graphs.errors import PlannerError
+from graphs.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
+from planner.solving import budget_in_bytes
+from planner.torch_compile import backend
+
+M = TypeVar("M", bound=nn.Module)
+
+_MARK = "_remat_planner_checkpoint"  # an attribute of calls that are ours
+_MOST_SIZES = 64  # of inputs, each of which is captured and planned
+
+
+def checkpoint(
+    model: M,
+    *,
+    budget: str | int | None,
+    time_limit_s: float = 60.0,
+    tolerance: float | None = None,
+    kernels: str = "eager",
+    options: Sequence[str] = (),
+    link: str | float | None = None,
+    host_budget: str | int | None = None,
+    roofline: str | None = None,
+) -> M:
+    """Make `model` keep within `budget` what its backward pass needs, and return it: the same object, changed in place.
+
+    The loop stays as it is: ``out = model(x); loss = loss_fn(out, y); loss.backward()``. Outputs and gradients have the bits of
+    eager PyTorch. The model is captured by ``torch.compile`` and planned when it is first called with gradients on, and once
+    more for inputs of another size. Without gradients, or as part of what another compiler captures, it runs as it is. The
+    names of its parameters do not change, and a copy of the model is an ordinary one.
+
+    Args:
+        model: what the loop calls, wherever it is: alone, or before it is wrapped in ``DistributedDataParallel``.
+        budget: as in ``planner.compile``, of the model's parameters, buffers, inputs, gradients and activations; a share is of
+            the largest peak so far without recomputation. Outside are the loss function, the optimizer's state and gradients
+            of earlier batches. None: make the model an ordinary one again.
+        time_limit_s, tolerance, kernels, options, link, host_budget: as in ``planner.compile``.
+        roofline: the device whose times are modelled; None: each op is measured where the model is.
+
+    Raises:
+        PlannerError: an option is wrong, or the model is compiled by something else. When the model is called: an option does
+            not go with another, or inputs have come in too many sizes.
+        InfeasibleError, LimitError: as ``planner.solve``, when the model is called.
+    """
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        raise PlannerError(
+            f"planner.checkpoint is given a model in {type(model).__name__}: call it with the model itself, before it is wrapped"
+        )
+    there = model._compiled_call_impl
+    if there is not None and not hasattr(there, _MARK):
+        raise PlannerError("the model is compiled already: leave out model.compile(), or use torch.compile(backend='planner')")
+    if budget is None:
+        model._compiled_call_impl = None
+        return model
+    budget_in_bytes(budget, 2**30)  # of a share only the spelling is known before the first call
+    given = {
+        "budget": budget,
+        "time_limit": time_limit_s,
+        "tolerance": tolerance,
+        "compile": kernels,
+        "options": options,
+        "link": link,
+        "host_budget": host_budget,
+        "roofline": roofline,
+    }
+    checked = backend.check_options({name: value for name, value in given.items() if value is not None and value != ()})
+    model._compiled_call_impl = _call(model, torch.compile(_own(model), backend=backend.planner, dynamic=False, options=checked))
+    return model
+
+
+def _own(model: nn.Module) -> Callable[..., Any]:
+    """Return what calls `model` with its hooks, in code of its own: Dynamo counts what it compiles by code object."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    return cast(Callable[..., Any], own)
+
+
+def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands for the model's call: `planned` where a backward pass may come."""
+    settings = dynamo_config.patch(
+        recompile_limit=_MOST_SIZES,
+        fail_on_recompile_limit_hit=True,  # instead of running on without a plan
+        optimize_ddp=False,  # it would part the graph by buckets
+        ignore_logger_methods=logging_methods(),
+        allow_rnn=True,
+    )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        try:
+            with settings:
+                return planned(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, PlannerError):
+                raise error.inner_exception from None
+            raise
+        except FailOnRecompileLimitHit:
+            raise PlannerError(
+                f"inputs have come in more than {_MOST_SIZES} sizes, each of which needs a plan: pad them to few lengths"
+            ) from None
+
+    setattr(call, _MARK, True)
+    return call

@@ -7,6 +7,11 @@ from graphs.units import format_bytes, format_seconds
 _NAMED = 3
 
 
+def slower_than(other: str, overhead: float) -> str:
+    """Return a relative difference of times in words: ``4.1% slower than eager``, ``2.0% faster than eager``."""
+    return f"{100 * abs(overhead):.1f}% {'faster' if overhead < 0 else 'slower'} than {other}"
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Something that a planned step makes otherwise than eager PyTorch.
@@ -53,8 +58,11 @@ class EagerComparison:
         first_op: where the differences begin; None where there are none, or where each op's result is one of eager's.
         reproducible: eager PyTorch equals itself, where it was run again because something differed.
         peak_bytes: of an eager step, with all that is there throughout.
-        time_s, planned_time_s: seconds of a step, taken in turns: the median on CUDA, the least on the CPU.
-        failure: why eager PyTorch could not be run; "" where it was. Then nothing else is known.
+        time_s: seconds of an eager step, the median of several.
+        planned_time_s: `time_s` times the median ratio of a planned step to the eager step of the same turn; 0 where it was not
+            measured, as for a plan that has taken the place of the one that was compared.
+        spread: half of the range in which the middle half of these ratios lies.
+        failure: why eager PyTorch was not run, or could not be; "" where it was. Then nothing else is known.
         gradient_error: norm of the difference of all gradients as a part of their norm; None where it was not asked for.
         beside: what it is that the plan stands beside: ``torch.compile`` where the kernels are Inductor's.
     """
@@ -65,6 +73,7 @@ class EagerComparison:
     peak_bytes: int = 0
     time_s: float = 0.0
     planned_time_s: float = 0.0
+    spread: float = 0.0
     failure: str = ""
     beside: str = "eager"
     gradient_error: float | None = None
@@ -77,11 +86,18 @@ class EagerComparison:
     @property
     def overhead(self) -> float | None:
         """Measured time of the planned step beyond eager PyTorch's, as a fraction of the latter; below 0 where it is faster."""
-        return self.planned_time_s / self.time_s - 1 if self.time_s else None
+        return self.planned_time_s / self.time_s - 1 if self.time_s and self.planned_time_s else None
+
+    @property
+    def slowdown(self) -> str:
+        """The measured overhead in words: ``4.1% slower than eager, ±2.8%``; "" where it is not known."""
+        if self.overhead is None:
+            return ""
+        return f"{slower_than(self.beside, self.overhead)}, ±{100 * self.spread:.1f}%"
 
     def __str__(self) -> str:
         if self.failure:
-            return f"not compared with {self.beside}: {self.failure}"
+            return f"{self.beside}: not run, {self.failure}"
         costs = f"{self.beside} takes {format_seconds(self.time_s)} and {format_bytes(self.peak_bytes)}"
         found = f"identical to {self.beside}" if self.identical else self.what_differs()
         return f"{found}; {costs}"

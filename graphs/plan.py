@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from graphs.eager import EagerComparison
+from graphs.eager import EagerComparison, slower_than
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
 
@@ -94,12 +94,10 @@ class Plan:
         return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
 
     def _step_time(self) -> str:
-        """Beside eager PyTorch where that was measured, and beside keeping everything."""
-        sign = "" if self.overhead < 0 else "+"  # what stands for the program's ops may be faster
-        predicted = f"{sign}{format_ratio(self.overhead)} over keeping everything, predicted"
-        if self.eager is None or self.eager.overhead is None:
-            return predicted
-        return f"{100 * self.eager.overhead:+.1f}% over {self.eager.beside}, measured ({predicted})"
+        """Return how it compares with eager PyTorch where that was measured, and with keeping everything."""
+        predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
+        measured = "" if self.eager is None else self.eager.slowdown
+        return f"measured {measured} ({predicted})" if measured else predicted
 
     def _kernels(self) -> str:
         """Which were compiled, and for how long, where they are none of eager PyTorch's."""

@@ -57,6 +57,7 @@ def solve(
     exact: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """The plan of `graph` for `budget`.
 
@@ -84,6 +85,7 @@ def solve(
         exact: of these, offer only ops that differ from the program in not a bit, as far as that was verified.
         on_progress: called as the solve advances.
         should_stop: polled; once True, the best schedule so far is the answer.
+        on_plan: called with each better plan on the way to the answer, by solvers that improve one.
 
     Raises:
         BudgetError: the budget cannot be read, or is not above zero; or not exactly one of budget and overhead is given.
@@ -100,17 +102,37 @@ def solve(
     graph = with_options(graph, ()) if choices is None else offered_to(solver, graph, choices)
     summary = summarize(graph)
     overhead = allowed_overhead(budget)
+    recorded = {} if choices is None else choices.recorded(graph)
+
+    def made(result: Result) -> Plan:
+        schedule, settings = _in_passes(graph, result), {**result.settings, **recorded}
+        return _plan_from(replace(result, graph=graph, schedule=schedule, settings=settings), summary, graph)
+
+    def interim(schedule: Schedule, bound_s: float) -> Result:
+        return Result(
+            graph,
+            budget_bytes=budget_bytes,
+            status=Status.FEASIBLE,
+            schedule=schedule,
+            bound_s=bound_s,
+            solver=solver,
+            seconds=clock.seconds,
+            settings=request.settings,
+            versions={},
+        )
+
     if overhead is not None:
         result = _least_memory(run, graph, solver, overhead, tolerance, clock, reorder, on_progress, should_stop)
     else:
         budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
-        solved = _solved(run, Request(graph, budget_bytes, tolerance, clock, on_progress, should_stop), solver, reorder)
+        request = Request(graph, budget_bytes, tolerance, clock, on_progress, should_stop)
+        if on_plan is not None:
+            request = replace(request, on_schedule=lambda schedule, bound_s: on_plan(made(interim(schedule, bound_s))))
+        solved = _solved(run, request, solver, reorder)
         result = solved.result
         if result.status is Status.INFEASIBLE:
             raise InfeasibleError(result.message + _what_would_do(solved.order.graph, budget_bytes, clock, should_stop))
-    recorded = {} if choices is None else choices.recorded(graph)
-    schedule = _in_passes(graph, result)
-    return _plan_from(replace(result, graph=graph, schedule=schedule, settings={**result.settings, **recorded}), summary, graph)
+    return made(result)
 
 
 def _solved(run: Solver, request: Request, solver: str, reorder: bool | None) -> Solved:  # noqa: FBT001
@@ -288,6 +310,23 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
         pool_peaks_bytes=other_peaks(graph, simulate(graph, result.schedule)),
         differs=differences(graph, result.schedule.computed),
         gradient_error=gradient_error(graph, result.schedule.computed),
+    )
+
+
+def judged_on(graph: Graph, plan: Plan) -> Plan:
+    """Return `plan` with the time and the peak that its schedule has on `graph`: the same step, with other costs.
+
+    How far it is from optimal is not known there.
+    """
+    found = simulate(graph, plan.schedule)
+    return replace(
+        plan,
+        graph=summarize(graph),
+        peak_bytes=found.peak_bytes,
+        time_s=found.time_s,
+        bound_s=None,
+        status=str(Status.FEASIBLE),
+        pool_peaks_bytes=other_peaks(graph, found),
     )
 
 

@@ -1,11 +1,12 @@
 """What a solver is asked for: one object, whichever solver it is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
+from graphs.schedule import Schedule
 from solvers.clock import Clock, WallClock, left
 from solvers.result import Progress
 from solvers.tolerance import DEFAULT, Tolerance
@@ -25,6 +26,7 @@ class Request:
         clock: runs from when it was made; its limit is that of the whole solve.
         on_progress: called as the solve advances, in the thread that solves.
         should_stop: polled there; once it returns True the solver ends with the best it has.
+        on_schedule: called there with each better schedule of `graph` and the lower bound then, by solvers that improve one.
         params: of the solver that is asked, an object of the class that its module names; None: its defaults.
     """
 
@@ -34,6 +36,7 @@ class Request:
     clock: Clock = field(default_factory=WallClock)
     on_progress: Callable[[Progress], None] | None = None
     should_stop: Callable[[], bool] | None = None
+    on_schedule: Callable[[Schedule, float], None] | None = None
     params: object = None
 
     def params_of(self, default: Params) -> Params:
@@ -66,6 +69,13 @@ class Request:
         """Report progress."""
         if self.on_progress is not None:
             self.on_progress(Progress(self.clock.seconds, activity, best_s, bound_s))
+
+    def on(self, graph: Graph, to_own: Callable[[Schedule], Schedule]) -> "Request":
+        """Return the same request for `graph`, whose schedules `to_own` turns into schedules of this graph."""
+        tell = self.on_schedule
+        if tell is None:
+            return replace(self, graph=graph)
+        return replace(self, graph=graph, on_schedule=lambda schedule, bound_s: tell(to_own(schedule), bound_s))
 
     @property
     def settings(self) -> dict[str, object]:

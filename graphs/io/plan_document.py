@@ -70,6 +70,7 @@ class _Eager(Struct, forbid_unknown_fields=True):
     failure: str
     beside: str = "eager"
     gradient_error: Seconds | UnsetType = UNSET
+    spread: Seconds | UnsetType = UNSET
 
 
 class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):

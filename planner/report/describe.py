@@ -88,8 +88,7 @@ def _tolerated(plan: Plan) -> str:
 def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.eager is None:
         return []
-    overhead = plan.eager.overhead
-    measured = [] if overhead is None else [(f"over {plan.eager.beside}", f"{100 * overhead:+.2f}%, measured")]
+    measured = [("measured", plan.eager.slowdown)] if plan.eager.slowdown else []
     return [*measured, (f"beside {plan.eager.beside}", visible(plan.eager))]
 
 

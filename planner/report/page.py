@@ -94,7 +94,7 @@ def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
     if eager.failure or eager.overhead is None:
         return [(f"Beside {eager.beside}", str(eager))]
     return [
-        (f"Over {eager.beside}, measured", f"{100 * eager.overhead:+.1f}%"),
+        ("Measured", eager.slowdown),
         (f"Peak of {eager.beside}", format_bytes(eager.peak_bytes)),
         ("Bits", f"identical to {eager.beside}" if eager.identical else eager.what_differs()),
     ]

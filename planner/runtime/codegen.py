@@ -24,6 +24,9 @@ Forward = Callable[[Sequence[Any]], tuple[Any, tuple[Any, ...], list[Any]]]
 Backward = Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
 
 
+_TICK = "tick"  # in the namespace of passes that are timed
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """The compiled step.
@@ -46,13 +49,25 @@ class Code:
     lines: StepLines
 
 
-def compile_schedule(graph: Graph, program: Program, schedule: Schedule, channels: Channels | None = None) -> Code:
-    """Compile `schedule`, which must be valid on `graph` (``simulate``), and copies by `channels`, if at all."""
+def compile_schedule(
+    graph: Graph,
+    program: Program,
+    schedule: Schedule,
+    channels: Channels | None = None,
+    tick: Callable[[int], None] | None = None,
+) -> Code:
+    """Compile `schedule`, which must be valid on `graph` (``simulate``), and copies by `channels`, if at all.
+
+    Args:
+        tick: called behind each execution of an op, with its id.
+    """
     cut = boundary(graph, schedule)
     writer = CopyingWriter(graph, program, repeated=repeated(graph, program, schedule))
     if channels is not None:
         program = replace(program, namespace={**program.namespace, "channels": channels})
-    return assemble(graph, program, writer, (schedule.steps[:cut], schedule.steps[cut:]))
+    if tick is not None:
+        program = replace(program, namespace={**program.namespace, _TICK: tick})
+    return assemble(graph, program, writer, (schedule.steps[:cut], schedule.steps[cut:]), ticks=tick is not None)
 
 
 def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
@@ -84,11 +99,22 @@ class PassWriter(Protocol):
 
 
 def assemble(
-    graph: Graph, program: Program, writer: PassWriter, halves: tuple[Sequence[Step], Sequence[Step]], *more: str
+    graph: Graph,
+    program: Program,
+    writer: PassWriter,
+    halves: tuple[Sequence[Step], Sequence[Step]],
+    *more: str,
+    ticks: bool = False,
 ) -> Code:
-    """Both passes, whose steps are `halves`, as `writer` writes them; `more` are names of their further parameters."""
+    """Both passes, whose steps are `halves`, as `writer` writes them; `more` are names of their further parameters.
+
+    Args:
+        ticks: call the namespace's ``tick`` behind each execution of an op.
+    """
     forward = writer.write(halves[0])
     forward_origins = writer.origins
+    if ticks:
+        forward, forward_origins = _with_ticks(forward, forward_origins, halves[0])
     later = {t for step in halves[1] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
     # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
@@ -101,7 +127,9 @@ def assemble(
     restore = [f"{', '.join(names)}, = saved"] if names else []
     gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
     begin = [*restore, "saved.clear()"]
-    backward = writer.write(halves[1])
+    backward, backward_origins = writer.write(halves[1]), writer.origins
+    if ticks:
+        backward, backward_origins = _with_ticks(backward, backward_origins, halves[1])
     delivers = f"return ({gradients})"
 
     first = program.define("forward", ", ".join(("static", *more)), [*forward, returns])
@@ -111,8 +139,19 @@ def assemble(
     file, header = file_of(functions["forward"]), program.define("", "", []).count("\n")
     lines = number_lines(file, header + 1, forward, forward_origins, 0)
     backward_line = first.count("\n") + 1 + header + len(begin) + 1
-    lines |= number_lines(file, backward_line, backward, writer.origins, len(halves[0]))
+    lines |= number_lines(file, backward_line, backward, backward_origins, len(halves[0]))
     read = {name for line in (*begin, *backward, delivers) for name in re.findall(r"\bt\d+\b", line)}
     reads = tuple(variable(source.tensor) in read for source in program.sources)
     executed = StepLines(Schedule((*halves[0], *halves[1])), lines)
     return Code(functions["forward"], functions["backward"], reads, tuple(alive), returned, f"{first}\n{second}", executed)
+
+
+def _with_ticks(lines: Sequence[str], origins: Sequence[int | None], steps: Sequence[Step]) -> tuple[list[str], list[int | None]]:
+    """Return the lines of a pass, and the steps that they are of, with a tick behind the last line of each execution."""
+    ticked: list[tuple[str, int | None]] = []
+    for i, (line, origin) in enumerate(zip(lines, origins, strict=True)):
+        ticked.append((line, origin))
+        if origin is not None and (i + 1 == len(lines) or origins[i + 1] != origin):
+            step = steps[origin]
+            ticked += [(f"{_TICK}({step.op})", origin)] if isinstance(step, Compute) else []
+    return [line for line, _ in ticked], [origin for _, origin in ticked]

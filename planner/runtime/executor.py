@@ -19,7 +19,7 @@ from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.runtime.channels import Channels, ThreadChannels
-from planner.runtime.codegen import compile_schedule
+from planner.runtime.codegen import Code, compile_schedule
 from planner.runtime.copying import check_runnable
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.devices import Devices
@@ -43,6 +43,7 @@ class Executor:
     buffers and random state are those of keeping everything, to the last bit but for what the ops say that they differ in.
 
     Attributes:
+        device: where the model is.
         channels: by which the schedule copies to the host and back; None where the graph does not offer that.
         devices: that it runs on, where the graph offers others than the main one; None where it does not.
         launched: both passes as the schedule says.
@@ -74,7 +75,7 @@ class Executor:
         self.signature = capture.signature
         self.schedule = schedule
         self._step = TrainingStep(model, loss_fn)
-        device = next(self._step.parameters()).device
+        self.device = device = next(self._step.parameters()).device
         self.devices = Devices(capture.graph, device) if is_placed(capture.graph) else None
         self.channels = _channels(capture.graph, device) if channels is None else channels
         if self.devices is not None:
@@ -91,6 +92,7 @@ class Executor:
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads what they wrote.
         compiled = any(isinstance(call, Launches) for call in self.program.calls)
         self.code = undoing(capture.graph, capture.program, self.launched, versions_follow=compiled)
+        self._compiled = compiled
         self._untold = [i for i, source in enumerate(self.program.sources) if compiled and source.tensor in overwritten]
         if compiled:
             overwritten = set()
@@ -103,6 +105,11 @@ class Executor:
         self.memory = PlannedMemory(
             self.graph, self.launched.lines, lambda pool: places.get(pool, device), StateNotMade(self.graph, self._step)
         )
+
+    def ticking(self, tick: Callable[[int], None]) -> Code:
+        """Return both passes with a call of `tick` behind each execution of an op, with its id; on one device only."""
+        code = compile_schedule(self.graph, self.program, self.schedule, self.channels, tick)
+        return undoing(self.graph, self.program, code, versions_follow=self._compiled)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run one forward pass on a batch.

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -22,8 +22,12 @@ from graphs.ir import Op
 from graphs.plan import Plan
 from graphs.torch_private.core import TorchDispatchMode, pytree
 from graphs.units import format_bytes, format_seconds
+from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.free_memory import free_bytes
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, turn_times
 from planner.runtime.pool_memory import measured_peak
+from planner.runtime.release import release_unused
+from planner.solving import summarize
 
 _MOST_TURNS = 9
 _TURNS_S = 0.5  # for turns of both, in all; one at least
@@ -57,12 +61,15 @@ def compare_with_eager(
         allowed: that it differs, by options that the user has named: how much is found out, but not where it begins.
         lossy: that the gradients do so by more than rounding: their error is measured.
     """
-    undone, written = WritesUndone(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
     reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
+    device = next(step.parameters()).device
+    if failure := _does_not_fit(captured, device):
+        return EagerComparison(failure=failure, beside=beside)
+    undone, written = WritesUndone(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
-        return EagerComparison(failure=_failure(error), beside=beside)
+        return EagerComparison(failure=_failure(error, device), beside=beside)
     written += undone.written
     found = outcome(planned, step, batch, written=written)
     names = plain.differences(found)
@@ -70,23 +77,33 @@ def compare_with_eager(
         return known
     with unchanged(step, batch, written=written):
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
-        times = _times(steps, step, batch)
+        time_s, ratio, spread = _compared_times(steps, step, batch)
         peak_bytes = measured_peak(captured, reference, step, batch).peak_bytes
     return EagerComparison(
         differences=tuple(plain.difference(name, found) for name in names),
         first_op=_first_differing_op(captured, step, batch) if names and not allowed and captured.whole is None else None,
         reproducible=not names or allowed or _reproducible(plain, reference, step, batch, written),
         peak_bytes=peak_bytes,
-        time_s=times["plain"],
-        planned_time_s=times["planned"],
+        time_s=time_s,
+        planned_time_s=time_s * ratio,
+        spread=spread,
         beside=beside,
         gradient_error=plain.gradient_error(found) if lossy else None,
     )
 
 
-def _failure(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()
+def _does_not_fit(captured: Capture, device: torch.device) -> str:
+    """Return why a step with everything kept is not run: the memory it needs, and what there is; "" where it fits."""
+    graph, summary = captured.graph, summarize(captured.graph)
+    # What both steps have made is compared in the host's memory.
+    compared = 2 * sum(graph.tensors[t].size_bytes for t in graph.kept) if device.type == "cpu" else 0
+    needed, room = summary.store_all_peak_bytes + compared, free_bytes(device) + summary.static_bytes
+    return f"it needs {format_bytes(needed)}, and there is room for {format_bytes(room)}" if needed > room else ""
+
+
+def _failure(error: Exception, device: torch.device) -> str:
+    if allocator_failure(error) is not None:
+        release_unused(device)
         return "it needs more memory than there is"
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first_line}"
@@ -125,16 +142,21 @@ def _warn_dearer(kept: str, plain: str) -> None:
     warnings.warn(f"what is planned takes {kept} with everything kept, and {plain}: {why}", EagerWarning, stacklevel=4)
 
 
-def _times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> dict[str, float]:
-    """Seconds of each of `steps`, taken in turns: as for ops, the least on the CPU, where others may interrupt."""
+def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:
+    """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio.
+
+    The two take turns. Others on the machine disturb both steps of a turn alike, so ratios are taken there; the spread is half
+    of the range of the middle half of them.
+    """
     parameters = list(step.parameters())
     begin = time.perf_counter()
     found = turn_times(steps, batch, parameters=parameters, repeats=1)
     turn_s = (time.perf_counter() - begin) / 2  # the first of the two was to warm up
     if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
         found = turn_times(steps, batch, parameters=parameters, repeats=turns)
-    typical = median if parameters[0].device.type == "cuda" else min
-    return {name: typical(turns) for name, turns in found.items()}
+    ratios = [planned / plain for planned, plain in zip(found["planned"], found["plain"], strict=True)]
+    lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (0.0, 0.0, 0.0)
+    return median(found["plain"]), median(ratios), (upper - lower) / 2
 
 
 def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,13 @@ from planner.plan_check import check_sizes
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.graphed_step import Recorder
 from planner.runtime.measure import device_name
-from planner.solving import solve
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
 from planner.training.dynamic import DynamicStep
 from planner.training.optimizers import optimizer_kind
 from planner.training.replan import ReplannedStep
+from planner.training.search import Search, Wait
 from planner.training.step import PlannedStep
 from solvers.result import Progress
 from solvers.tolerance import WIDENING, Tolerance
@@ -58,6 +59,8 @@ def compile(  # noqa: A001
     compare_eager: bool = True,
     kernels: str = "eager",
     other_devices: Sequence[str] = (),
+    wait: Wait | str | float | None = None,
+    swap: str = "exact",
     on_progress: Callable[[Progress], None] | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -102,6 +105,12 @@ def compile(  # noqa: A001
             several ways where recomputation costs much, of which the fastest is kept: docs/training.md. Bits are then those of
             ``torch.compile``, which also stands for eager PyTorch in what is compared.
         other_devices: as in ``trace``, with ``options=["placement"]``.
+        wait: how good the plan must be before this returns: seconds of solving (10, ``10s``), after which any plan will do, a gap
+            (``1%``), or ``20 work``. None: 3 seconds or 1%, whichever comes first. Solving then goes on in a process of its own
+            while the step trains, up to `tolerance` or `time_limit_s`, and a better plan takes the place of the first between two
+            steps. With a gap or work the plan is the same for the same costs, and stays.
+        swap: which better plans do: ``exact``, those that make the same bits; ``any``, also those whose options round otherwise;
+            ``never``.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
@@ -117,7 +126,7 @@ def compile(  # noqa: A001
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
     optimizer = optimizer if isinstance(optimizer, str) else optimizer_kind(optimizer)
-    solved = partial(solve, solver=solver, tolerance=tolerance, time_limit_s=time_limit_s, reorder=reorder)
+    settings: dict[str, Any] = {"solver": solver, "tolerance": tolerance, "time_limit_s": time_limit_s, "reorder": reorder}
     wrapper = unwrap(model)
     budget = with_auto_resolved(budget_or_overhead(budget, max_overhead), wrapper, batch)
     if kernels == "inductor" and allowed_overhead(budget) is not None:
@@ -125,7 +134,7 @@ def compile(  # noqa: A001
     channels, asked = None, {}
     choices = choices_of(DEFAULTS if options is None else options, link, host_budget, exact=exact)
     if choices is not None:
-        solved = partial(solved, options=choices.options, exact=exact)
+        settings |= {"options": choices.options, "exact": exact}
         for setting, given in ((Setting.VARYING_SIZES, dynamic), (Setting.INDUCTOR, kernels == "inductor")):
             if given:
                 check_goes_with(choices.options, setting)
@@ -134,7 +143,7 @@ def compile(  # noqa: A001
             check_amount(host_budget)
         channels = wrapper.channels(choices.host_bytes)
         host_bytes = int(channels.memory.capacity_bytes)  # of which as much may be free as before: earlier plans have taken it
-        solved = partial(solved, link=choices.link_bytes_per_s, host_budget=host_bytes)
+        settings |= {"link": choices.link_bytes_per_s, "host_budget": host_bytes}
         asked = {"host_budget": choices.host_bytes if is_amount(host_budget) else host_budget}
     places = choices is not None and choices.places
     if places != bool(other_devices):
@@ -145,14 +154,13 @@ def compile(  # noqa: A001
             "options=['placement']"
         )
     recorder = _recorder(wrapper, dynamic=dynamic) if cuda_graph else None
-    solved_here = partial(solved, on_progress=on_progress)
     compiler = _compiler_for(kernels)(
         wrapper,
         loss_fn,
         optimizer,
         accumulate,
         passes,
-        solved_here,
+        Search(settings, Wait.of(wait), swap, on_progress),
         recorder,
         compare_eager=compare_eager,
         channels=channels,
@@ -172,7 +180,7 @@ def compile(  # noqa: A001
         raise PlannerError("one of several processes cannot plan again while the others wait for it: leave out replan=True")
 
     placed = {"other_devices": list(other_devices)} if places else {}
-    made_with = {**solved.keywords, **asked, **placed, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
+    made_with = {**settings, **asked, **placed, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
 
     def plan_size(batch: Batch, budget: str | int) -> PlannedStep:
         return _planned(compiler, batch, budget, cache, made_with)

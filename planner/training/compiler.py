@@ -26,7 +26,9 @@ from planner.runtime.pool_memory import measured_peak
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from planner.training.step import PlannedStep
+from planner.training.improvement import Improvement
+from planner.training.search import Search
+from planner.training.step import Improving, PlannedStep
 
 if TYPE_CHECKING:
     from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
@@ -42,7 +44,7 @@ class Compiler:
     Attributes:
         wrapper: how the model is trained.
         loss_fn, optimizer, accumulate, passes: as in ``compile``.
-        solved: solves a graph for a budget.
+        search: how graphs are solved for a budget.
         recorder: makes what records a step, to be replayed; None: steps run op by op.
         compare_eager: whether steps are run beside eager PyTorch.
         channels: by which all its steps copy to the host and back; None where no graph offers that.
@@ -56,7 +58,7 @@ class Compiler:
     optimizer: str
     accumulate: bool
     passes: int
-    solved: Callable[[Graph, str | int], Plan]
+    search: Search
     recorder: Callable[[], Recorder] | None = None
     compare_eager: bool = True
     channels: Channels | None = None
@@ -110,14 +112,21 @@ class Compiler:
             InfeasibleError, LimitError: as ``planner.solve``.
             BudgetError: the measured peak stays above the budget.
         """
-        plan = self.solved(captured.graph, budget)
+        plan = self.search.first_plan(captured.graph, budget)
         wanted_bytes = plan.budget_bytes
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
             if peak_bytes <= wanted_bytes:
+                solved_bytes = plan.budget_bytes
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 plan = self._compared(captured, batch, plan, executor)
-                return PlannedStep(plan, self.wrapper.wrapped(executor), captured.graph, self._refresher(captured, budget))
+                return PlannedStep(
+                    plan,
+                    self.wrapper.wrapped(executor),
+                    captured.graph,
+                    refreshed=self._refresher(captured, budget),
+                    improving=self._improving(captured, plan, executor, solved_bytes),
+                )
             del executor  # with what its recording holds
             over = (
                 f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes)}, though "
@@ -126,10 +135,19 @@ class Compiler:
             )
             if left:
                 try:
-                    plan = self.solved(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
+                    plan = self.search.first_plan(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
+
+    def _improving(self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int) -> Improving | None:
+        """Return what makes the plan better while the step trains; None where plans are not swapped."""
+        if not self.search.goes_on or self.recorder is not None or executor.devices is not None:
+            return None
+        improvement = Improvement(
+            captured, plan, executor, solved_bytes=solved_bytes, search=self.search, make_executor=self._made_executor
+        )
+        return Improving(improvement, self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
         """What makes the step anew with variances that are measured on a batch; None where nothing is lossy."""
@@ -189,9 +207,12 @@ class Compiler:
         with reporting("rehearsing the plan to measure its peak"):
             return self._rehearsed(captured, batch, plan)
 
-    def _rehearsed(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
+    def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
-        executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+        return Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+
+    def _rehearsed(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
+        executor = self._made_executor(captured, plan)
         step = TrainingStep(self.wrapper.module, self.loss_fn)
         if self.recorder is None:
             return executor, measured_peak(captured, executor, step, batch).peak_bytes

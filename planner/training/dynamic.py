@@ -40,13 +40,14 @@ class DynamicStep(PlannedStep):
         super().__init__(first.plan, first._run, first.measured)
         self._budget_bytes = first.plan.budget_bytes
         self._make = make
-        self._steps: LRUCache[Shapes, PlannedStep] = LRUCache(max_plans)
-        self._steps.use(shapes_of(batch), lambda: first)
+        self._last = first
+        self._kept: LRUCache[Shapes, PlannedStep] = LRUCache(max_plans)
+        self._kept.use(shapes_of(batch), lambda: first)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Those that are kept, the last used last."""
-        return tuple(step.plan for step in self._steps.values())
+        return tuple(step.plan for step in self._kept.values())
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, as any planned step; the first batch of a size is planned for.
@@ -58,9 +59,16 @@ class DynamicStep(PlannedStep):
         if not torch.is_grad_enabled():  # evaluated without a plan
             return super().__call__(*args, **kwargs)
         batch: Batch = kwargs or args
-        step = self._steps.use(shapes_of(batch), lambda: self._made(as_leaves(batch)))
-        self.plan, self.measured, self._run = step.plan, step.measured, step._run
-        return super().__call__(*args, **kwargs)
+        self._last = self._kept.use(shapes_of(batch), lambda: self._made(as_leaves(batch)))
+        returned = self._last(*args, **kwargs)
+        self._show(self._last)
+        return returned
+
+    def wait(self, seconds: float | None = None) -> Plan:
+        """Wait for a better plan for the size of the last batch, as any planned step."""
+        self._last.wait(seconds)
+        self._show(self._last)
+        return self.plan
 
     def _made(self, batch: Batch) -> PlannedStep:
         try:

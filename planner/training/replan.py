@@ -6,6 +6,7 @@ from warnings import warn
 
 from graphs.capture.signature import Batch, as_leaves
 from graphs.errors import MismatchError
+from graphs.plan import Plan
 from planner.training.step import PlannedStep
 
 
@@ -29,7 +30,7 @@ class ReplannedStep(PlannedStep):
         first = make(batch, budget)
         super().__init__(first.plan, first._run, first.measured)
         self._make, self._max_plans = make, max_plans
-        self._steps = [first]
+        self._kept = [first]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """The loss of a batch, as of any planned step; first a plan, where none of those that are kept is right.
@@ -38,7 +39,7 @@ class ReplannedStep(PlannedStep):
             TraceError, InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans again.
         """
         refused: list[str] = []
-        for step in self._steps:
+        for step in self._kept:
             try:
                 returned = step(*args, **kwargs)
             except MismatchError as error:
@@ -49,10 +50,17 @@ class ReplannedStep(PlannedStep):
         warn(f"planned again: {refused[0]}", stacklevel=2)
         batch: Batch = kwargs or args
         step = self._make(as_leaves(batch), self.plan.budget_bytes)
+        returned = step(*args, **kwargs)
         self._use(step)
-        return step(*args, **kwargs)
+        return returned
+
+    def wait(self, seconds: float | None = None) -> Plan:
+        """Wait for a better plan in place of the last one, as any planned step."""
+        self._kept[0].wait(seconds)
+        self._show(self._kept[0])
+        return self.plan
 
     def _use(self, step: PlannedStep) -> None:
-        if self._steps[0] is not step:
-            self._steps = [step, *(other for other in self._steps if other is not step)][: self._max_plans]
-        self.plan, self.measured, self._run = step.plan, step.measured, step._run
+        if self._kept[0] is not step:
+            self._kept = [step, *(other for other in self._kept if other is not step)][: self._max_plans]
+        self._show(step)

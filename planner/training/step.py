@@ -1,8 +1,12 @@
 """What is called in the training loop."""
 
 import os
+import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 from graphs.capture.signature import Batch, as_leaves
 from graphs.errors import PlannerError
@@ -13,16 +17,68 @@ from planner.choices import with_recorded
 from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page
 from planner.report.timeline import Timeline
+from planner.runtime.executor import Executor
+from planner.training.improvement import Swap
+
+
+class Improves(Protocol):
+    """Finds better plans for a step: ``planner.training.improvement.Improvement``, or the same on several processes."""
+
+    plan: Plan
+
+    def before_step(self) -> Swap | None:
+        """Note that a step begins; return the plan that it is to run by, where that changes."""
+        ...
+
+    def wait(self, seconds: float | None) -> Swap | None:
+        """Wait for the end of the solve, or for so long; return the best plan, where it is another than before."""
+        ...
+
+    def stop(self) -> None:
+        """Look for nothing any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Improving:
+    """What makes the plan of a step better while it trains.
+
+    Attributes:
+        improvement: finds better plans.
+        wrapped: an executor as the training loop calls it.
+    """
+
+    improvement: Improves
+    wrapped: Callable[[Executor], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanUse:
+    """A plan, and when it came into use.
+
+    Attributes:
+        plan: as it was then.
+        step: number of the first step that ran by it, from 1.
+        seconds: since the step was made.
+        reason: why it took the place of the one before.
+    """
+
+    plan: Plan
+    step: int
+    seconds: float
+    reason: str
 
 
 class PlannedStep:
     """A training step that runs as its plan says: ``loss = step(*batch); loss.backward()``.
 
-    Where the step was planned for a mapping it is ``step(**batch)``.
+    Where the step was planned for a mapping it is ``step(**batch)``. While it trains, the plan becomes better: between two
+    steps a faster one may take its place, which makes the same bits within the same budget.
 
     Attributes:
-        plan: the schedule, what it was planned for, predicted and measured.
+        plan: the plan in use: its schedule, what it was planned for, predicted and measured.
         measured: the graph that was planned, with the times of its ops; None if the plan was loaded from a cache.
+        history: the plans that were in use, the present one last.
     """
 
     def __init__(
@@ -30,13 +86,24 @@ class PlannedStep:
         plan: Plan,
         run: Callable[..., Any],
         measured: Graph | None,
+        *,
         refreshed: "Callable[[Batch], PlannedStep] | None" = None,
+        improving: Improving | None = None,
     ) -> None:
-        """`refreshed` makes the step that a batch says anew how lossy it may be; None where nothing is lossy."""
+        """Run `plan` by calling `run`.
+
+        Args:
+            refreshed: makes the step that a batch says anew how lossy it may be; None where nothing is lossy.
+            improving: finds better plans; None where the plan stays.
+        """
         self.plan = plan
         self.measured = measured
         self._run = run
         self._refreshed = refreshed
+        self._improving = improving
+        self._began = time.monotonic()
+        self._steps = 0
+        self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, ready for ``backward()``; with what else the loss function returns, detached.
@@ -46,7 +113,31 @@ class PlannedStep:
         Raises:
             MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
         """
+        if self._improving is not None and torch.is_grad_enabled():
+            self._steps += 1
+            self._take(self._improving.improvement.before_step())
         return self._run(*args, **kwargs)
+
+    def wait(self, seconds: float | None = None) -> Plan:
+        """Wait until the solve in the background has ended, or for so long; return the plan that the next step runs by.
+
+        Where several processes train, all call this.
+        """
+        if self._improving is not None:
+            self._take(self._improving.improvement.wait(seconds))
+        return self.plan
+
+    def _take(self, swap: Swap | None) -> None:
+        assert self._improving is not None
+        self.plan = self._improving.improvement.plan
+        if swap is not None:
+            self.measured, self._run = swap.graph, self._improving.wrapped(swap.executor)
+            seconds = time.monotonic() - self._began
+            self.history += (PlanUse(self.plan, max(1, self._steps), seconds, swap.reason),)
+
+    def _show(self, step: "PlannedStep") -> None:
+        """Have the plan and the history of `step`, one of those that this stands for."""
+        self.plan, self.measured, self.history, self._run = step.plan, step.measured, step.history, step._run
 
     def refresh_sensitivity(self, *args: object, **kwargs: object) -> None:
         """Measure anew how lossy compressed keeping is, on a batch and with the parameters as they are, and plan again with that.
@@ -65,7 +156,10 @@ class PlannedStep:
             )
         batch: Batch = kwargs or args
         step = self._refreshed(as_leaves(batch))
-        self.plan, self.measured, self._run, self._refreshed = step.plan, step.measured, step._run, step._refreshed
+        if self._improving is not None:
+            self._improving.improvement.stop()
+        self._show(step)
+        self._refreshed, self._improving = step._refreshed, step._improving
 
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write a page that shows what the plan does, and to `trace` the same as a Chrome trace: docs/report.md.

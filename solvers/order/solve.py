@@ -36,7 +36,7 @@ class Solved:
 
 def solve_in(order: Reordering, solve: Solver, request: Request) -> Solved:
     """Solve `request`, with the ops of its graph in `order`."""
-    return Solved(order.result_of_source(solve(replace(request, graph=order.graph))), order)
+    return Solved(order.result_of_source(solve(request.on(order.graph, order.schedule_of_source))), order)
 
 
 def solve_reordered(solve: Solver, request: Request) -> Solved:

@@ -5,7 +5,6 @@ bound, and its solution expands to a real schedule. Where that schedule is over 
 is refined, and solved again. See docs/formulation.md for the program and ``driver.py`` for the loop.
 """
 
-from dataclasses import replace
 from importlib.metadata import version
 
 from graphs.units import format_bytes
@@ -28,7 +27,7 @@ def solve(request: Request) -> Result:
     ``BoundParams.most_bytes``), for the same versions of the libraries and processors of the same arithmetic.
     """
     whole = ended(request.graph)
-    search = Search(replace(request, graph=whole.graph))
+    search = Search(request.on(whole.graph, whole.schedule_of_source))
     program, copies = search.problem.graph, search.problem.copies
     least = least_budget_bound(program, copies)
     settled = request.tolerance.first

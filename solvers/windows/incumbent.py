@@ -49,6 +49,7 @@ class Search:
         self.closed = False
         self.failure = ""  # what must not happen, and did
         self._told = 0.0
+        self._sent: Trial | None = None  # the best schedule that the caller was told
         self._owner = threading.current_thread()
         self._lock = threading.Lock()
         self._news = False
@@ -129,7 +130,12 @@ class Search:
         """Report progress: at once when there is news, else twice a second."""
         self.activity = activity or self.activity
         self._news |= news
-        if self._owner is not threading.current_thread() or self.request.on_progress is None:
+        if self._owner is not threading.current_thread():
+            return
+        if self.request.on_schedule is not None and self.best is not None and self.best is not self._sent:
+            self._sent = self.best
+            self.request.on_schedule(self.best.schedule, self.bound_s)
+        if self.request.on_progress is None:
             return
         seconds = self.clock.seconds
         if self._news or seconds - self._told > _TELL_S:

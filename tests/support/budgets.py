@@ -63,6 +63,6 @@ def half_way_known() -> Iterator[None]:
         return between(graph.captured.graph)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.training.compile.solve", solve_half_way)
+        patch.setattr("planner.training.search.solve", solve_half_way)
         patch.setattr(SharedBudget, "whole", whole_half_way)
         yield

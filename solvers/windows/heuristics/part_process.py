@@ -1,33 +1,22 @@
-"""A search in a process of its own, where the interpreter's lock is not shared.
-
-The process is started as ``multiprocessing`` does it with "spawn", but for one thing: the caller's main module is not imported
-there again, so that a script which plans needs no ``if __name__ == "__main__"``.
-"""
+"""A search in a process of its own, where the interpreter's lock is not shared."""
 
 import os
-import socket
-import subprocess
-import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.spawn import get_executable
 from types import TracebackType
 from typing import Self
 
 from graphs.ir import Graph
+from solvers.child_process import ChildProcess, connection_to_parent, description
 from solvers.clock import WallClock
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Order, Trial
-
-_COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from solvers.windows.heuristics.part_process import main; main()"
 
 
 @dataclass(slots=True)
@@ -89,52 +78,31 @@ class PartProcess:
         Raises:
             OSError: it cannot be started.
         """
-        program = get_executable()
-        if not program:
-            raise OSError("there is no interpreter that could be started")
-        here, there = socket.socketpair()
-        with here, there:
-            self._process = subprocess.Popen(
-                [os.fsdecode(program), "-c", _COMMAND, *sys.path],
-                stdin=there.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                # Ctrl-C is for who waits for the result; but priorities hold among the processes of one session.
-                process_group=0,
-            )
-            self._connection = Connection(here.detach())
+        self._process = ChildProcess(__name__)
         self.tell(task)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
-        self._connection.close()
-        self._process.wait()
+        self._process.end()
 
     def tell(self, what: Task | float | Trial | Order | None) -> None:
         """Let it know of the whole's best schedule, of which a part is told the time; of an order, or with None of their end."""
-        with suppress(OSError):  # of its end is heard
-            self._connection.send(what)
+        self._process.send(what)
 
     def hear(self, most: float) -> Trial | Ended | None:
         """What it has found since, waiting for `most` seconds for that; of a process that has died, that it has ended."""
         try:
-            return self._connection.recv() if self._connection.poll(most) else None
-        except (EOFError, OSError):
+            found: Trial | Ended | None = self._process.receive(most)
+        except EOFError:
             return Ended(died=True)
-
-
-def description(error: Exception) -> str:
-    """What has gone wrong, and where."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        return found
 
 
 def main() -> None:
     """The process: search what comes over the standard input, a socket, and send back what is found."""
-    connection = Connection(os.dup(0))
+    connection = connection_to_parent()
     try:
         task: Task = connection.recv()
     except (EOFError, OSError):

@@ -23,10 +23,11 @@ from typing import Self
 import numpy as np
 
 from graphs.ir import Graph
+from solvers.child_process import description
 from solvers.clock import Beside, Clock, left
 from solvers.request import Request
 from solvers.tolerance import Tolerance
-from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task, description
+from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
 from solvers.windows.solution.decode import Trial

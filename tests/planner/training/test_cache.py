@@ -17,7 +17,7 @@ import planner
 from graphs.errors import OutputError
 from graphs.io.formats import write_plan
 from graphs.synthetic.small import training_chain
-from planner.training import compile as train
+from planner.training import search
 from planner.training.cache import PlanCache
 from tests.support.cached_plans import compiled, workload
 
@@ -26,13 +26,13 @@ from tests.support.cached_plans import compiled, workload
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was solved, in order."""
     asked: list[object] = []
-    solve = train.solve
+    solve = search.solve
 
     def counted(graph: Any, budget: Any, **options: Any) -> Any:
         asked.append(budget)
         return solve(graph, budget, **options)
 
-    monkeypatch.setattr(train, "solve", counted)
+    monkeypatch.setattr(search, "solve", counted)
     return asked
 
 

@@ -121,7 +121,7 @@ class Interrupted(BaseException):
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("compile.solve", Interrupted),
+        ("search.solve", Interrupted),
         ("compiler.measured_peak", RuntimeError),
         ("compiler.profiled", Interrupted),
     ],

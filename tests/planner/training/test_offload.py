@@ -16,7 +16,7 @@ from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.pools import HOST
 from graphs.zoo import Workload, build
 from planner.runtime.executor import Executor
-from planner.training import compile as train
+from planner.training import search
 from tests.support.command import call
 from tests.support.steps import make
 
@@ -83,7 +83,7 @@ def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def solve_again(*_: object, **__: object) -> None:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr(train, "solve", solve_again)
+    monkeypatch.setattr(search, "solve", solve_again)
     for step, options in (
         (first, {"host_budget": 10**9}),
         (plain, {"options": (), "link": None}),

@@ -19,6 +19,7 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
+from solvers import child_process
 from solvers.clock import WallClock
 from solvers.policies.store_all import store_all
 from solvers.request import Request
@@ -26,7 +27,6 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
 from solvers.windows.driver import _run, run
-from solvers.windows.heuristics import part_process
 from solvers.windows.heuristics.commitments import _go_on
 from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
 from solvers.windows.heuristics.parts import _without_hearing, start_process
@@ -60,7 +60,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list["subprocess.Popen[bytes]"]:
             super().__init__(*args, **options)
             processes.append(self)
 
-    monkeypatch.setattr(part_process.subprocess, "Popen", Noted)
+    monkeypatch.setattr(child_process.subprocess, "Popen", Noted)
     return processes
 
 
@@ -117,14 +117,14 @@ def test_solves_are_the_same_with_processes_as_with_threads(started: list["subpr
 def test_what_a_process_that_dies_was_to_do_is_done_here(
     command: str, started: list["subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_process, "_COMMAND", command)
+    monkeypatch.setattr(child_process, "_COMMAND", command)
     assert heard_of(PartProcess(task_of(SEEDS[0], _until_stopped))) == [Ended(died=True)]
     check_solves()
     assert len(started) > len(SEEDS)
 
 
 def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_process, "get_executable", lambda: None)
+    monkeypatch.setattr(child_process, "get_executable", lambda: None)
     with pytest.raises(OSError, match="no interpreter"):
         PartProcess(task_of(LONG, _until_stopped))
     check_solves()
@@ -170,7 +170,7 @@ def test_nothing_is_left_of_it(started: list["subprocess.Popen[bytes]"]) -> None
     assert started[0].returncode == -9
     process = PartProcess(task_of(SEEDS[0], _until_stopped))
     assert process.hear(0.5) is None
-    process._connection.close()  # as if whoever has started it had been killed
+    process._process._connection.close()  # as if whoever has started it had been killed
     assert started[1].wait(60.0) == 0
 
 
@@ -193,7 +193,7 @@ def test_it_starts_others_where_it_may_and_they_end_with_it(may: bool, tmp_path:
 def _start_another(search: Search, _: Heard, *, file: Path) -> None:
     other = start_process(search, search.problem.whole, _until_stopped, params=search.params)
     part_of = file.with_suffix(".part")
-    part_of.write_text(str(other._process.pid if other is not None else 0))
+    part_of.write_text(str(other._process._process.pid if other is not None else 0))
     part_of.rename(file)
     _until_stopped(search, _)
 

@@ -1,0 +1,116 @@
+"""A solve in a process of its own, so that training goes on beside it. Never imports torch."""
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.plan import Plan
+from planner.solving import solve
+from solvers.child_process import ChildProcess, connection_to_parent, description
+
+_NICE = 10  # steps of priority below the training that it runs beside
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is solved.
+
+    Attributes:
+        graph, budget_bytes, settings: arguments of ``planner.solving.solve``.
+    """
+
+    graph: Graph
+    budget_bytes: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a solve.
+
+    Attributes:
+        plan: the best that was found; None if there is none.
+        failure: why there is none.
+    """
+
+    plan: Plan | None = None
+    failure: str = ""
+
+
+class BackgroundSolve:
+    """A solve that runs in a process of its own.
+
+    Attributes:
+        ended: its end; None while it runs.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Start it.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self.ended: Ended | None = None
+        self._process = ChildProcess(__name__)
+        self._process.send(job)
+
+    def receive(self, most_s: float = 0.0) -> Plan | None:
+        """Return the latest plan that is better than those before, waiting for so many seconds for one; None if there is none."""
+        latest: Plan | None = None
+        while self.ended is None:
+            try:
+                found: Plan | Ended | None = self._process.receive(0.0 if latest is not None else most_s)
+            except EOFError:
+                found = Ended(failure="its process has died")
+            if found is None:
+                break
+            if isinstance(found, Ended):
+                self.ended = found
+                latest = found.plan or latest
+                self._process.end()
+            else:
+                latest = found
+        return latest
+
+    def stop(self) -> None:
+        """End the process; what it has not told is lost."""
+        if self.ended is None:
+            self.ended = Ended(failure="it was stopped")
+            self._process.end()
+
+
+def main() -> None:
+    """Solve the job that comes over the standard input, a socket, and send back each better plan, and the end."""
+    connection = connection_to_parent()
+    os.nice(_NICE)
+    try:
+        job: Job = connection.recv()
+    except (EOFError, OSError):
+        return  # nobody wants it any more
+
+    def send(plan: Plan) -> None:
+        try:
+            connection.send(plan)
+        except OSError:
+            os._exit(0)
+
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            connection.recv()
+        os._exit(0)  # whoever has started this is gone
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        ended = Ended(solve(job.graph, job.budget_bytes, on_plan=send, **job.settings))
+    except PlannerError as error:
+        ended = Ended(failure=str(error))
+    except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is
+        ended = Ended(failure=description(error))
+    with suppress(OSError):
+        connection.send(ended)
+    os._exit(0)  # whatever threads HiGHS has left behind

@@ -1,0 +1,134 @@
+"""What is measured in real training steps: the time of each op in context, and the peak of a step. Bits do not change."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from graphs.cost.allocator import cpu_allocations, no_collection
+from graphs.torch_private.core import profiler_enabled
+from planner.runtime.executor import Executor
+
+_Mark = float | torch.cuda.Event
+_Returned = tuple[Any, tuple[Any, ...], list[Any]]
+
+
+class OpTimer:
+    """Times the ops of an executor in its next steps, without waiting for the device; then the executor runs as before.
+
+    Attributes:
+        done: True once so many steps have been timed.
+    """
+
+    def __init__(self, executor: Executor, device: torch.device, *, steps: int) -> None:
+        self.done = False
+        self._executor, self._plain, self._device, self._left = executor, executor.code, device, steps
+        self._passes: list[list[tuple[int, _Mark]]] = []
+        self._timed = executor.ticking(self._tick)
+        executor.code = replace(self._timed, forward=self._forward, backward=self._backward)
+
+    def times_s(self) -> dict[int, float]:
+        """Return typical seconds by op: on the CPU, where others interrupt, the least; on CUDA the median."""
+        found: dict[int, list[float]] = {}
+        for marks in self._passes:
+            for (_, before), (op, after) in pairwise(marks):
+                found.setdefault(op, []).append(_seconds(before, after))
+        typical = median if self._device.type == "cuda" else min
+        return {op: typical(seconds) for op, seconds in found.items()}
+
+    def stop(self) -> None:
+        """Let the executor run as before."""
+        self._executor.code = self._plain
+
+    def _forward(self, static: Sequence[Any]) -> _Returned:
+        self._begin()
+        return self._timed.forward(static)
+
+    def _backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
+        self._begin()
+        gradients = self._timed.backward(static, alive)
+        self._left -= 1
+        if self._left == 0:
+            self.stop()
+            self.done = True
+        return gradients
+
+    def _begin(self) -> None:
+        self._passes.append([])
+        self._tick(-1)
+
+    def _tick(self, op: int) -> None:
+        if self._device.type == "cuda":
+            mark: _Mark = torch.cuda.Event(enable_timing=True)
+            mark.record()  # type: ignore[union-attr]
+        else:
+            mark = time.perf_counter()
+        self._passes[-1].append((op, mark))
+
+
+def _seconds(before: _Mark, after: _Mark) -> float:
+    if isinstance(before, float) or isinstance(after, float):
+        assert isinstance(before, float) and isinstance(after, float)
+        return after - before
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
+class PeakWatch:
+    """Measures the peak of the next step of an executor; then the executor runs as before.
+
+    Attributes:
+        peak_bytes: the peak, static memory included; None until the step is over, and where a profiler of the user runs.
+        done: True once there is nothing left to wait for.
+    """
+
+    def __init__(self, executor: Executor, device: torch.device) -> None:
+        self.peak_bytes: int | None = None
+        self.done = False
+        self._executor, self._plain, self._device = executor, executor.code, device
+        self._kept_bytes = self._forward_peak_bytes = 0
+        executor.code = replace(self._plain, forward=self._forward, backward=self._backward)
+
+    def stop(self) -> None:
+        """Let the executor run as before."""
+        self._executor.code = self._plain
+        self.done = True
+
+    def _forward(self, static: Sequence[Any]) -> _Returned:
+        if self._device.type == "cpu" and profiler_enabled():  # there can be one only
+            self.stop()
+            return self._plain.forward(static)
+        self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured
+        returned: list[_Returned] = []
+        self._forward_peak_bytes, self._kept_bytes = self._rises(lambda: returned.append(self._plain.forward(static)))
+        return returned[0]
+
+    def _backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
+        self.stop()
+        if self._device.type == "cpu" and profiler_enabled():
+            return self._plain.backward(static, alive)
+        returned: list[tuple[Any, ...]] = []
+        rise_bytes, _ = self._rises(lambda: returned.append(self._plain.backward(static, alive)))
+        self.peak_bytes = self._executor.graph.static_bytes + max(self._forward_peak_bytes, self._kept_bytes + rise_bytes)
+        return returned[0]
+
+    def _rises(self, run: Any) -> tuple[int, int]:
+        """Return by how many bytes memory rises at most while `run` runs, and by how many until its end."""
+        if self._device.type == "cuda":
+            with no_collection():
+                torch.cuda.synchronize(self._device)
+                torch.cuda.reset_peak_memory_stats(self._device)
+                before = torch.cuda.memory_allocated(self._device)
+                run()
+                torch.cuda.synchronize(self._device)
+                peak = torch.cuda.max_memory_allocated(self._device)
+                return peak - before, torch.cuda.memory_allocated(self._device) - before
+        level = peak = 0
+        for event in cpu_allocations(lambda _: run()):
+            level += event.size_bytes or 0
+            peak = max(peak, level)
+        return peak, level

@@ -1,6 +1,7 @@
 """``planner curve``: a graph in, overhead against budget out."""
 
 import argparse
+import math
 from pathlib import Path
 
 from planner import options
@@ -19,6 +20,8 @@ from planner.cli.arguments import (
     print_text,
 )
 from solvers.registry import SOLVERS
+
+_TOTAL_S = 30.0
 
 
 def add(commands: Commands) -> None:
@@ -50,7 +53,17 @@ def add(commands: Commands) -> None:
     add_workers(parser, said="budgets solved")
     parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
     parser.add_argument(
-        "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each budget: 90, 90s, 10m (default: 1m)"
+        "--time-limit",
+        type=options.duration,
+        metavar="TIME",
+        help="for each budget: 90, 90s, 10m (default: what the whole curve may take)",
+    )
+    parser.add_argument(
+        "--total-time-limit",
+        type=options.duration,
+        metavar="TIME",
+        help="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left "
+        f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
     add_choices(parser)
@@ -76,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(arguments.output)
     if arguments.plot is not None:
         check_plot(Path(arguments.plot))
+    total_s = arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf)
     with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
-        progress.say("looking for the least feasible budget")
         found = curve(
             graph,
             arguments.budgets,
@@ -85,10 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
             cluster=arguments.cluster,
             solver=arguments.solver,
             tolerance=arguments.tolerance,
-            time_limit_s=arguments.time_limit,
+            time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
+            total_time_limit_s=total_s,
             reorder=arguments.reorder,
             choices=choices,
-            on_point=lambda done, count: progress.say(f"{done} of {count} budgets done"),
+            on_activity=progress.say,
             should_stop=interrupt,
         )
     if arguments.output is not None:

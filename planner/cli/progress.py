@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-PLAIN_EVERY_S = 30.0
+PLAIN_EVERY_S = 10.0
 
 
 def describe(progress: Progress, *, base_s: float) -> str:
@@ -73,8 +73,12 @@ class ProgressLine:
             self.note(f"{self._said}, {progress.seconds:.0f} s")
 
     def say(self, activity: str) -> None:
-        """Show what is being done, on a terminal only."""
+        """Show what is being done; where stderr is not a terminal, every ten seconds at most."""
         self._said = visible(activity)
+        seconds = time.monotonic() - self._start_s
+        if self._live is None and seconds >= self._next_plain_s:
+            self._next_plain_s = seconds + PLAIN_EVERY_S
+            self.note(f"{self._said}, {seconds:.0f} s")
 
     def note(self, text: str) -> None:
         """A line that stays."""

@@ -9,6 +9,7 @@ from planner.studies.curve import Curve
 from planner.studies.frontier import Point
 from planner.studies.sizes import LargestSize, Wanted
 from planner.visible import visible
+from solvers.result import Status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,7 +39,7 @@ def _part_text(curve: Curve) -> str:
         for point in curve.points
     ]
     header = ("budget", "% of peak", "overhead", "bound", "gap", "seconds", "status")
-    return "\n".join((table(header, rows, numbers=6), *_least_line(curve), *_seconds_line(curve)))
+    return "\n".join((table(header, rows, numbers=6), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve)))
 
 
 def curve_data(curve: Curve) -> dict[str, object]:
@@ -104,6 +105,15 @@ def _least_line(curve: Curve) -> list[str]:
         return [f"least feasible budget: {format_bytes(least.found_bytes)}, proved for first executions in {order}"]
     proved, found = format_bytes(least.proved_bytes), format_bytes(least.found_bytes)
     return [f"least feasible budget: between {proved} (proved for first executions in {order}) and {found}"]
+
+
+def _gaps_line(curve: Curve) -> list[str]:
+    """Which budgets are not solved to the end."""
+    feasible = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.FEASIBLE]
+    nothing = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.LIMIT]
+    lines = [f"not proved optimal: {', '.join(feasible)}"] if feasible else []
+    lines += [f"nothing found, nor proved infeasible: {', '.join(nothing)}"] if nothing else []
+    return [*lines, "raise --total-time-limit or --time-limit for these"] if lines else []
 
 
 def _seconds_line(curve: Curve) -> list[str]:

@@ -1,5 +1,6 @@
 """Overhead against budget: a grid of budgets solved side by side, each answer used for all of them. Never imports torch."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,9 +10,9 @@ from graphs.options import with_options
 from graphs.plan import GraphSummary
 from planner.choices import Choices
 from planner.solving import budget_in_bytes, offered_to, order_for, summarize
-from planner.studies.frontier import Frontier, Point, Turns, evenly
+from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
-from solvers.clock import WallClock
+from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
@@ -19,7 +20,9 @@ from solvers.request import Request
 from solvers.result import Result, status_of
 from solvers.tolerance import Tolerance
 
-_LEAST_S = 30.0  # to spend at most on the least feasible budget, where the grid begins
+_LEAST_S, _LEAST_SHARE = 5.0, 0.1  # at most, and of the time: for the least feasible budget, where the grid begins
+_ORDER_SHARE = 0.25  # of the time: for an order of the ops
+_WITH_OPTIONS = 0.6  # of the time, where the same budgets are solved without them after that
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,10 @@ class _Solve:
     graph: Graph
     solver: str
     tolerance: float
-    time_limit_s: float
 
-    def __call__(self, budget_bytes: int, should_stop: Callable[[], bool]) -> Result:
-        tolerance, clock = Tolerance.of(self.tolerance), WallClock(self.time_limit_s)
-        return get_solver(self.solver)(Request(self.graph, budget_bytes, tolerance, clock, should_stop=should_stop))
+    def __call__(self, turn: Turn, should_stop: Callable[[], bool]) -> Result:
+        tolerance, clock = Tolerance.of(self.tolerance), WallClock(turn.time_limit_s)
+        return get_solver(self.solver)(Request(self.graph, turn.budget_bytes, tolerance, clock, should_stop=should_stop))
 
 
 def curve(
@@ -74,9 +76,10 @@ def curve(
     solver: str = "windows",
     tolerance: float = 1e-3,
     time_limit_s: float = 60.0,
+    total_time_limit_s: float = math.inf,
     reorder: bool | None = None,
     choices: Choices | None = None,
-    on_point: Callable[[int, int], None] | None = None,
+    on_activity: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Curve:
     """Solve `graph` at several budgets.
@@ -93,10 +96,13 @@ def curve(
         cluster: address of a Dask scheduler, whose workers solve instead.
         solver: a name in ``solvers.registry``.
         tolerance: on the gap, relative to the whole step.
-        time_limit_s: seconds for each budget.
-        reorder: as in ``planner.solving.solve``.
+        time_limit_s: seconds for each solve.
+        total_time_limit_s: seconds for the whole curve. Every budget is solved for a short time first, and those with a gap
+            again for longer, as far as time goes.
+        reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
+            the best order if its peak is lower. All budgets are solved in the same order.
         choices: that the graph is given. The budgets are solved without them, too; no schedule of that is better then.
-        on_point: told how many budgets have had their turn, and of how many.
+        on_activity: told what is being done.
         should_stop: polled; once True, what is known so far is the answer.
 
     Raises:
@@ -104,16 +110,19 @@ def curve(
         PlannerError: no such solver, or it takes no choices; options out of range, a solve failed, or what runs it was lost.
     """
     get_solver(solver)
-    how = _How(jobs, cluster, solver, tolerance, time_limit_s, reorder, on_point, should_stop or (lambda: False))
-    found = None if choices is None else _curve(offered_to(solver, graph, choices), budgets, how)
-    graph = with_options(graph, ())
-    if found is None or choices is None:
-        return _curve(graph, budgets, how)
+    clock = WallClock(total_time_limit_s)
+    how = _How(jobs, cluster, solver, tolerance, time_limit_s, reorder, on_activity, should_stop or (lambda: False))
+    program = with_options(graph, ())
+    if choices is None:
+        return _curve(program, budgets, how, clock)
+    found = _curve(offered_to(solver, graph, choices), budgets, how, clock.part(_WITH_OPTIONS * clock.limit))
     again = tuple(point.budget_bytes for point in found.points)
-    without = _curve(graph, again, how)
+    least = None
     if isinstance(budgets, int):
-        order = order_for(graph, solver, reorder=reorder)
-        least = _least_in(order, how)
+        order = order_for(program, solver, reorder=reorder, clock=clock.part(_ORDER_SHARE * left(clock)))
+        least = _least_in(order, how, clock)
+    without = _curve(program, again, how, clock.part(left(clock)))
+    if least is not None:
         without = replace(without, least=replace(least, schedule=order.schedule_of_source(least.schedule)))
     points = tuple(_better(*pair, tolerance) for pair in zip(found.points, without.points, strict=True))
     return replace(found, points=points, options=choices.options, without=without)
@@ -129,20 +138,26 @@ class _How:
     tolerance: float
     time_limit_s: float
     reorder: bool | None
-    on_point: Callable[[int, int], None] | None
+    on_activity: Callable[[str], None] | None
     should_stop: Callable[[], bool]
 
+    def tell(self, activity: str) -> None:
+        """Say what is being done."""
+        if self.on_activity is not None:
+            self.on_activity(activity)
 
-def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How) -> Curve:
+
+def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock) -> Curve:
     """As ``curve``, of a graph with the choices that it has."""
     summary = summarize(graph)
-    order = order_for(graph, how.solver, reorder=how.reorder)
+    how.tell("looking for an order of the ops that needs less memory")
+    order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
     known = Frontier(order.graph, how.tolerance)
     least = None
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = _least_in(order, how)
+        least = _least_in(order, how, clock)
         known.learn_schedule(least.schedule)
         known.infeasible_bytes = least.proved_bytes - 1
         wanted = evenly(least.found_bytes, summary.store_all_peak_bytes, budgets)
@@ -150,8 +165,8 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How) -> Curve
         wanted = tuple(sorted({budget_in_bytes(budget, summary.store_all_peak_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
-    plan = Turns(known, wanted, how.on_point)
-    job = _Solve(order.graph, how.solver, how.tolerance, how.time_limit_s)
+    plan = Turns(known, wanted, clock=clock, time_limit_s=how.time_limit_s, jobs=how.jobs, on_activity=how.on_activity)
+    job = _Solve(order.graph, how.solver, how.tolerance)
     for result in run(job, plan.take, how.should_stop, jobs=how.jobs, cluster=how.cluster):
         plan.learn(result)
     points = tuple(_of_source(plan.point(budget), order) for budget in wanted)
@@ -160,9 +175,11 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How) -> Curve
     return Curve(summary, points, least, plan.finished, order.changed)
 
 
-def _least_in(order: Reordering, how: _How) -> LeastBudgetBracket:
+def _least_in(order: Reordering, how: _How, clock: Clock) -> LeastBudgetBracket:
     """What is known of the least budget, of the reordered graph."""
-    return least_budget(order.graph, clock=WallClock(min(_LEAST_S, how.time_limit_s)), should_stop=how.should_stop)
+    how.tell("looking for the least feasible budget")
+    part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.time_limit_s))
+    return least_budget(order.graph, clock=part, should_stop=how.should_stop)
 
 
 def _better(point: Point, other: Point, tolerance: float) -> Point:

@@ -11,10 +11,15 @@ from graphs.options.offload import without_copies
 from graphs.plan import relative_gap
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
+from graphs.units import format_bytes
+from solvers.clock import Clock, left
 from solvers.policies.store_all import store_all
 from solvers.result import Result, Status, status_of
 
 _ANY_BUDGET = math.inf  # a bound found here holds everywhere
+_FIRST_ROUND = 0.5  # of the time that is left: for one turn of each budget
+_SHORTEST_S = 0.5  # of a turn
+_LONGER = 1.5  # times the last: a turn begins anew, and what is not longer finds nothing more
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +113,105 @@ class Frontier:
         return Point(budget_bytes, status_of(time_s, bound_s, self.tolerance), schedule, peak_bytes, time_s, bound_s, seconds)
 
 
-class Turns:
-    """Which budget is solved next, and what has come of those before."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A budget to solve at, and how long that may take."""
 
-    def __init__(self, known: Frontier, budgets: tuple[int, ...], on_point: Callable[[int, int], None] | None) -> None:
+    budget_bytes: int
+    time_limit_s: float
+
+
+class Turns:
+    """Which budget is solved next and for how long, and what has come of those before.
+
+    Every budget has a short turn first, outside in. Those with a gap have longer ones after that, the largest gap first, as
+    long as there is time for turns that are longer than the last.
+
+    Args:
+        known: what is known of the graph.
+        budgets: all of them.
+        clock: what all turns may take together.
+        time_limit_s: what one turn may take.
+        jobs: turns at a time.
+        on_activity: told what is being done.
+    """
+
+    def __init__(
+        self,
+        known: Frontier,
+        budgets: tuple[int, ...],
+        *,
+        clock: Clock,
+        time_limit_s: float,
+        jobs: int = 1,
+        on_activity: Callable[[str], None] | None = None,
+    ) -> None:
         self.known = known
         self.waiting = [budgets[i] for i in outside_in(len(budgets))]
-        self.count = len(budgets)
+        self.budgets = budgets
         self.seconds: dict[int, float] = {}
-        self.solving = 0
-        self._on_point = on_point
+        self._clock = clock
+        self._time_limit_s = time_limit_s
+        self._jobs = jobs
+        self._on_activity = on_activity
+        self._limits_s: dict[int, float] = {}  # of the last turns
+        self._solving: set[int] = set()
 
     @property
     def finished(self) -> bool:
-        """Whether every budget has had its turn, or needs none."""
-        self._drop_settled()
-        return not self.waiting and not self.solving
+        """Whether every budget has had a turn, or needs none."""
+        return all(budget in self.seconds for budget in self._open())
 
-    def take(self) -> int | None:
-        """The next budget to solve; None when there is none left."""
-        self._drop_settled()
-        self._tell()
+    def take(self) -> Turn | None:
+        """Return the next turn; None if there is none left."""
+        unsettled = self._open()
+        self.waiting = [budget for budget in self.waiting if budget in unsettled]
         if not self.waiting:
+            self._begin_round([budget for budget in unsettled if budget not in self._solving])
+        if not self.waiting or left(self._clock) <= 0:
             return None
-        self.solving += 1
-        return self.waiting.pop(0)
+        budget = self.waiting.pop(0)
+        limit_s = self._limit_s(1 + len(self.waiting), first=budget not in self.seconds)
+        self._limits_s[budget] = limit_s
+        self._solving.add(budget)
+        self._tell(budget, limit_s, len(unsettled))
+        return Turn(budget, limit_s)
 
     def learn(self, result: Result) -> None:
-        """What a solve came to."""
-        self.solving -= 1
-        self.seconds[result.budget_bytes] = result.seconds
+        """Take note of what a solve came to."""
+        budget = result.budget_bytes
+        self._solving.discard(budget)
+        self.seconds[budget] = self.seconds.get(budget, 0.0) + result.seconds
         self.known.learn(result)
 
     def point(self, budget_bytes: int) -> Point:
-        """What is known at a budget."""
+        """Return what is known at a budget."""
         return self.known.point(budget_bytes, self.seconds.get(budget_bytes))
 
-    def _drop_settled(self) -> None:
+    def _open(self) -> list[int]:
+        """The budgets that are not settled."""
         settled = (Status.OPTIMAL, Status.INFEASIBLE)
-        self.waiting = [budget for budget in self.waiting if self.point(budget).status not in settled]
+        return [budget for budget in self.budgets if self.point(budget).status not in settled]
 
-    def _tell(self) -> None:
-        if self._on_point is not None:
-            self._on_point(self.count - len(self.waiting) - self.solving, self.count)
+    def _begin_round(self, budgets: list[int]) -> None:
+        """Have those of `budgets` wait whose next turn would be notably longer than their last."""
+
+        def gap(budget: int) -> float:
+            found = self.point(budget).gap
+            return math.inf if found is None else found
+
+        for budget in sorted(budgets, key=gap, reverse=True):
+            if self._limit_s(1 + len(self.waiting), first=False) >= _LONGER * self._limits_s[budget]:
+                self.waiting.append(budget)
+
+    def _limit_s(self, sharing: int, *, first: bool) -> float:
+        """What a turn may take, of `sharing` that wait."""
+        left_s = left(self._clock)
+        share_s = left_s * self._jobs / sharing * (_FIRST_ROUND if first else 1.0)
+        return min(self._time_limit_s, left_s, max(_SHORTEST_S, share_s))
+
+    def _tell(self, budget: int, limit_s: float, unsettled: int) -> None:
+        if self._on_activity is not None:
+            again = "again, " if budget in self.seconds else ""
+            settled = f"{len(self.budgets) - unsettled} of {len(self.budgets)} budgets settled"
+            self._on_activity(f"solving {format_bytes(budget)}, {again}for up to {limit_s:.0f} s; {settled}")

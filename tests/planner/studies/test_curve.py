@@ -1,5 +1,6 @@
 """Curves: monotone, judged, and the same however they are computed."""
 
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from planner import options
 from planner.choices import choices_of
 from planner.report.curves import curve_data, curve_frame, curve_text
 from planner.studies.curve import Curve, curve
-from planner.studies.frontier import evenly, outside_in
+from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
+from solvers.clock import WorkClock
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
@@ -184,6 +186,60 @@ def test_budgets_are_spread_evenly_and_solved_from_the_ends() -> None:
     for count in range(12):
         assert sorted(outside_in(count)) == list(range(count))
     assert list(outside_in(5)) == [4, 0, 2, 3, 1]
+
+
+def turns(budgets: tuple[int, ...], limit: float) -> tuple[Turns, WorkClock]:
+    clock = WorkClock(limit)
+    graph = training_chain(6)
+    return Turns(Frontier(graph, 0.0), budgets, clock=clock, time_limit_s=60.0), clock
+
+
+def unsolved(budget_bytes: int, bound_s: float, seconds: float) -> Result:
+    graph = training_chain(6)
+    return Result(graph, budget_bytes, Status.LIMIT, None, bound_s, "scripted", seconds, message="no time")
+
+
+def test_every_budget_has_a_short_turn_before_one_has_a_long_one() -> None:
+    plan, clock = turns((4, 5, 6), 30.0)
+    taken = []
+    while (turn := plan.take()) is not None:
+        taken.append((turn.budget_bytes, turn.time_limit_s))
+        clock.spend(turn.time_limit_s)
+        plan.learn(unsolved(turn.budget_bytes, 12.5, turn.time_limit_s))
+    assert [budget for budget, _ in taken[:3]] == [6, 4, 5]
+    assert taken[0] == (6, 5.0)
+    assert sum(limit for _, limit in taken) == pytest.approx(30.0)
+    assert all(limit > dict(taken[:3])[budget] for budget, limit in taken[3:]) and len(taken) > 3
+    assert plan.finished
+
+
+def test_a_budget_that_settles_soon_leaves_its_time_to_the_others() -> None:
+    plan, clock = turns((4, 5), 30.0)
+    first = plan.take()
+    assert first is not None and first.budget_bytes == 5
+    clock.spend(1.0)
+    plan.learn(Result(training_chain(6), 5, Status.INFEASIBLE, None, None, "scripted", 1.0, message="too small"))
+    assert plan.take() is None  # 4 is infeasible too
+    assert plan.finished
+
+
+def test_without_a_limit_for_all_every_budget_has_one_turn() -> None:
+    plan, _ = turns((4, 5, 6), math.inf)
+    for budget in (6, 4, 5):
+        assert plan.take() == Turn(budget, 60.0)
+        plan.learn(unsolved(budget, 12.5, 60.0))
+    assert plan.take() is None
+
+
+def test_budgets_with_a_gap_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = training_chain(6)
+    five = curve(graph, [5]).points[0]
+    scripted(monkeypatch, lambda g, b: Result(g, b, Status.FEASIBLE, five.schedule, 12.0, "scripted", 1.0))
+    said: list[str] = []
+    text = curve_text(curve(graph, [5, 7], solver="scripted", on_activity=said.append))
+    assert "not proved optimal: 5 B\n" in text and "--total-time-limit" in text
+    assert any(line.startswith("solving 5 B, for up to 60 s") for line in said)
+    assert "not proved" not in curve_text(curve(graph, [5, 7]))
 
 
 @pytest.mark.parametrize(("budgets", "error"), [([], BudgetError), (0, BudgetError), (["8"], BudgetError), ([0], BudgetError)])

@@ -238,6 +238,16 @@ def summarize(graph: Graph) -> GraphSummary:
     )
 
 
+def eager_peak_bytes(eager: Graph, planned: Graph) -> int:
+    """Return the predicted peak of plain eager PyTorch, which shares are shares of, for a step that runs other kernels.
+
+    Args:
+        eager: the step as eager PyTorch runs it.
+        planned: the same step as it is planned, with all static memory that its process holds.
+    """
+    return summarize(eager).store_all_peak_bytes - eager.static_bytes + planned.static_bytes
+
+
 def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
     """Refuse a plan for another graph.
 

@@ -4,6 +4,7 @@ AOTAutograd makes forward and backward of what Dynamo captures; which tensors ar
 again when, is ours (``planner.torch_compile.partition``). Guards, graph breaks and recompilations stay Dynamo's.
 """
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import fx
 from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
 from graphs.cost.devices import DEVICES, Device, device_called, get_device
 from graphs.errors import PlannerError
+from graphs.ir import Graph
 from graphs.torch_private.capture import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -25,6 +27,7 @@ from graphs.torch_private.capture import (
     innermost_backend,
 )
 from graphs.torch_private.core import pytree
+from planner.budgets import is_share
 from planner.solving import solve
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
 from planner.torch_compile.partition import capture_joint
@@ -111,6 +114,8 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graph = PlannedKernels(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+        if is_share(budget.options["budget"]):
+            graph.eager = _as_eager(joint)
         add(graph)
         planned.append(graph)
         return graph.interface()
@@ -123,6 +128,14 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     )
     compiled: Callable[..., Any] = compiler(module, inputs)
     return compiled
+
+
+def _as_eager(joint: fx.GraphModule) -> Graph:
+    """A joint graph as eager PyTorch runs it, each op measured by itself, as that of ``compile="eager"``."""
+    where = _where(joint)
+    known = None if where.type == "cpu" else device_called(torch.cuda.get_device_name(where))
+    fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on made-up values
+    return capture_joint(copy.deepcopy(joint), fallback, measure=True).graph
 
 
 def _trains(module: fx.GraphModule) -> bool:

@@ -16,6 +16,7 @@ from torch import fx
 from graphs.capture.lower import Capture
 from graphs.capture.redraw import generator_of
 from graphs.errors import PlannerError
+from graphs.ir import Graph
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -53,6 +54,7 @@ class PlannedGraph(ABC):
 
     Attributes:
         captured: what is planned of it.
+        eager: the same as eager PyTorch runs it, where it is planned with other kernels and a budget is a share of its peak.
         tangents: its static tensors that are gradients of its outputs.
         outputs: how many tensors the forward pass returns besides what it saves.
         slots: a tensor for each place among what is saved.
@@ -66,6 +68,7 @@ class PlannedGraph(ABC):
     ) -> None:
         self.captured = captured
         self._device = device
+        self.eager: Graph | None = None
         self.tangents = tuple(tangents)
         self.outputs = outputs
         self.slots = tuple(slots)

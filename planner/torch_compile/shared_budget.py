@@ -172,7 +172,7 @@ class SharedBudget:
 
         A last batch that is smaller does not get less than there was for the others.
         """
-        captured = [graph.captured.graph for graph in graphs]
+        captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
         peaks = [solving.summarize(graph).store_all_peak_bytes for graph in captured]
         step_bytes = max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks))

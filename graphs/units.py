@@ -25,7 +25,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
 
     Args:
         text: amount and unit; units are case-insensitive, GB = 10^9 and GiB = 2^30.
-        peak_bytes: the peak without recomputation, what a percentage refers to.
+        peak_bytes: the predicted peak of plain eager PyTorch, which shares are shares of.
 
     Raises:
         BudgetError: not an amount, no unit, an unknown unit, or not above zero.
@@ -37,7 +37,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
     if unit is None:
         raise BudgetError(
             f"budget {text!r} has no unit: write {match[1]}GB (10^9 bytes), {match[1]}GiB (2^30 bytes) "
-            f"or {match[1]}% (of the peak without recomputation)"
+            f"or {match[1]}% (of the predicted peak of plain eager PyTorch)"
         )
     if unit == "%":
         size = amount / 100 * peak_bytes

@@ -51,10 +51,11 @@ def plan_data(plan: Plan) -> dict[str, object]:
 def plan_text(plan: Plan) -> str:
     """What ``planner solve`` says about a plan, for people."""
     peak = plan.graph.store_all_peak_bytes
-    share = f", {format_ratio(plan.budget_bytes / peak)} of the {format_bytes(peak)} without recomputation" if peak else ""
+    share = f", {format_ratio(plan.budget_bytes / peak)} of the {format_bytes(peak)} that eager PyTorch needs" if peak else ""
     time_s, ratio = format_seconds(plan.time_s), f"{1 + plan.overhead:.4f}"
     lines = [
         ("budget", format_bytes(plan.budget_bytes) + share),
+        *_price_lines(plan.settings),
         ("predicted peak", format_bytes(plan.peak_bytes)),
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
@@ -77,6 +78,14 @@ def _copied(plan: Plan) -> str:
     if not {parsed(name)[0] for name in recorded_options(plan.settings)} <= {"offload", "placement"}:
         return f", {plan.copied:,} optional ops"
     return f", {plan.copied:,} copies{'' if plan.pool_peaks_bytes.keys() <= {HOST} else ' and ops on other devices'}"
+
+
+def _price_lines(settings: Mapping[str, object]) -> list[tuple[str, str]]:
+    """What a budget was found for, where an overhead was given in its place."""
+    overhead, proved_bytes = settings.get("max_overhead"), settings.get("least_budget_proved_bytes")
+    if not isinstance(overhead, int | float) or not isinstance(proved_bytes, int):
+        return []
+    return [("at max overhead", f"{format_ratio(overhead)}: proved to need no less than {format_bytes(proved_bytes)}")]
 
 
 def _tolerated(plan: Plan) -> str:

@@ -128,3 +128,9 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
         trained(PlannedWeighted, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
     with pytest.raises(PlannerError, match="below"):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100kB"))
+
+
+@pytest.mark.parametrize("given", [{}, {"budget": "1GB", "max_overhead": 0.1}])
+def test_not_exactly_one_of_budget_and_overhead_raises(given: dict[str, Any]) -> None:
+    with pytest.raises(PlannerError, match="give a budget or max_overhead, one of them"):
+        PlannedTrainer(model(), **given)

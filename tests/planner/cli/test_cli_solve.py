@@ -104,3 +104,18 @@ def test_a_message_of_many_lines_is_printed_in_one(
 
     monkeypatch.setattr("planner.solving.solve", fail)
     refused(call(capsys, "solve", graph_file, "--budget", "60%"), 1, "one two")
+
+
+def test_a_max_overhead_finds_the_budget(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file = tmp_path / "plan.json"
+    said = call(capsys, "solve", graph_file, "--max-overhead", "10%", "--work-limit", "10", "-o", plan_file)
+    assert said.code == 0
+    plan = read_plan(plan_file)
+    assert 0 < plan.overhead <= 0.1
+    assert plan.peak_bytes == plan.budget_bytes < plan.graph.store_all_peak_bytes
+    assert "at max overhead" in said.out and "10.00%: proved to need no less than" in said.out
+    refused(
+        call(capsys, "solve", graph_file, "--max-overhead", "10%", "--solver", "checkmate", "--write-model", "x.lp"),
+        1,
+        "--budget",
+    )

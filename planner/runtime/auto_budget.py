@@ -14,8 +14,8 @@ from planner.runtime.free_memory import free_bytes
 
 # Left free by device type: bytes, and a share of what is free. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
 # threads) and kernels that libraries load when they are first called; the caching allocator, which ran steps of several models
-# within 1.00 to 1.07 times their allocated peak. CPU: what Python and the allocator take beside tensors.
-_RESERVE = {"cuda": (192 * 2**20, 0.07), "cpu": (32 * 2**20, 0.05)}
+# within 1.00 to 1.07 times their allocated peak. CPU: what Python, solvers and malloc take beside tensors.
+_RESERVE = {"cuda": (192 * 2**20, 0.07), "cpu": (128 * 2**20, 0.05)}
 _ROUNDED_TO = 128  # parts of a power of two: nearly the same free memory gives the same budget, and so the same kept plan
 
 _log = logging.getLogger(__name__)

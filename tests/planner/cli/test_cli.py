@@ -10,7 +10,7 @@ from planner.cli.main import build_parser
 from tests.support.command import call, refused
 from tests.support.command_process import PATIENCE_S, ROOT, command
 
-COMMANDS = ["trace", "solve", "run", "info"]
+COMMANDS = ["trace", "advise", "solve", "run", "info"]
 
 
 # --- help, usage, imports -------------------------------------------------------------------------

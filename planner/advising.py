@@ -12,7 +12,8 @@ from graphs.cost.devices import get_device
 from graphs.options import OPTIONS, traced_options
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
-from planner.studies.advice import Advice, advise_graph
+from planner.studies.advice import Advice
+from planner.studies.budget_analysis import advise_graph
 from planner.tracing import trace
 
 _LEAST_S = 20.0  # for the analysis, however long the trace took

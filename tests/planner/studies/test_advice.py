@@ -13,7 +13,8 @@ from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.solving import summarize
-from planner.studies.advice import BETWEEN, Advice, advise_graph, options_to_try
+from planner.studies.advice import Advice
+from planner.studies.budget_analysis import BETWEEN, advise_graph, options_to_try
 
 LINK = {"link": "1000GB/s", "host_budget": "1GB"}
 

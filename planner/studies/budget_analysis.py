@@ -1,0 +1,195 @@
+"""What a step needs, what less memory costs, and what each option would add: within one time limit. Never imports torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.options import OPTIONS, parsed, with_options
+from graphs.options.selection import traced_with
+from graphs.options.variance import REFERENCE_BITS
+from graphs.units import format_bytes
+from planner.choices import choices_of
+from planner.solving import summarize
+from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
+from planner.studies.frontier import Frontier, evenly, outside_in
+from solvers.clock import Clock, WallClock, left
+from solvers.least import LeastBudgetBracket, least_budget
+from solvers.order.reorder import reordered
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Status
+from solvers.tolerance import Tolerance
+
+BETWEEN = 5  # budgets between the least and what eager PyTorch needs
+CHEAP = 0.1  # overhead that is recommended where nothing is known of a device
+_TOLERANCE = 0.005
+_PRECISION = 0.02  # of the bracket of the least budget
+# Shares of the time limit.
+_ORDER, _LEAST, _CURVE = 0.1, 0.25, 0.3
+_OPTION_LEAST = 0.5  # of the time of one option; the rest is for its solve
+
+
+def options_to_try(graph: Graph) -> tuple[str, ...]:
+    """The options that advice is given on, of those `graph` was traced with and those that any graph can have."""
+    traced = (f"{name}:{REFERENCE_BITS}" if OPTIONS[name].lossy else name for name in traced_with(graph))
+    return ("offload", *traced)
+
+
+def advise_graph(
+    graph: Graph,
+    *,
+    available_bytes: int | None = None,
+    device: str = "",
+    options: Sequence[str] | None = None,
+    link: str | float | None = None,
+    host_budget: str | int | None = None,
+    time_limit_s: float = 45.0,
+    on_activity: Callable[[str], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Advice:
+    """Return what `graph` needs, what less memory costs, and which budget to take.
+
+    Args:
+        graph: traced with those of the options that are found in the step itself.
+        available_bytes: what a step may use on the device; None if unknown.
+        device: its name, for people.
+        options: to try, each alone; None for ``options_to_try``.
+        link, host_budget: for those that copy, as in ``planner.solve``.
+        time_limit_s: for all of it.
+        on_activity: told what is being done.
+        should_stop: polled; once True, what is known so far is the answer.
+
+    Raises:
+        PlannerError: an option cannot be tried alone, or the graph was traced without it.
+    """
+    work = _Analysis(graph, WallClock(time_limit_s), on_activity or (lambda _: None), should_stop or (lambda: False))
+    names = options_to_try(graph) if options is None else tuple(options)
+    for name in names:
+        if OPTIONS[parsed(name)[0]].places:
+            raise PlannerError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
+    least = work.least
+    budgets = evenly(least.found_bytes, max(least.found_bytes, work.summary.store_all_peak_bytes), BETWEEN + 2)[1:-1]
+    wanted = budgets
+    if available_bytes is not None and least.found_bytes <= available_bytes < work.summary.store_all_peak_bytes:
+        wanted = tuple(sorted({*budgets, available_bytes}))
+    work.solve(wanted)
+    middle_bytes = budgets[len(budgets) // 2] if budgets else least.found_bytes
+    offered = work.try_options(names, middle_bytes, link, host_budget)
+    return Advice(
+        graph=work.summary,
+        device=device,
+        available_bytes=available_bytes,
+        least_proved_bytes=least.proved_bytes,
+        least=work.price(least.found_bytes),
+        between=tuple(work.price(budget) for budget in budgets),
+        options=offered,
+        recommended=_recommended(work, available_bytes, budgets, offered),
+        seconds=work.clock.seconds,
+    )
+
+
+class _Analysis:
+    """Finds out what a graph costs at several budgets, within one time limit."""
+
+    def __init__(self, graph: Graph, clock: Clock, on_activity: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+        self.graph, self.clock, self.tell, self.should_stop = graph, clock, on_activity, should_stop
+        plain = with_options(graph, ())
+        self.summary = summarize(plain)
+        self.tell("looking for the least budget")
+        order = reordered(plain, clock.part(_ORDER * clock.limit)).graph
+        self.known, self.least = self._bracketed(order, clock.part(_LEAST * clock.limit))
+
+    def _bracketed(self, graph: Graph, clock: Clock) -> tuple[Frontier, LeastBudgetBracket]:
+        known = Frontier(graph, _TOLERANCE)
+        least = least_budget(graph, clock=clock, precision=_PRECISION, should_stop=self.should_stop)
+        known.learn_schedule(least.schedule)
+        known.infeasible_bytes = least.proved_bytes - 1
+        return known, least
+
+    def solve(self, budgets: Sequence[int]) -> None:
+        """Solve for a short while at each budget; what is found at one counts at all."""
+        until = self.clock.now + _CURVE * self.clock.limit
+        order = [budgets[i] for i in outside_in(len(budgets))]
+        for done, budget_bytes in enumerate(order):
+            self.tell(f"solving for {format_bytes(budget_bytes)}")
+            clock = self.clock.part(max(0.1, (until - self.clock.now) / (len(order) - done)))
+            _solve(self.known, budget_bytes, clock, self.should_stop)
+
+    def price(self, budget_bytes: int) -> Price:
+        """Return what is known at a budget."""
+        return _price(self.known, budget_bytes, self.summary.time_s)
+
+    def try_options(
+        self, names: Sequence[str], budget_bytes: int, link: str | float | None, host_budget: str | int | None
+    ) -> tuple[OptionAdvice, ...]:
+        """Return what each option would add, alone."""
+        found = []
+        for done, name in enumerate(names):
+            self.tell(f"trying {name}")
+            copying = (link, host_budget) if OPTIONS[parsed(name)[0]].copies else ()
+            choices = choices_of([name], *copying)
+            assert choices is not None
+            clock = self.clock.part(max(0.1, left(self.clock) / (len(names) - done)))
+            found.append(self._option(name, choices.offered(self.graph), budget_bytes, clock))
+        return tuple(found)
+
+    def _option(self, name: str, graph: Graph, budget_bytes: int, clock: Clock) -> OptionAdvice:
+        offered = [op for op in graph.ops if op.optional or op.overwrites]
+        alone = self.price(budget_bytes)
+        if not offered:
+            return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
+        order = reordered(graph, clock.part(_ORDER * clock.limit)).graph
+        known, least = self._bracketed(order, clock.part(_OPTION_LEAST * clock.limit))
+        _solve(known, budget_bytes, clock.part(max(0.1, left(clock))), self.should_stop)
+        price = _price(known, budget_bytes, self.summary.time_s)
+        if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
+            price = replace(price, overhead=alone.overhead)  # what fits without an option fits with it
+        exact = all(op.exact for op in offered) and not OPTIONS[parsed(name)[0]].lossy
+        return OptionAdvice(
+            name=name,
+            ops=len(offered),
+            exact=exact,
+            least_proved_bytes=min(least.proved_bytes, self.least.found_bytes),
+            least_found_bytes=min(least.found_bytes, self.least.found_bytes),
+            price=price,
+        )
+
+
+def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> None:
+    """Solve for a budget, unless others have settled it."""
+    if known.point(budget_bytes, None).status in (Status.OPTIMAL, Status.INFEASIBLE):
+        return
+    request = Request(known.graph, budget_bytes, Tolerance.of(_TOLERANCE), clock, should_stop=should_stop)
+    known.learn(get_solver("windows")(request))
+
+
+def _price(known: Frontier, budget_bytes: int, base_s: float) -> Price:
+    point = known.point(budget_bytes, None)
+    overhead, bound = (None if s is None else s / base_s - 1 if base_s else 0.0 for s in (point.time_s, point.bound_s))
+    return Price(budget_bytes, overhead, bound)
+
+
+def _recommended(
+    work: _Analysis, available_bytes: int | None, budgets: Sequence[int], offered: Sequence[OptionAdvice]
+) -> Recommendation:
+    eager_bytes, least_bytes = work.summary.store_all_peak_bytes, work.least.found_bytes
+    if available_bytes is None:
+        prices = [work.price(budget) for budget in (least_bytes, *budgets, eager_bytes)]
+        cheap = next(price for price in prices if price.overhead is not None and price.overhead <= CHEAP)
+        reason = f"the least of these that takes at most {100 * CHEAP:.0f}% longer ({cheap}); nothing is known of a device"
+        return Recommendation(cheap.budget_bytes, (), cheap.overhead, reason)
+    available = f"{format_bytes(available_bytes)} are available"
+    if eager_bytes <= available_bytes:
+        return Recommendation(None, (), 0.0, f"no plan, for eager PyTorch fits: {available}")
+    if least_bytes <= available_bytes:
+        price = work.price(available_bytes)
+        return Recommendation(available_bytes, (), price.overhead, f"all that is available ({price}); eager PyTorch does not fit")
+    fitting = [option for option in offered if option.least_found_bytes <= available_bytes]
+    if fitting:
+        best = min(fitting, key=lambda option: (not option.exact, option.price.overhead or 0.0))
+        reason = f"recomputation alone needs {format_bytes(least_bytes)}, and {available}"
+        return Recommendation(available_bytes, (best.name,), None, reason)
+    least_bytes = min([least_bytes, *(option.least_found_bytes for option in offered)])
+    reason = f"a smaller batch: {available}, and the least that a schedule is known for is {format_bytes(least_bytes)}"
+    return Recommendation(None, (), None, f"{reason} (planner max-batch finds the largest batch)")

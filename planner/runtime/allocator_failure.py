@@ -11,8 +11,8 @@ from graphs.errors import OutOfMemoryError
 from graphs.units import format_bytes
 from planner.runtime.step_lines import causes
 
-_UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_ASKED = re.compile(r"(?:tried to allocate|unable to allocate)\s+([0-9.]+)\s*(bytes|[KMGT]iB|B)\b", re.IGNORECASE)
+_UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50, "eib": 2**60}
+_ASKED = re.compile(r"(?:tried to allocate|unable to allocate)\s+([0-9.]+)\s*(bytes|[KMGTPE]iB|B)\b", re.IGNORECASE)
 _MESSAGES = re.compile(
     r"""
       DefaultCPUAllocator:\ (?:can't\ allocate|not\ enough)\ memory   # Linux and macOS, Windows

@@ -1,0 +1,168 @@
+"""Running out of memory is one clear error, after which the model is as before and the step can be called again."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from graphs.capture.lower import Capture
+from graphs.capture.trace import capture
+from graphs.errors import OutOfMemoryError, PlannerError
+from graphs.ir import Kind
+from graphs.options.passes import in_passes
+from graphs.schedule import Compute
+from graphs.simulate import simulate
+from planner.runtime import out_of_memory
+from planner.runtime.executor import Executor
+from planner.runtime.out_of_memory import reporting
+from solvers.policies.store_all import store_all
+from tests.support.command_process import PATIENCE_S, ROOT
+from tests.support.limited_memory import CHECKS
+from tests.support.placed_steps import SECOND, assert_undone_and_right_again, on_pools, placed_at_random, profiled, state
+from tests.support.steps import capture_of, make, random_schedule
+
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free. Of the "
+    "allocated memory 70.00 GiB is allocated by PyTorch"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the process's memory are those of Linux")
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_step_under_a_limit_of_memory(check: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.limited_memory", check],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+class Failing:
+    """An operator that raises `error` as long as it is told to.
+
+    Attributes:
+        fails: whether it does, wherever or in threads of that name only.
+    """
+
+    def __init__(self, called: Callable[..., Any], error: Exception) -> None:
+        self.fails: bool | str = True
+        self._called, self._error = called, error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails is True or self.fails == threading.current_thread().name:
+            raise self._error
+        return self._called(*args, **kwargs)
+
+
+def failing_in(captured: Capture, target: str, error: Exception) -> tuple[Capture, Failing]:
+    op = Failing(captured.program.namespace[target], error)  # type: ignore[arg-type]
+    program = replace(captured.program, namespace={**captured.program.namespace, target: op})
+    return replace(captured, program=program), op
+
+
+def failing_step(name: str, target: str, error: Exception, seed: int | None = None) -> tuple[Executor, Failing]:
+    captured, op = failing_in(capture_of(name), target, error)
+    schedule = store_all(captured.graph) if seed is None else random_schedule(captured.graph, seed)
+    workload = make(name)
+    return Executor(captured, schedule, workload.model, workload.loss_fn), op
+
+
+@pytest.mark.parametrize("target", ["aten.sub.Tensor", "aten.gelu_backward.default"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "free_bytes", lambda _: 3_000)
+    step, failing = failing_step("mutated", target.replace(".", "_"), torch.OutOfMemoryError(CUDA_MESSAGE), seed)
+    before, generator = state(step), torch.get_rng_state()
+    with pytest.raises(OutOfMemoryError) as raised:
+        step(*make("mutated").batch).backward()
+    op = next(op for op in step.graph.ops if op.target == target)
+    text, which = str(raised.value), "backward" if "backward" in target else "forward"
+    assert raised.value.op == op.name and raised.value.asked_bytes == 2 * 2**30
+    assert text.startswith(f"out of memory in the {which} pass: op {op.name!r} ({target}) ")
+    held = simulate(step.graph, step.schedule).memory_bytes[step.schedule.steps.index(Compute(op.id))]
+    assert (
+        f"asked for 2.15 GB, and without what it takes 3.00 kB are free on cpu; the plan holds at this op {held / 1e3:.2f} kB, "
+        in text
+    )
+    assert text.endswith("(CUDA out of memory. Tried to allocate 2.00 GiB)")  # as PyTorch's users and libraries know it
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(p.grad is None for p in step._step.parameters())
+    failing.fails = False
+    assert_undone_and_right_again(step, before, generator)
+
+
+def test_an_op_that_runs_out_on_another_device() -> None:
+    captured, failing = failing_in(profiled("mutated"), "aten_gelu_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    failing.fails = f"planner: {SECOND}"
+    offered, workload = on_pools(captured), make("mutated")
+    gelu = next(op.id for op in offered.graph.program if op.target == "aten.gelu.default")
+    schedules = (in_passes(offered.graph, placed_at_random(offered.graph, seed)) for seed in range(100))
+    schedule = next(s for s in schedules if any(offered.graph.ops[op].stands_for == (gelu,) for op in s.computed))
+    step = Executor(offered, schedule, workload.model, workload.loss_fn)
+    before, generator = state(step), torch.get_rng_state()
+    said = rf"op '.*gelu.*' .* asked for 2.15 GB, .* Free memory there, or leave out the device '{SECOND}'"
+    with pytest.raises(OutOfMemoryError, match=said):
+        step(*workload.batch).backward()
+    failing.fails = False
+    assert_undone_and_right_again(step, before, generator)
+
+
+def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
+    workload = make("tied")
+    captured = capture(*workload, optimizer="adamw", accumulate=True)
+    captured, _ = failing_in(captured, "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    step = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+    sizes = captured.graph.static_bytes_by_kind
+    gradients, moments = sizes[Kind.ACCUMULATED_GRADIENT], sizes[Kind.OPTIMIZER_STATE]
+    assert step.memory.missing_bytes() == gradients + moments > gradients > 0
+    optimizer = torch.optim.AdamW(workload.model.parameters())
+    workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]).backward()  # type: ignore[misc]
+    assert step.memory.missing_bytes() == moments
+    optimizer.step()
+    assert step.memory.missing_bytes() == 0
+
+
+def test_it_is_caught_as_a_memory_error_and_as_what_pytorch_raises() -> None:
+    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    for kind in (MemoryError, RuntimeError, PlannerError, planner.OutOfMemoryError):
+        with pytest.raises(kind, match=r"op 'tanh' \(aten.tanh.default\)"):
+            step(*make("tied").batch)
+
+
+def test_libraries_that_look_for_a_smaller_batch_recognize_it() -> None:
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    with pytest.raises(OutOfMemoryError) as raised:
+        step(*make("tied").batch)
+    assert should_reduce_batch_size(raised.value)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    step, _ = failing_step("tied", "aten_tanh_default", RuntimeError("the sizes do not match"))
+    with pytest.raises(RuntimeError, match="the sizes do not match"):
+        step(*make("tied").batch)
+
+
+def test_a_stage_is_named() -> None:
+    said = r"^out of memory while measuring op 'mm': it asked for 2.15 GB. .* \(CUDA out of memory. Tried to allocate 2.00 GiB\)$"
+    with pytest.raises(OutOfMemoryError, match=said), reporting("measuring op 'mm'"):
+        raise torch.OutOfMemoryError(CUDA_MESSAGE)
+    with pytest.raises(ValueError, match="no"), reporting("measuring op 'mm'"):
+        raise ValueError("no")
+    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    said = r"^while rehearsing: out of memory in the forward pass: op 'tanh'"
+    with pytest.raises(OutOfMemoryError, match=said) as raised, reporting("rehearsing"):
+        step(*make("tied").batch)
+    assert raised.value.op == "tanh"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from graphs.errors import OutOfMemoryError
 from graphs.io.formats import read_plan, write_graph, write_plan
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
@@ -76,6 +77,25 @@ def test_a_plan_that_promises_less_than_its_tensors_take_is_not_run(tmp_path: Pa
     refused(call(capsys, "run", plan_file, "--model", model), 1, "says a peak of", "its file was edited")
     graph_file.unlink()  # without it, what the step allocates tells
     refused(call(capsys, "run", plan_file, "--model", model), 1, "its tensors alone take")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OutOfMemoryError("out of memory in the forward pass: op 'mm'", op="mm"), "out of memory in the forward pass: op 'mm'"),
+        (MemoryError(), "out of memory: the command asked for more memory; free memory, or lower the batch size (MemoryError)"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes."),
+            "out of memory: the command asked for 4.19 MB; free memory, or lower the batch size (DefaultCPUAllocator: can't",
+        ),
+    ],
+)
+def test_running_out_of_memory_is_one_line(error: Exception, said: str, plan_file: Path, capsys: Any, monkeypatch: Any) -> None:
+    def solve_without_memory(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("planner.solving.solve", solve_without_memory)
+    refused(call(capsys, "solve", plan_file.parent / "model.json", "--budget", "60%"), 1, said)
 
 
 def test_the_codes_are_documented(capsys: Any) -> None:

@@ -140,13 +140,22 @@ def test_it_is_caught_as_a_memory_error_and_as_what_pytorch_raises() -> None:
             step(*make("tied").batch)
 
 
-def test_libraries_that_look_for_a_smaller_batch_recognize_it() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(CUDA_MESSAGE),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes."),
+    ],
+)
+def test_libraries_that_look_for_a_smaller_batch_recognize_it(error: Exception) -> None:
     from accelerate.utils.memory import should_reduce_batch_size
+    from lightning.pytorch.utilities.memory import is_oom_error
 
-    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    step, _ = failing_step("tied", "aten_tanh_default", error)
     with pytest.raises(OutOfMemoryError) as raised:
         step(*make("tied").batch)
     assert should_reduce_batch_size(raised.value)
+    assert is_oom_error(raised.value)
 
 
 def test_other_errors_stay_what_they_are() -> None:

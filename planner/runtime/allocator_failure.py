@@ -49,15 +49,15 @@ class AllocatorFailure:
 def allocator_failure(error: BaseException) -> AllocatorFailure | None:
     """Return the allocation whose failure raised `error`, directly or as a cause; None if memory is not the reason."""
     for cause in causes(error):
+        if isinstance(cause, OutOfMemoryError):
+            inner = None if cause.__cause__ is None else allocator_failure(cause.__cause__)
+            return AllocatorFailure(cause.asked_bytes, type(cause).__name__ if inner is None else inner.message)
         text = str(cause)
         found = _MESSAGES.search(text)
         if not _is_memory_error(cause) and (found is None or not isinstance(cause, RuntimeError)):
             continue
         asked = _ASKED.search(text)
-        if isinstance(cause, OutOfMemoryError):
-            asked_bytes = cause.asked_bytes
-        else:
-            asked_bytes = None if asked is None else int(float(asked[1]) * _UNITS[asked[2].lower()])
+        asked_bytes = None if asked is None else int(float(asked[1]) * _UNITS[asked[2].lower()])
         return AllocatorFailure(asked_bytes, type(cause).__name__ if found is None else found[0])
     return None
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.errors import CopyError
+from graphs.errors import CopyError, OutOfMemoryError
 from planner.runtime.host_memory import HostMemory
 
 
@@ -56,7 +56,7 @@ def test_unused_buffers_go_where_the_host_has_no_more(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(HostMemory, "_new", limited)
     assert memory.take(2000).size_bytes == memory.allocated_bytes == 2000
-    with pytest.raises(CopyError, match=r"no memory for a copy of 1.50 kB, beside 2.00 kB"):
+    with pytest.raises(OutOfMemoryError, match=r"no memory for a copy of 1.50 kB, beside 2.00 kB"):
         memory.take(1500)
 
 

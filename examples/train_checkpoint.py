@@ -1,0 +1,34 @@
+"""A loop that calls the model itself: one line is added, as for gradient_checkpointing_enable()."""
+
+import argparse
+
+import torch
+from own_model import build
+
+import planner
+
+
+def main() -> None:
+    """Train for some steps, and evaluate in between."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", default="80%", help="such as 8GB, 7.5GiB or 60%% of the peak without recomputation")
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    model, loss_fn, (x, y) = build(batch=512, width=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    planner.checkpoint(model, budget=arguments.budget)
+
+    for i in range(arguments.steps):
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if i % 5 == 0:
+            with torch.no_grad():  # nothing is planned here
+                print(f"step {i}: loss {loss_fn(model(x), y).item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,15 @@ class TraceError(PlannerError):
 
 
 class MismatchError(PlannerError):
-    """A plan used with another graph, or a step called with other shapes than it was planned for."""
+    """A plan used with another graph, or a step called with other shapes than it was planned for.
+
+    Attributes:
+        what: the first part of the message, without the ways out.
+    """
+
+    def __init__(self, what: str, ways_out: str = "") -> None:
+        super().__init__(what + ways_out)
+        self.what = what
 
 
 class CopyError(PlannerError):

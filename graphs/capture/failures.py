@@ -1,6 +1,7 @@
 """What stopped a capture, in one line."""
 
 import copy
+import re
 
 import torch
 
@@ -23,6 +24,9 @@ def why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches |
         return str(own)
     except Exception:  # noqa: BLE001  # the error of the capture says more
         pass
+    failed = re.search(r"with fake tensors: .*: got (\w+)\((['\"])(.*)\2\)$", str(error), re.MULTILINE)
+    if failed is not None:
+        return f"an op of the step fails on this batch: {failed[1]}: {failed[3]}"
     if "expected to have an entirely functional graph" in str(error):
         return (
             "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: "

@@ -95,29 +95,29 @@ class Guards:
         # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched: not what the step is.
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
             if not self.manager.guard_manager.check(local):
-                raise MismatchError(self._why(local))
+                raise self._error(local)
         for outside in self.outside:
             if outside.find(local, self.scope) is not outside.tensor:
                 name = readable(outside.name, local, self.scope)
                 raise MismatchError(
-                    f"{name} is another tensor than when the step was planned: change that one in place ({name}.copy_(...)), or "
-                    f"{WAYS_OUT}"
+                    f"{name} is another tensor than when the step was planned",
+                    f": change that one in place ({name}.copy_(...)), or {WAYS_OUT}",
                 )
         if self.state != (now := state()):
             name = next(name for name, value in self.state.items() if value != now[name])
             raise MismatchError(
-                f"{name} was {self.state[name]!r} when the step was planned, and is {now[name]!r} now; {WAYS_OUT}"
+                f"{name} was {self.state[name]!r} when the step was planned, and is {now[name]!r} now", f"; {WAYS_OUT}"
             )
 
-    def _why(self, local: Scope) -> str:
+    def _error(self, local: Scope) -> MismatchError:
         found = self.manager.guard_manager.check_verbose(local)
         parts = [part for part in found.verbose_code_parts if fails(part, local, self.scope)] or found.verbose_code_parts
         why = explain(parts[0] if parts else "something that the step depends on", local, self.scope)
         where = _where(found.user_stack)
         if parts and is_mode(parts[0]):
             mode = "train" if "== True" in code_of(parts[0]) else "eval"
-            return f"{why}{where}. {OTHER_MODE.format(mode=mode)}"
-        return f"{why}{where}: it is part of the plan, as it was; {WAYS_OUT}"
+            return MismatchError(f"{why}{where}", f". {OTHER_MODE.format(mode=mode)}")
+        return MismatchError(f"{why}{where}", f": it is part of the plan, as it was; {WAYS_OUT}")
 
 
 def build_guards(

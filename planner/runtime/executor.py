@@ -163,8 +163,8 @@ class Executor:
             if tuple(given.shape) != planned.shape or _dtype(given) != planned.dtype:
                 raise MismatchError(
                     f"{name} of the batch is {_dtype(given)}{list(given.shape)}, but the step was planned for "
-                    f"{planned.dtype}{list(planned.shape)}: make another plan for such batches (planner.compile), or plan with "
-                    "replan=True, which does so by itself"
+                    f"{planned.dtype}{list(planned.shape)}",
+                    ": make another plan for such batches (planner.compile), or plan with replan=True, which does so by itself",
                 )
             if given.requires_grad is not self.signature.trained[index]:
                 raise MismatchError(
@@ -196,7 +196,7 @@ class Executor:
                 f"{planned.dtype}{list(planned.shape)}"
                 for name, given, planned in other
             )
-            raise MismatchError(f"{differing}. {_OTHER_SIZES}")
+            raise MismatchError(differing, f". {_OTHER_SIZES}")
 
     def save(self, ctx: Any, static: Sequence[Any]) -> None:
         """Keep what the backward pass reads; autograd checks that nobody has changed it in between.

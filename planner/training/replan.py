@@ -43,7 +43,7 @@ class ReplannedStep(PlannedStep):
             try:
                 returned = step(*args, **kwargs)
             except MismatchError as error:
-                refused.append(str(error))
+                refused.append(error.what)
             else:
                 self._use(step)
                 return returned

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from graphs.capture.step import LossFn
-from graphs.errors import PlannerError
+from graphs.errors import MismatchError, PlannerError, TraceError
 from planner.training.compiler import Compiler
 from tests.support.steps import MutatedBuffer
 
@@ -95,3 +95,59 @@ def test_evaluation_makes_no_plan(options: dict[str, bool], monkeypatch: pytest.
 def test_what_does_not_go_together(options: dict[str, object], message: str) -> None:
     with pytest.raises(PlannerError, match=message):
         planner.compile(MutatedBuffer(), F.mse_loss, batch_of(8), budget="100%", replan=True, **options)
+
+
+class Encoder(nn.Module):
+    """Does other ops for a batch of one, whose transposes are laid out otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(x).mean(1))
+
+
+def encoded(rows: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, length, 16), torch.randn(rows, 3)
+
+
+def test_a_size_that_cannot_be_predicted_names_the_way_out() -> None:
+    torch.manual_seed(0)
+    step = planner.compile(Encoder(), F.mse_loss, encoded(8), budget="1MB", dynamic=True, compare_eager=False)
+    with pytest.raises(MismatchError, match=r"makes other ops .*drop_last=True\), or add replan=True"):
+        step(*encoded(1))
+    step = planner.compile(Encoder(), F.mse_loss, encoded(3), budget="1MB", dynamic=True, compare_eager=False)
+    with pytest.raises(MismatchError, match=r"a size that varies is 3 .* use replan=True instead of dynamic=True"):
+        step(*encoded(2))
+
+
+def test_replan_makes_what_dynamic_cannot_predict() -> None:
+    torch.manual_seed(0)
+    model = Encoder()
+    step = planner.compile(model, F.mse_loss, encoded(8), budget="1MB", dynamic=True, replan=True, compare_eager=False)
+    x, y = encoded(1)
+    with pytest.warns(UserWarning, match=r"planned again: a batch of .* makes other ops"):
+        loss = step(x, y)
+    assert torch.equal(loss, F.mse_loss(model(x), y))
+    x, y = encoded(4)
+    assert torch.equal(step(x, y), F.mse_loss(model(x), y))
+
+
+def test_the_warning_says_what_changed_and_no_ways_out() -> None:
+    step = planner.compile(MutatedBuffer(), F.mse_loss, batch_of(8), budget="1MB", replan=True)
+    with pytest.warns(UserWarning, match="planned again: input 0") as caught:
+        step(*batch_of(4))
+    assert not any("drop_last" in str(warning.message) for warning in caught)
+
+
+def test_an_op_that_fails_on_a_batch_says_what_pytorch_says() -> None:
+    model = nn.Sequential(nn.Linear(48, 3), nn.BatchNorm1d(3))
+    step = planner.compile(model, F.mse_loss, batch_of(8), budget="1MB", replan=True, compare_eager=False)
+    with (
+        pytest.warns(UserWarning, match="planned again"),
+        pytest.raises(
+            TraceError, match="an op of the step fails on this batch: ValueError: Expected more than 1 value per channel"
+        ),
+    ):
+        step(*batch_of(1))

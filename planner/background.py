@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class BackgroundSolve:
         """
         self.ended: Ended | None = None
         self._process = ChildProcess(__name__)
+        self._end = weakref.finalize(self, self._process.end)  # also where nobody waits for it any more
         self._process.send(job)
 
     def receive(self, most_s: float = 0.0) -> Plan | None:
@@ -72,7 +74,7 @@ class BackgroundSolve:
             if isinstance(found, Ended):
                 self.ended = found
                 latest = found.plan or latest
-                self._process.end()
+                self._end()
             else:
                 latest = found
         return latest
@@ -81,7 +83,7 @@ class BackgroundSolve:
         """End the process; what it has not told is lost."""
         if self.ended is None:
             self.ended = Ended(failure="it was stopped")
-            self._process.end()
+            self._end()
 
 
 def main() -> None:

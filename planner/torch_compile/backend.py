@@ -132,7 +132,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 
 def _as_eager(joint: fx.GraphModule) -> Graph:
     """A joint graph as eager PyTorch runs it, each op measured by itself, as that of ``compile="eager"``."""
-    where = _where(joint)
+    where = device_of(joint)
     known = None if where.type == "cpu" else device_called(torch.cuda.get_device_name(where))
     fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on made-up values
     return capture_joint(copy.deepcopy(joint), fallback, measure=True).graph

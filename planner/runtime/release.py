@@ -2,10 +2,14 @@
 
 import ctypes
 import gc
-from collections.abc import Callable
 from functools import cache
 
 import torch
+
+from planner.runtime.free_memory import free_bytes
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_LARGE_BYTES = 2**20
 
 
 def release_unused(device: torch.device) -> None:
@@ -13,15 +17,27 @@ def release_unused(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
+
+
+def save_memory(needed_bytes: int, device: torch.device) -> None:
+    """Let the process hold no more of the host's memory than its tensors, if what is free does not suffice to keep everything.
+
+    The C library keeps freed blocks of up to 32 MB for later, in a heap with holes: a process then holds a quarter more than its
+    tensors take. From now on each block of 1 MB or more goes back to the system when it is freed. To take it again costs time,
+    so this is done only where the memory is needed: a step with everything kept takes `needed_bytes`, and less is free.
+    """
+    if device.type == "cpu" and needed_bytes > free_bytes(device) and (libc := _glibc()) is not None:
+        libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.malloc_trim(0)
 
 
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's ``malloc_trim``; None where the C library is another."""
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library; None if it is not glibc."""
     try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):
         return None
-    return trim
+    return libc if hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt") else None

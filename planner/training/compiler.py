@@ -23,6 +23,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
+from planner.runtime.release import release_unused, save_memory
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
@@ -81,6 +82,7 @@ class Compiler:
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``solve``.
         """
+        self._save_memory(captured)
         return self.plan(self.profile(captured, batch), batch, budget)
 
     def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
@@ -140,6 +142,11 @@ class Compiler:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
 
+    def _save_memory(self, captured: Capture) -> None:
+        summary = summarize(captured.graph)
+        device = next(self.wrapper.module.parameters()).device
+        save_memory(summary.store_all_peak_bytes - summary.static_bytes, device)
+
     def _improving(self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int) -> Improving | None:
         """Return what makes the plan better while the step trains; None where plans are not swapped."""
         if not self.search.goes_on or self.recorder is not None or executor.devices is not None:
@@ -168,6 +175,7 @@ class Compiler:
             MismatchError, ScheduleError: it is not one for this step.
             BudgetError: its measured peak is over its budget here, or it takes more of the host's memory than it may.
         """
+        self._save_memory(captured)
         check_same_graph(plan.graph, summarize(with_recorded(captured.graph, plan.settings)))
         host_bytes = plan.pool_peaks_bytes.get(HOST, 0)
         if self.channels is not None and host_bytes > self.channels.memory.capacity_bytes:
@@ -200,6 +208,7 @@ class Compiler:
                 lossy=plan.gradient_error is not None,
             ),
         )
+        release_unused(next(step.parameters()).device)
         warn_of_differences(plan)
         return plan
 

@@ -32,6 +32,10 @@ class SingleProcess:
         """The values that the processes call this with, that of rank 0 first."""
         return [value]
 
+    def share(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes on rank 0, on all of them."""
+        return make()
+
 
 class Ranks(SingleProcess):
     """The processes of a group. All call the same methods, in the same order."""
@@ -77,6 +81,15 @@ class Ranks(SingleProcess):
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+    def share(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes on rank 0, on all of them.
+
+        Raises:
+            PlannerError: it failed on rank 0, on all of them.
+        """
+        shared: T = self.first(make, share=lambda made: made, adopt=lambda received: received)
+        return shared
 
     def _agreed(self, made: tuple[()] | tuple[T], error: Exception | None) -> T:
         """What was made, where all ranks made theirs."""

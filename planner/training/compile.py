@@ -231,8 +231,10 @@ def _planned(
 
         return wrapper.ranks.first(
             find_or_make,
-            share=lambda step: (step.plan, step.measured),
-            adopt=lambda shared: compiler.reuse(compiler.captured_for(shared[0], captured, batch), batch, *shared),
+            share=lambda step: (step.plan, step.measured, step.improves),
+            adopt=lambda shared: compiler.reuse(
+                compiler.captured_for(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
+            ),
         )
 
 

@@ -27,7 +27,7 @@ from planner.runtime.release import release_unused, save_memory
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from planner.training.improvement import Improvement
+from planner.training.improvement import Consultation, Improvement
 from planner.training.search import Search
 from planner.training.step import Improving, PlannedStep
 
@@ -127,7 +127,7 @@ class Compiler:
                     self.wrapper.wrapped(executor),
                     captured.graph,
                     refreshed=self._refresher(captured, budget),
-                    improving=self._improving(captured, plan, executor, solved_bytes),
+                    improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
                 )
             del executor  # with what its recording holds
             over = (
@@ -147,14 +147,22 @@ class Compiler:
         device = next(self.wrapper.module.parameters()).device
         save_memory(summary.store_all_peak_bytes - summary.static_bytes, device)
 
-    def _improving(self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int) -> Improving | None:
+    def _improving(
+        self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
+    ) -> Improving | None:
         """Return what makes the plan better while the step trains; None where plans are not swapped."""
         if not self.search.goes_on or self.recorder is not None or executor.devices is not None:
             return None
         improvement = Improvement(
-            captured, plan, executor, solved_bytes=solved_bytes, search=self.search, make_executor=self._made_executor
+            captured,
+            plan,
+            executor,
+            solved_bytes=solved_bytes,
+            search=self.search,
+            make_executor=self._made_executor,
+            finds=finds,
         )
-        return Improving(improvement, self.wrapper.wrapped)
+        return Improving(Consultation(self.wrapper.ranks, improvement), self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
         """What makes the step anew with variances that are measured on a batch; None where nothing is lossy."""
@@ -168,8 +176,13 @@ class Compiler:
 
         return refreshed
 
-    def reuse(self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None) -> PlannedStep:
+    def reuse(
+        self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None, *, improves: bool = False
+    ) -> PlannedStep:
         """The step of a plan that was made before, or on another rank.
+
+        Args:
+            improves: better plans are found on another rank while the step trains.
 
         Raises:
             MismatchError, ScheduleError: it is not one for this step.
@@ -189,7 +202,8 @@ class Compiler:
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
         plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
-        return PlannedStep(plan, self.wrapper.wrapped(executor), measured)
+        improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
+        return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """`plan` with how it compares with eager PyTorch in this process."""

@@ -16,6 +16,7 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from planner.background import BackgroundSolve
 from planner.choices import with_recorded
+from planner.distributed.ranks import SingleProcess
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.solving import judged_on
@@ -26,6 +27,8 @@ _GAIN = 0.002  # of the step: what a plan must be faster by to be swapped in whi
 # A process is started at once where so much is lost in a step to what is not optimal yet, or may not be; else once as much
 # has been lost in all as starting it costs.
 _LOST_AT_ONCE_S, _LOST_IN_ALL_S = 0.005, 0.5
+_POLL_S = 0.2
+_FIRST_SHARED = 2  # step before which several processes first exchange what they know
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,9 @@ class Swap:
 
 
 class Improvement:
-    """Looks for a better plan for one step.
+    """Finds better plans for a step, and swaps them in.
+
+    Where several processes train, one of them finds plans for all; each has an object of this class.
 
     Attributes:
         plan: the one in use, as far as is known of it by now.
@@ -60,48 +65,87 @@ class Improvement:
         solved_bytes: int,
         search: Search,
         make_executor: Callable[[Capture, Plan], Executor],
+        finds: bool,
     ) -> None:
-        """Look for a better plan than `plan`, which `executor` runs.
+        """Begin with `plan`, which `executor` runs.
 
         Args:
             captured: the profiled step.
             solved_bytes: the budget that it was solved for; below that of the plan where its peak was above its prediction.
             make_executor: an executor for a plan.
+            finds: whether better plans are looked for here, and not by another process.
         """
         self.plan = plan
         self._captured, self._executor = captured, executor
-        self._solved_bytes, self._search = solved_bytes, search
-        self._make_executor = make_executor
+        self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
         self._device = executor.device
-        self._steps = 0
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
         self._is_solved = plan.status == "optimal"  # with the costs that are known
         self._timer: OpTimer | None = None
         self._watch: PeakWatch | None = None
         self._before: Swap | None = None  # to go back to
-        if executor.channels is None:  # the time of an op would include waiting for copies
+        if finds and executor.channels is None:  # else the time of an op would include waiting for copies
             self._timer = OpTimer(executor, self._device, steps=_TIMED_STEPS)
 
-    def before_step(self) -> Swap | None:
-        """Note that a step begins; return the plan that it and those after it are to run by, where that changes."""
-        self._steps += 1
-        if (swap := self._checked_peak()) is not None:
-            return swap
-        self._take_times()
-        if not self._is_solved and self._solve is None and self._is_worth_it():
-            self._start()
-        return self._better(0.0)
+    def find(self, steps: int) -> Plan | None:
+        """Return a plan that is to take the place of the one in use, if one has been found by now.
 
-    def wait(self, seconds: float | None) -> Swap | None:
-        """Wait until the solve ends, or for so long; return the best plan, where it is another than before."""
+        Args:
+            steps: how many have been trained: a solve begins once it pays.
+        """
+        self._take_times()
+        if not self._is_solved and self._solve is None and self._is_worth_it(steps):
+            self._start()
+        return self._better()
+
+    def wait(self, seconds: float | None) -> Plan | None:
+        """Wait until the solve ends, or for so long; return what ``find`` does."""
         self._take_times()
         if not self._is_solved and self._solve is None:
             self._start()
         until = math.inf if seconds is None else time.monotonic() + seconds
         while self._solve is not None and time.monotonic() < until:
-            self._receive(min(0.2, max(0.0, until - time.monotonic())))
-        return self._better(0.0)
+            self._receive(min(_POLL_S, max(0.0, until - time.monotonic())))
+        return self._better()
+
+    def adopt(self, plan: Plan) -> Swap:
+        """Let `plan` take the place of the one in use; the peak of its first step is watched."""
+        gain = 1 - plan.time_s / self.plan.time_s
+        executor = self._make_executor(self._captured, plan)
+        if self._timer is not None and not self._timer.done:
+            self._timer.stop()
+            self._timer = OpTimer(executor, self._device, steps=_TIMED_STEPS)
+        self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
+        self.plan = replace(
+            plan, budget_bytes=self.plan.budget_bytes, measured_peak_bytes=None, eager=_of_another_plan(self.plan.eager)
+        )
+        self._executor, self._watch = executor, PeakWatch(executor, self._device)
+        return Swap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
+
+    def over_bytes(self) -> int | None:
+        """Return by how much the peak of the first step of a plan was over the budget; None until it is known."""
+        watch = self._watch
+        if watch is None or not watch.done:
+            return None
+        self._watch = None
+        if watch.peak_bytes is None:
+            return None
+        self.plan = replace(self.plan, measured_peak_bytes=watch.peak_bytes)
+        return watch.peak_bytes - self.plan.budget_bytes
+
+    def take_back(self, over_bytes: int) -> Swap:
+        """Return to the plan before the one whose peak was over the budget by so much; what is solved for is lowered by that."""
+        before = self._before
+        assert before is not None
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = self._before = None
+        self._solved_bytes -= over_bytes
+        self._end_solve()
+        self._is_solved = False
+        self.plan, self._executor = before.plan, before.executor
+        return before
 
     def stop(self) -> None:
         """Look for nothing any more."""
@@ -110,13 +154,13 @@ class Improvement:
         for observer in (self._timer, self._watch):
             if observer is not None and not observer.done:
                 observer.stop()
-        self._timer = None
+        self._timer = self._watch = None
 
-    def _is_worth_it(self) -> bool:
+    def _is_worth_it(self, steps: int) -> bool:
         """Return whether what the steps so far have lost, or may have, pays for a process."""
         least_s = self.plan.graph.time_s if self.plan.bound_s is None else self.plan.bound_s
         lost_s = self.plan.time_s - least_s
-        return lost_s >= _LOST_AT_ONCE_S or lost_s * self._steps >= _LOST_IN_ALL_S
+        return lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _LOST_IN_ALL_S
 
     def _start(self) -> None:
         self._end_solve()
@@ -136,48 +180,21 @@ class Improvement:
         if self._solve.ended is not None:
             self._solve, self._is_solved = None, True
 
-    def _better(self, most_s: float) -> Swap | None:
+    def _better(self) -> Plan | None:
         """Return the plan that the solve has found, where it is to take the place of the one in use."""
         if self._solve is not None:
-            self._receive(most_s)
-        plan, self._candidate = self._candidate, None
-        if plan is None or self._watch is not None:
-            self._candidate = plan  # one plan after the other
+            self._receive(0.0)
+        plan = self._candidate
+        if plan is None or self._watch is not None:  # one plan after the other
             return None
+        self._candidate = None
         gain = 1 - plan.time_s / self.plan.time_s
-        if gain < _GAIN or not (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
-            if plan.bound_s is not None and self._is_solved and gain > -_GAIN:
-                self.plan = replace(self.plan, bound_s=min(plan.bound_s, self.plan.time_s))
-            return None
-        return self._swapped(plan, f"{gain:.1%} faster, found beside the training")
-
-    def _swapped(self, plan: Plan, reason: str) -> Swap:
-        executor = self._make_executor(self._captured, plan)
-        if self._timer is not None and not self._timer.done:
-            self._timer.stop()
-            self._timer = OpTimer(executor, self._device, steps=_TIMED_STEPS)
-        self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
-        self.plan = replace(plan, budget_bytes=self.plan.budget_bytes, eager=_of_another_plan(self.plan.eager))
-        self._executor, self._watch = executor, PeakWatch(executor, self._device)
-        return Swap(self.plan, executor, self._captured.graph, reason)
-
-    def _checked_peak(self) -> Swap | None:
-        """Note the peak of the first step of a plan; return the plan before it, where that was over the budget."""
-        watch, before = self._watch, self._before
-        if watch is None or not watch.done:
-            return None
-        self._watch = self._before = None
-        if watch.peak_bytes is None:
-            return None
-        self.plan = replace(self.plan, measured_peak_bytes=watch.peak_bytes)
-        over_bytes = watch.peak_bytes - self.plan.budget_bytes
-        if over_bytes <= 0 or before is None:
-            return None
-        self._solved_bytes -= over_bytes
-        self._end_solve()
-        self._is_solved = False
-        self.plan, self._executor = before.plan, before.executor
-        return before
+        if gain >= _GAIN and (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
+            return plan
+        if plan.bound_s is not None:  # proved of this plan, too
+            bound_s = min(plan.bound_s, self.plan.time_s)
+            self.plan = replace(self.plan, bound_s=max(bound_s, self.plan.bound_s or 0.0))
+        return None
 
     def _take_times(self) -> None:
         """Correct the costs once the timed steps are over, and solve again with them."""
@@ -185,13 +202,55 @@ class Improvement:
         if timer is None or not timer.done:
             return
         self._timer = None
-        names = self._executor.graph.ops
-        times_s = {names[op].name: seconds for op, seconds in timer.times_s().items()}
+        ops = self._executor.graph.ops
+        times_s = {ops[op].name: seconds for op, seconds in timer.times_s().items()}
         self._captured = replace(self._captured, graph=with_times(self._captured.graph, times_s))
         graph = with_recorded(self._captured.graph, self.plan.settings)
         self.plan = judged_on(graph, self.plan)
         self._end_solve()
         self._is_solved = self.plan.time_s <= graph.time_s
+
+
+class Consultation:
+    """Decides between two steps whether another plan is to run, on all processes that train a model at the same step.
+
+    One process asks itself before every step. Several exchange what they know before step 2, 4, 8 and so on.
+
+    Attributes:
+        improvement: of this process.
+    """
+
+    def __init__(self, ranks: SingleProcess, improvement: Improvement) -> None:
+        self.improvement = improvement
+        self._ranks, self._alone = ranks, type(ranks) is SingleProcess
+        self._steps = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self.improvement.plan
+
+    def before_step(self) -> Swap | None:
+        """Note that a step begins; return the plan that it is to run by, where that changes."""
+        self._steps += 1
+        steps = self._steps
+        if not self._alone and (steps < _FIRST_SHARED or steps & (steps - 1)):
+            return None
+        return self._consult(lambda: self.improvement.find(steps))
+
+    def wait(self, seconds: float | None) -> Swap | None:
+        """Wait for the end of the solve, or for so long; return the best plan, where it is another than before."""
+        return self._consult(lambda: self.improvement.wait(seconds))
+
+    def _consult(self, find: Callable[[], Plan | None]) -> Swap | None:
+        over = [over_bytes for over_bytes in self._ranks.gather(self.improvement.over_bytes()) if over_bytes is not None]
+        if over and max(over) > 0:
+            return self.improvement.take_back(max(over))
+        found, in_use = self._ranks.share(lambda: (find(), self.improvement.plan))
+        if not self._alone:  # the costs that one has measured are all's; a peak is of one's own
+            measured = self.improvement.plan.measured_peak_bytes
+            self.improvement.plan = replace(in_use, measured_peak_bytes=measured)
+        return None if found is None else self.improvement.adopt(found)
 
 
 def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,25 +18,7 @@ from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page
 from planner.report.timeline import Timeline
 from planner.runtime.executor import Executor
-from planner.training.improvement import Swap
-
-
-class Improves(Protocol):
-    """Finds better plans for a step: ``planner.training.improvement.Improvement``, or the same on several processes."""
-
-    plan: Plan
-
-    def before_step(self) -> Swap | None:
-        """Note that a step begins; return the plan that it is to run by, where that changes."""
-        ...
-
-    def wait(self, seconds: float | None) -> Swap | None:
-        """Wait for the end of the solve, or for so long; return the best plan, where it is another than before."""
-        ...
-
-    def stop(self) -> None:
-        """Look for nothing any more."""
-        ...
+from planner.training.improvement import Consultation, Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +26,11 @@ class Improving:
     """What makes the plan of a step better while it trains.
 
     Attributes:
-        improvement: finds better plans.
+        consultation: says between two steps whether another plan is to run.
         wrapped: an executor as the training loop calls it.
     """
 
-    improvement: Improves
+    consultation: Consultation
     wrapped: Callable[[Executor], Callable[..., Any]]
 
 
@@ -115,8 +97,13 @@ class PlannedStep:
         """
         if self._improving is not None and torch.is_grad_enabled():
             self._steps += 1
-            self._take(self._improving.improvement.before_step())
+            self._take(self._improving.consultation.before_step())
         return self._run(*args, **kwargs)
+
+    @property
+    def improves(self) -> bool:
+        """True if better plans may take the place of the present one."""
+        return self._improving is not None
 
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait until the solve in the background has ended, or for so long; return the plan that the next step runs by.
@@ -124,12 +111,12 @@ class PlannedStep:
         Where several processes train, all call this.
         """
         if self._improving is not None:
-            self._take(self._improving.improvement.wait(seconds))
+            self._take(self._improving.consultation.wait(seconds))
         return self.plan
 
     def _take(self, swap: Swap | None) -> None:
         assert self._improving is not None
-        self.plan = self._improving.improvement.plan
+        self.plan = self._improving.consultation.plan
         if swap is not None:
             self.measured, self._run = swap.graph, self._improving.wrapped(swap.executor)
             seconds = time.monotonic() - self._began
@@ -157,7 +144,7 @@ class PlannedStep:
         batch: Batch = kwargs or args
         step = self._refreshed(as_leaves(batch))
         if self._improving is not None:
-            self._improving.improvement.stop()
+            self._improving.consultation.improvement.stop()
         self._show(step)
         self._refreshed, self._improving = step._refreshed, step._improving
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceError
+from graphs.plan import Plan
+from planner.choices import with_recorded
 from planner.distributed.wrappers import unwrap
 from planner.runtime.measure import measure_memory
 from planner.training import compiler
+from planner.training.improvement import Improvement
+from solvers.clock import WorkClock
+from solvers.eviction.least_peak import least_evicting_schedule
 from tests.support.budgets import HALF_WAY
 from tests.support.processes import on_two
 
@@ -148,6 +154,28 @@ def check_ddp(rank: int) -> None:
     assert_trains_as(eager, planned, step, batch)
 
 
+def check_swaps(rank: int) -> None:
+    """A better plan comes into use on both at the same step, and the same bits come of it."""
+    batch = batch_of(rank)
+    eager, planned = pair(DistributedDataParallel)
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, passes=1, tolerance=0.05, swap="exact")
+    first = step.plan
+    offered = with_recorded(step.measured, first.settings).out_of_place()
+    other = least_evicting_schedule(offered, WorkClock(1.0))
+    assert other is not None and other != first.schedule
+
+    def find(_: Improvement, steps: int) -> Plan | None:
+        assert rank == 0
+        return replace(first, schedule=other, time_s=0.9 * first.time_s) if steps == 2 else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Improvement, "find", find)
+        assert_trains_as(eager, planned, step, batch)
+    assert [use.step for use in step.history] == [1, 2]
+    assert step.plan.schedule == other
+    assert_one_plan(step)
+
+
 def check_errors(rank: int) -> None:
     model, batch = DistributedDataParallel(Net()), batch_of(rank)
     there = "rank 0: " if rank else ""
@@ -245,7 +273,7 @@ def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
         partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend_with_offload, check_backend)
     )
     with_fsdp2 = (partial(check, wrap=sharded) for check in (check_offload, check_backend))
-    on_two((*with_ddp, check_errors, check_ddp, *with_fsdp2, check_fsdp2), tmp_path)
+    on_two((*with_ddp, check_errors, check_ddp, check_swaps, *with_fsdp2, check_fsdp2), tmp_path)
 
 
 def test_one_process_is_left_alone() -> None:

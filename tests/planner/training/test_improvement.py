@@ -1,0 +1,225 @@
+"""Better plans are swapped in while a step trains: same bits, within the budget, and nothing is left behind."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.plan import Plan
+from graphs.simulate import simulate
+from planner.background import BackgroundSolve, Ended, Job
+from planner.choices import with_recorded
+from planner.runtime.measure import outcome
+from planner.runtime.observation import PeakWatch
+from planner.solving import solve
+from planner.training import improvement
+from planner.training.improvement import rounds_alike, with_times
+from planner.training.search import Search, Wait
+from solvers.clock import WorkClock
+from solvers.eviction.least_peak import least_evicting_schedule
+from tests.support.budgets import between
+from tests.support.stand_ins import in_chunks, make, schedule_with
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def model_and_batch() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    layers = [
+        part for _ in range(6) for part in (nn.Linear(32, 64), nn.GELU(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.Dropout(0.1))
+    ]
+    return nn.Sequential(*layers), (torch.randn(256, 32), torch.randn(256, 32))
+
+
+class Solved:
+    """Stands for a solve in the background: its plans are there at once."""
+
+    jobs: list[Job] = []  # noqa: RUF012
+
+    def __init__(self, job: Job) -> None:
+        type(self).jobs.append(job)
+        self.ended: Ended | None = None
+
+    def receive(self, most_s: float = 0.0) -> Plan | None:
+        self.ended = Ended(
+            solve(self.jobs[-1].graph, self.jobs[-1].budget_bytes, **{**self.jobs[-1].settings, "work_limit": 2.0})
+        )
+        return self.ended.plan
+
+    def stop(self) -> None:
+        self.ended = Ended(failure="stopped")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> type[Solved]:
+    """Solves that pay at once, and are over at once."""
+    monkeypatch.setattr(improvement, "BackgroundSolve", Solved)
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
+    Solved.jobs = []
+    return Solved
+
+
+def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first plan be the one that needs the least memory."""
+
+    def first_plan(search: Search, graph: Graph, budget: str | int) -> Plan:
+        plan = solve(graph, budget, **{**search.settings, "work_limit": 2.0})
+        offered = with_recorded(graph, plan.settings)
+        schedule = least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
+        assert schedule is not None
+        found = simulate(offered, schedule)
+        return replace(plan, schedule=schedule, time_s=found.time_s, peak_bytes=found.peak_bytes, bound_s=None, status="feasible")
+
+    monkeypatch.setattr(Search, "first_plan", first_plan)
+
+
+def planned(model: nn.Module, batch: Batch, **options: object) -> planner.PlannedStep:
+    budget = between(planner.trace(model, F.mse_loss, batch, passes=1))
+    return planner.compile(model, F.mse_loss, batch, budget=budget, passes=1, compare_eager=False, options=[], **options)
+
+
+def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: Batch, seed: int) -> None:
+    wanted = outcome(lambda x, y: F.mse_loss(model(x), y), model, batch, seed=seed)
+    assert wanted.differences(outcome(step, model, batch, seed=seed)) == ()
+
+
+def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
+    worst_first(monkeypatch)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    first = step.plan
+    for seed in range(6):
+        assert_trains_as_eager(step, model, batch, seed)
+    assert [use.step for use in step.history][:2] == [1, 1]  # found before the first step ran
+    assert step.history[-1].plan.time_s < step.history[0].plan.time_s
+    assert step.plan.schedule != first.schedule and step.plan.budget_bytes == first.budget_bytes
+    assert step.plan.measured_peak_bytes is not None
+    assert step.plan.measured_peak_bytes == step.plan.peak_bytes <= step.plan.budget_bytes
+    # The first job has the costs that were measured alone; the next one those of the first steps.
+    assert [job.graph.provenance["times"] for job in at_once.jobs[:2]] == ["measured", "measured in training steps"]
+
+
+def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
+    worst_first(monkeypatch)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    first, budget = step.plan, step.plan.budget_bytes
+    backward = PeakWatch._backward
+
+    def measured_above(watch: PeakWatch, *given: object) -> object:
+        returned = backward(watch, *given)  # type: ignore[arg-type]
+        watch.peak_bytes = budget + 1000
+        return returned
+
+    monkeypatch.setattr(PeakWatch, "_backward", measured_above)
+    assert_trains_as_eager(step, model, batch, 1)
+    assert step.plan.schedule != first.schedule
+    monkeypatch.setattr(PeakWatch, "_backward", backward)
+    assert_trains_as_eager(step, model, batch, 2)
+    assert step.plan.schedule == first.schedule
+    assert step.history[-1].reason == "the peak of the next one was over the budget"
+    assert_trains_as_eager(step, model, batch, 3)
+    assert at_once.jobs[-1].budget_bytes == budget - 1000  # solved for as much less
+    assert step.plan.measured_peak_bytes is None or step.plan.measured_peak_bytes <= budget
+
+
+def test_no_plan_is_swapped_where_nobody_wants_it(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
+    worst_first(monkeypatch)
+    model, batch = model_and_batch()
+    for options in ({"swap": "never"}, {"wait": "5%"}, {"wait": "2 work"}):
+        step = planned(model, batch, **options)
+        for seed in range(4):
+            assert_trains_as_eager(step, model, batch, seed)
+        assert not step.improves and len(step.history) == 1 and step.wait() == step.plan
+    assert at_once.jobs == []
+
+
+def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
+    model, batch = model_and_batch()
+    graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
+    budget = between(graph)
+    settings = {"solver": "windows", "tolerance": 1e-3, "time_limit_s": 20.0, "reorder": None}
+    plans = [Search(settings, Wait.of("2%")).first_plan(graph, budget) for _ in range(2)]
+    assert plans[0].schedule == plans[1].schedule
+    assert plans[0].gap is not None and plans[0].gap <= 0.02
+
+
+def test_a_step_is_ready_with_its_first_schedule() -> None:
+    model, batch = model_and_batch()
+    graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
+    settings = {"solver": "windows", "tolerance": 0.0, "time_limit_s": 20.0, "reorder": False}
+    told: list[Callable[[], object]] = []
+    first = Search(settings, Wait.of(0), on_progress=told.append).first_plan(graph, between(graph))  # type: ignore[arg-type]
+    assert told and simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (None, Wait(0.01, 3.0)),
+        (0, Wait(None, 0.0)),
+        (2.5, Wait(None, 2.5)),
+        ("10s", Wait(None, 10.0)),
+        ("2m", Wait(None, 120.0)),
+        ("0.5%", Wait(0.005, None)),
+        ("20 work", Wait(None, None, 20.0)),
+        (Wait(0.1, None), Wait(0.1, None)),
+    ],
+)
+def test_what_is_waited_for_is_read(given: object, wanted: Wait) -> None:
+    assert Wait.of(given) == wanted  # type: ignore[arg-type]
+    assert wanted.reproducible == (wanted.seconds is None)
+
+
+@pytest.mark.parametrize("given", [-1, float("nan"), True, "soon", "10", "5 percent", []])
+def test_what_cannot_be_waited_for_is_refused(given: object) -> None:
+    with pytest.raises(PlannerError, match="must be seconds"):
+        Wait.of(given)  # type: ignore[arg-type]
+    with pytest.raises(PlannerError, match="swap is 'sometimes': choose exact, any, never"):
+        Search({}, swap="sometimes")
+
+
+def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
+    model, batch = model_and_batch()
+    graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
+    budget = between(graph)
+    background = BackgroundSolve(Job(graph, budget, {"tolerance": 0.05, "time_limit_s": 5.0}))
+    found = [plan for _ in range(300) if background.ended is None and (plan := background.receive(0.2)) is not None]
+    assert background.ended is not None and background.ended.failure == ""
+    assert found[-1] == background.ended.plan
+    assert simulate(graph, found[-1].schedule).peak_bytes <= budget
+    assert found[-1].time_s <= min(plan.time_s for plan in found)
+    impossible = BackgroundSolve(Job(graph, 1, {"time_limit_s": 20.0}))
+    while impossible.ended is None:
+        impossible.receive(0.2)
+    assert "the least any schedule" in impossible.ended.failure
+    stopped = BackgroundSolve(Job(graph, budget, {}))
+    stopped.stop()
+    assert stopped.ended is not None and stopped.receive(1.0) is None
+
+
+def test_times_of_ops_that_did_not_run_are_scaled_as_those_that_did() -> None:
+    model, batch = model_and_batch()
+    graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
+    first, *others = graph.ops
+    corrected = with_times(graph, {op.name: 2 * op.time_s for op in others})
+    assert corrected.ops[0].time_s == pytest.approx(2 * first.time_s)
+    assert [op.time_s for op in corrected.ops[1:]] == [2 * op.time_s for op in others]
+    assert corrected.fingerprint == graph.fingerprint
+
+
+def test_plans_round_alike_if_they_execute_the_same_inexact_ops() -> None:
+    torch.manual_seed(0)
+    graph = planner.trace(*make("smoothed"), passes=1, options=["chunks"])
+    plan = solve(graph, "100%", options=["chunks"], tolerance=0.5, work_limit=2.0)
+    schedules = [schedule_with(graph, ops) for ops in ((), in_chunks(graph, 2), in_chunks(graph, 4))]
+    program, in_two, in_four = (replace(plan, schedule=schedule) for schedule in schedules)
+    for one in (program, in_two, in_four):
+        assert [rounds_alike(graph, one, other) for other in (program, in_two, in_four)].count(True) == 1
+        assert rounds_alike(graph, one, one)

@@ -1,6 +1,9 @@
 """``planner max-batch``: a model and a budget in, the largest batches out, or the largest of another size."""
 
 import argparse
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from planner import options
 from planner.cli.arguments import (
@@ -19,6 +22,13 @@ from planner.cli.arguments import (
     tracing,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from planner.cli.progress import ProgressLine
+    from planner.models.tracing import Tracing
+    from planner.studies.sizes import LargestSize, Wanted
+
 _LIMIT = 4096  # in multiples of --multiple-of
 
 
@@ -30,6 +40,7 @@ def add(commands: Commands) -> None:
         "find the largest batch whose step fits a memory budget",
         "The optimal schedule beside keeping everything and checkpointing every block; with --options one more row has the\n"
         "optimal schedule with these. --vary seq finds the largest sequence instead, or what else is an option of MODEL.\n"
+        "On the CPU the sizes are found with modelled times first, within seconds, and then measured, which may take minutes.\n"
         "Ctrl-C ends the search with what has been found so far; a second one quits at once.\n"
         "exit codes: 0 a batch, 2 usage, 3 not even the least fits, 4 none found in time, 1 anything else\n\n"
         "examples:\n"
@@ -60,11 +71,11 @@ def add(commands: Commands) -> None:
     parser.add_argument("--limit", type=options.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)")
     add_how_to_trace(parser)
     parser.add_argument(
-        "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each solve: 90, 90s, 10m (default: 1m)"
+        "--time-limit", type=options.duration, default=15.0, metavar="TIME", help="for each solve: 90, 90s, 10m (default: 15s)"
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
     add_choices(parser)
-    add_reorder(parser, default=True, said="yes")
+    add_reorder(parser, default=True, said="if one lowers the peak")
     add_quiet(parser)
 
 
@@ -74,41 +85,92 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.cli.interrupt import StopOnInterrupt
     from planner.cli.progress import ProgressLine
     from planner.report.curves import max_batch_data, max_batch_text
-    from planner.studies.max_batch import max_batch
-    from planner.studies.sizes import BATCH, Wanted, samples_for
+    from planner.studies.sizes import BATCH, Wanted
 
     choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     unit = arguments.multiple_of
     if arguments.limit is not None and arguments.limit < unit:
         complain(f"--limit {arguments.limit} is below --multiple-of {unit}, the least that is tried: raise it")
         return USAGE
+    wanted = Wanted(
+        budget_bytes=arguments.budget,
+        max_overhead=arguments.max_overhead,
+        limit=_LIMIT if arguments.limit is None else arguments.limit // unit,
+        tolerance=arguments.tolerance,
+        time_limit_s=arguments.time_limit,
+        reorder=arguments.reorder,
+        varies=arguments.vary or BATCH,
+        unit=unit,
+        choices=choices,
+    )
+    how = tracing(arguments)
     with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
-        progress.say(f"building {arguments.model}")
-        from planner.models.sizes import Sizes
-
-        sizes = Sizes(
-            arguments.model,
-            arguments.vary or arguments.batch_option,
-            tracing(arguments),
-            unit=unit,
-            way_out="name another with --vary" if arguments.vary else "name the one that is the batch size with --batch-option",
-        )
-        wanted = Wanted(
-            budget_bytes=arguments.budget,
-            max_overhead=arguments.max_overhead,
-            limit=_LIMIT if arguments.limit is None else arguments.limit // unit,
-            first=sizes.first,
-            tolerance=arguments.tolerance,
-            time_limit_s=arguments.time_limit,
-            reorder=arguments.reorder,
-            varies=arguments.vary or BATCH,
-            unit=unit,
-            samples=samples_for(arguments.vary or BATCH, sizes.first),
-            choices=choices,
-        )
-        answers = max_batch(sizes.graph, wanted, on_activity=progress.say, should_stop=interrupt)
+        if arguments.roofline is None and arguments.device == "cpu":
+            answers = _modelled_and_measured(arguments, wanted, how, progress, interrupt)
+        else:
+            answers = _search(arguments, wanted, how, progress, interrupt)
     if arguments.json:
         print_json(max_batch_data(answers, wanted))
     else:
         print_text(max_batch_text(answers, wanted))
     return DONE
+
+
+def _search(
+    arguments: argparse.Namespace,
+    wanted: "Wanted",
+    how: "Tracing",
+    progress: "ProgressLine",
+    should_stop: "Callable[[], bool]",
+) -> "tuple[LargestSize, ...]":
+    """Search among graphs that are traced as `how` says."""
+    from planner.studies.max_batch import max_batch
+    from planner.studies.sizes import BATCH, samples_for
+
+    progress.say(f"building {arguments.model}")
+    from planner.models.sizes import Sizes
+
+    sizes = Sizes(
+        arguments.model,
+        arguments.vary or arguments.batch_option,
+        how,
+        unit=wanted.unit,
+        way_out="name another with --vary" if arguments.vary else "name the one that is the batch size with --batch-option",
+    )
+    wanted = replace(wanted, first=sizes.first, samples=samples_for(arguments.vary or BATCH, sizes.first))
+    return max_batch(sizes.graph, wanted, on_activity=progress.say, should_stop=should_stop)
+
+
+def _modelled_and_measured(
+    arguments: argparse.Namespace,
+    wanted: "Wanted",
+    how: "Tracing",
+    progress: "ProgressLine",
+    should_stop: "Callable[[], bool]",
+) -> "tuple[LargestSize, ...]":
+    """Search with modelled times first, which takes seconds; then measure at the sizes that were found, and next to them.
+
+    Measuring a step of a size that fills the memory of a CPU takes minutes. An interrupt then leaves what was modelled.
+    """
+    from graphs.errors import InfeasibleError, LimitError
+
+    modelled: tuple[LargestSize, ...] = ()
+    with suppress(InfeasibleError, LimitError):
+        modelled = _search(arguments, wanted, replace(how, roofline="cpu"), progress, should_stop)
+    if should_stop() and modelled:
+        return modelled
+    if modelled:
+        found = ", ".join(f"{answer.method} {answer.size or 'none'}" for answer in modelled)
+        progress.note(f"with modelled times, the largest {wanted.varies} is: {found}; measuring at these now")
+    units = {answer.method: (answer.size or wanted.unit) // wanted.unit for answer in modelled}
+    guesses = {method.name: units.get(method.name, 1) for method in wanted.methods}
+    try:
+        measured = _search(arguments, replace(wanted, guesses=guesses), how, progress, should_stop)
+    except LimitError:
+        if not (should_stop() and modelled):
+            raise
+        measured = ()
+    if should_stop() and modelled:
+        progress.note("interrupted while measuring: the times below are modelled")
+        return modelled
+    return measured

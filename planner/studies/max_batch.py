@@ -22,6 +22,7 @@ from solvers.tolerance import Tolerance
 
 # As tolerances: the first schedule will do; that which decides comes before.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
+_GUESS_S = 5.0  # for each solve of a guess
 
 
 def max_batch(
@@ -84,7 +85,7 @@ class _SizeSearch:
 
         def fits(units: int) -> bool:
             self.check()
-            decided[units] = self.decide(method, self.graph(units), self.doing(method, units))
+            decided[units] = self.decide(method, self.graph(units), self.doing(method, units), self.wanted.time_limit_s)
             self.keep(units, decided[units].result)
             return bool(decided[units].fits)
 
@@ -124,7 +125,7 @@ class _SizeSearch:
         if result.schedule is not None:
             self.found.setdefault(units, []).append(result)
 
-    def decide(self, method: Method, graph: Graph, activity: str) -> Decision:
+    def decide(self, method: Method, graph: Graph, activity: str, limit_s: float) -> Decision:
         """Whether `method` has a schedule of `graph` within the budget and the overhead."""
         self.tell(activity)
         enough = Enough(
@@ -132,7 +133,7 @@ class _SizeSearch:
         )
         order = self.order(method, graph)
         tolerance = Tolerance.of(_ANY_GAP if enough.any_time else _CLOSE_GAP)
-        clock = WallClock(self.wanted.time_limit_s)
+        clock = WallClock(limit_s)
         request = Request(order.graph, self.wanted.budget_bytes, tolerance, clock, enough, enough.reached)
         result = get_solver(method.solver)(request)
         result = order.result_of_source(result)
@@ -156,17 +157,20 @@ class _SizeSearch:
 
     def order(self, method: Method, graph: Graph) -> Reordering:
         """`graph` as `method` gets it."""
-        return order_for(method.offered(graph), method.solver, reorder=self.wanted.reorder and method.solver == OPTIMAL)
+        return order_for(method.offered(graph), method.solver, reorder=None if self.wanted.reorder else False)
 
     def guess(self, method: Method, beyond: int) -> int:
-        """Units near the most that fit, from graphs on a line or square; the first to try where there is none."""
+        """Units near the most that fit: as wanted, or from graphs on a line or square; the first to try where there is none."""
+        if method.name in self.wanted.guesses:
+            return max(beyond + 1, self.wanted.guesses[method.name])
         line, first = self.line(), max(self.wanted.first, beyond + 1)
         if line is None:
             return first
 
         def fits(units: int) -> bool:
             self.check()
-            return bool(self.decide(method, line.graph((units,)), f"guessing, {self.doing(method, units)}").fits)
+            activity, limit_s = f"guessing, {self.doing(method, units)}", min(_GUESS_S, self.wanted.time_limit_s)
+            return bool(self.decide(method, line.graph((units,)), activity, limit_s).fits)
 
         return max(1, largest(fits, first=first, limit=self.wanted.limit, low=beyond))
 

@@ -1,6 +1,7 @@
 """What ``max_batch`` is asked for, and what it answers. Never imports torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from graphs.cost.scaling import sample_sizes
 from graphs.ir import Graph
@@ -60,11 +61,13 @@ class Wanted:
         first: what to begin with, in units.
         tolerance: on the gap of the schedule in the answer.
         time_limit_s: for each solve.
-        reorder: as in ``planner.solving.solve``; what is done by hand is in program order in any case.
+        reorder: solve the optimal schedule in another order of the ops if one lowers the peak; what is done by hand is in
+            program order in any case.
         varies: the name of the size.
         unit: what sizes are multiples of.
         samples: in units, the sizes whose graphs give the first guess: two for a straight line, three for a square.
         choices: that the optimal schedule is given in one more row.
+        guesses: in units, by name of the method, the size to try first; of others the guess is had from the samples.
     """
 
     budget_bytes: int
@@ -78,6 +81,7 @@ class Wanted:
     unit: int = 1
     samples: tuple[int, ...] = BATCHES
     choices: Choices | None = None
+    guesses: Mapping[str, int] = field(default_factory=dict)
 
     def named(self, units: int) -> str:
         """A size, in a sentence."""

@@ -19,7 +19,8 @@ class Entry:
 
     With `copies` it takes graphs that offer round trips to the host, with `choices` such with optional ops beside the
     program's, with `places` those that offer other devices; all others refuse graphs with choices. With `offloads` it does
-    nothing without round trips, with `only_places` nothing without devices, and with anything besides.
+    nothing without round trips, with `only_places` nothing without devices, and with anything besides. With `large_programs`
+    it solves integer or linear programs of the whole graph, and may take as long as it is given.
     """
 
     module: str
@@ -30,6 +31,7 @@ class Entry:
     offloads: bool = False
     places: bool = False
     only_places: bool = False
+    large_programs: bool = False
 
 
 CHEN = "solvers.policies.chen"
@@ -39,8 +41,8 @@ SAC = "solvers.policies.sac"
 XENGINE = "solvers.xengine"
 
 
-def _offload(module: str, description: str) -> Entry:
-    return Entry(f"solvers.policies.offload.{module}", description, copies=True, offloads=True)
+def _offload(module: str, description: str, *, large_programs: bool = False) -> Entry:
+    return Entry(f"solvers.policies.offload.{module}", description, copies=True, offloads=True, large_programs=large_programs)
 
 
 SOLVERS: dict[str, Entry] = {
@@ -52,8 +54,12 @@ SOLVERS: dict[str, Entry] = {
         places=True,
     ),
     "store_all": Entry("solvers.policies.store_all", "keep everything: no recomputation"),
-    "checkmate": Entry("solvers.checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)"),
-    "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)"),
+    "checkmate": Entry(
+        "solvers.checkmate",
+        "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
+        large_programs=True,
+    ),
+    "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", large_programs=True),
     "checkpoint_blocks": Entry(
         "solvers.policies.checkpoint_blocks", "recompute each block's forward before its backward, blocks being what fits best"
     ),
@@ -85,17 +91,21 @@ SOLVERS: dict[str, Entry] = {
     "capuchin-swap": _offload("capuchin", "swap in order of measured free time (Capuchin)"),
     "delta": _offload("delta", "DELTA online: evict the largest and stalest, swapped or recomputed"),
     "auto-perf-maxing": _offload("auto_perf", "fractions of layers by an LP, tensors by an ILP each, in rounds (torchtitan)"),
-    "poet": _offload("poet", "POET's program: recompute or page, paging at no time; for small graphs (MILP, HiGHS)"),
+    "poet": _offload(
+        "poet", "POET's program: recompute or page, paging at no time; for small graphs (MILP, HiGHS)", large_programs=True
+    ),
     "monet": Entry(
         "solvers.policies.monet",
         "MONeT's program: recompute the forward pass, choose kernels; small (HiGHS)",
         choices=True,
+        large_programs=True,
     ),
     "xengine": Entry(
         XENGINE,
         "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)",
         places=True,
         only_places=True,
+        large_programs=True,
     ),
     "xengine-overlapped": Entry(
         XENGINE,
@@ -103,6 +113,7 @@ SOLVERS: dict[str, Entry] = {
         {"overlapped": True},
         places=True,
         only_places=True,
+        large_programs=True,
     ),
 }
 

@@ -1,6 +1,7 @@
 """``planner compare``: a model or a graph in, what every method makes of it out."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from planner.choices import Choices
     from planner.cli.progress import ProgressLine
     from planner.studies.comparison_rows import Row
+
+_ROW_S, _TOTAL_S = 60.0, 40.0
 
 
 def add(commands: Commands) -> None:
@@ -67,7 +70,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps timed with --measure (default: 5)")
     add_workers(parser, said="rows computed")
     parser.add_argument(
-        "--time-limit", type=options.duration, default=60.0, metavar="TIME", help="for each row: 90, 90s, 10m (default: 1m)"
+        "--time-limit", type=options.duration, metavar="TIME", help=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)"
+    )
+    parser.add_argument(
+        "--total-time-limit",
+        type=options.duration,
+        metavar="TIME",
+        help="for solving all rows, without --measure: methods that solve large programs come last and share what is left "
+        f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
     add_choices(parser)
@@ -83,13 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.cli.progress import ProgressLine
     from planner.report.comparisons import table_text, write_report
     from planner.report.plots import new_figure
-    from planner.studies.compare import methods_named
+    from planner.studies.compare import cut_short, methods_named
     from planner.studies.comparison_rows import COLUMNS, read_rows
 
     if arguments.measure and arguments.model.endswith(".json"):
         return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
     if arguments.measure and arguments.roofline is not None:
         return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
+    if arguments.measure and arguments.total_time_limit is not None:
+        return _usage("--total-time-limit is for what is only solved, and --measure runs it too: give --time-limit, for each row")
     if arguments.measure and arguments.cluster is not None:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
     choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
@@ -112,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"holds": "comparison", "rows": [{column: getattr(row, column) for column in COLUMNS} for row in rows]})
     elif known:
         print_text(table_text(known))
+        if ended := [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]:
+            print_text(f"ended by their time limit: {', '.join(ended)}; for more, raise --total-time-limit and name a new folder")
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT
@@ -138,7 +152,8 @@ def _simulate(
         jobs=arguments.jobs or JOBS,
         cluster=arguments.cluster,
         tolerance=arguments.tolerance,
-        time_limit_s=arguments.time_limit,
+        time_limit_s=arguments.time_limit or _ROW_S,
+        total_time_limit_s=arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf),
         on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
         should_stop=should_stop,
     )
@@ -177,7 +192,7 @@ def _measure(
         model=str(spec),
         jobs=arguments.jobs or JOBS,
         tolerance=arguments.tolerance,
-        time_limit_s=arguments.time_limit,
+        time_limit_s=arguments.time_limit or _ROW_S,
         repeats=arguments.repeats,
         seed=arguments.seed,
     )

@@ -1,6 +1,7 @@
 """Every method at every budget, judged by one simulator. Never imports torch."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -17,20 +18,24 @@ from planner.solving import summarize
 from planner.studies.comparison_rows import OPTIMUM, KeptRows, Key, Row, RunBy
 from planner.studies.jobs import run
 from planner.visible import visible
-from solvers.clock import WallClock
+from solvers.clock import Clock, WallClock, left
 from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
+from solvers.result import Status
 from solvers.tolerance import Tolerance
+
+_SHORTEST_S = 1.0  # for a row, where the time for all is up
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One method at one budget, and what is to run its schedule."""
+    """One method at one budget, what is to run its schedule, and how long it may take (None: as all)."""
 
     run_by: RunBy
     method: str
     budget: str
     budget_bytes: int
+    time_limit_s: float | None = None
 
     @property
     def key(self) -> Key:
@@ -73,11 +78,12 @@ class SolveRow:
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
         """The row of `task`; a method that cannot cope has its reason there, and does not end the others."""
         solve = get_solver(task.method)
-        row = self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error")
+        limit_s = self.time_limit_s if task.time_limit_s is None else task.time_limit_s
+        row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
             # What only recomputes does so in the program alone, whose schedules are schedules with all choices as well.
             graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
-            tolerance, clock = Tolerance.of(self.tolerance), WallClock(self.time_limit_s)
+            tolerance, clock = Tolerance.of(self.tolerance), WallClock(limit_s)
             result = solve(Request(graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
@@ -185,6 +191,7 @@ def compare(
     cluster: str | None = None,
     tolerance: float = 1e-3,
     time_limit_s: float = 60.0,
+    total_time_limit_s: float = math.inf,
     on_row: Callable[[Row, int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[Row]:
@@ -202,6 +209,8 @@ def compare(
         cluster: address of a Dask scheduler, whose workers solve instead.
         tolerance: on gaps, relative to the whole step.
         time_limit_s: seconds for each row.
+        total_time_limit_s: seconds for all of them. The optimum comes first, then what is fast, and methods that solve large
+            programs last: they share the time that is left.
         on_row: told each new row, how many are done, and of how many.
         should_stop: polled; once True, no more is begun, and rows under way are not kept.
 
@@ -222,13 +231,16 @@ def compare(
     absent = set(kept.missing(task.key for task in tasks))
     missing = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(missing)
-    for solved in solve_tasks(judge, missing, jobs=jobs, cluster=cluster, should_stop=stop):
+    shared = Shares(missing, WallClock(total_time_limit_s), time_limit_s, jobs)
+    for solved in run(judge, shared.take, stop, jobs=min(jobs, max(1, len(missing))), cluster=cluster):
         if stop():
             continue
         kept.add(solved.row)
         done += 1
         if on_row is not None:
             on_row(solved.row, done, len(tasks))
+    if missing:
+        kept.arrange([task.key for task in tasks])
     wanted = {task.key for task in tasks}
     return [row for row in kept.rows if row.key in wanted]
 
@@ -248,16 +260,47 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
     return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
 
 
-def solve_tasks(
-    judge: SolveRow, tasks: Sequence[Task], *, jobs: int, cluster: str | None = None, should_stop: Callable[[], bool]
-) -> Iterator[Solved]:
-    """What comes of each task, as soon as it is known; `jobs` at a time, or as many as `cluster` can.
+class Shares:
+    """Tasks in turn, with their shares of a time limit for all: the optimum, what is fast, then what solves large programs."""
+
+    def __init__(self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int) -> None:
+        self._waiting = sorted(tasks, key=lambda task: (task.method != OPTIMUM, SOLVERS[task.method].large_programs))
+        self._clock = clock
+        self._time_limit_s = time_limit_s
+        self._jobs = jobs
+
+    def take(self) -> Task | None:
+        """Return the next task with its limit: whole seconds where that is a share of the time; None if there is none left."""
+        if not self._waiting:
+            return None
+        task = self._waiting.pop(0)
+        if not _shares(task):
+            return replace(task, time_limit_s=self._time_limit_s)
+        left_s = left(self._clock)
+        share_s = min(left_s, left_s * self._jobs / (1 + sum(map(_shares, self._waiting))))
+        if share_s < self._time_limit_s:
+            share_s = max(_SHORTEST_S, math.floor(share_s))
+        return replace(task, time_limit_s=min(self._time_limit_s, share_s))
+
+
+def _shares(task: Task) -> bool:
+    """Whether a task may take all the time it is given."""
+    return task.method == OPTIMUM or SOLVERS[task.method].large_programs
+
+
+def cut_short(row: Row) -> bool:
+    """Return whether a method was ended by its time limit, before it was done."""
+    return row.seconds is not None and row.seconds >= row.time_limit_s and row.status != Status.OPTIMAL
+
+
+def solve_tasks(judge: SolveRow, tasks: Sequence[Task], *, jobs: int, should_stop: Callable[[], bool]) -> Iterator[Solved]:
+    """What comes of each task, as soon as it is known; `jobs` at a time.
 
     Raises:
         PlannerError: `jobs` is out of range, or what runs them was lost.
     """
     waiting = iter(tasks)
-    return run(judge, lambda: next(waiting, None), should_stop, jobs=min(jobs, max(1, len(tasks))), cluster=cluster)
+    return run(judge, lambda: next(waiting, None), should_stop, jobs=min(jobs, max(1, len(tasks))))
 
 
 def _one_line(message: str) -> str:

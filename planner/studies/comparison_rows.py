@@ -163,6 +163,13 @@ class KeptRows:
         """All of them."""
         return list(self._rows.values())
 
+    def arrange(self, keys: Sequence[Key]) -> None:
+        """Put the rows of `keys` in this order, behind all others."""
+        arranged = {key: self._rows[key] for key in keys if key in self._rows}
+        self._rows = {key: row for key, row in self._rows.items() if key not in arranged} | arranged
+        if self._rows:
+            write_rows(self._path, self.rows)
+
     def add(self, *rows: Row) -> None:
         """Keep `rows`, all or none."""
         self._rows |= {row.key: row for row in rows}

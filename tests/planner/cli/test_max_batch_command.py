@@ -24,6 +24,14 @@ def test_the_command_prints_a_row_for_each_method(capsys: pytest.CaptureFixture[
     assert "raise --limit" in out
 
 
+def test_on_the_cpu_the_answer_with_modelled_times_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["max-batch", MLP, "--budget", "400kB", "--limit", "9", "--passes", "1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    sizes = {row["method"]: row["size"] for row in json.loads(out)["methods"]}
+    said = ", ".join(f"{method} {size}" for method, size in sizes.items())
+    assert f"with modelled times, the largest batch is: {said}; measuring at these now" in err
+
+
 def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixture[str]) -> None:
     varied = ["--vary", "width", "--multiple-of", "8", "--limit", "70"]
     given = ["--options", "offload", "--link", "50GB/s", "--host-budget", "1GB"]

@@ -1,6 +1,7 @@
 """``planner compare``: every method by one judge, rows kept, and table and figures from the rows alone."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.choices import choices_of
 from planner.cli.main import main
 from planner.report.comparisons import cell_text, table_text, write_report
-from planner.studies.compare import compare, methods_named
-from planner.studies.comparison_rows import COLUMNS, OPTIMUM, Row, bound_of, read_rows, write_rows
+from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
+from planner.studies.comparison_rows import COLUMNS, OPTIMUM, Row, RunBy, bound_of, read_rows, write_rows
+from solvers.clock import WorkClock
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
@@ -60,6 +62,33 @@ def test_all_methods_can_be_compared(tmp_path: Path) -> None:
     assert all(row.status in {"optimal", "feasible", "infeasible", "limit", "error"} for row in found)
 
 
+def test_methods_that_solve_large_programs_come_last_and_share_what_is_left() -> None:
+    methods = ("checkmate", "lru", "rounding", OPTIMUM)
+    tasks = [Task(RunBy.SIMULATOR, method, budget, 1) for budget in ("80%", "60%") for method in methods]
+    clock = WorkClock(40.0)
+    shares = Shares(tasks, clock, 60.0, jobs=2)
+    taken = []
+    while (task := shares.take()) is not None:
+        assert task.time_limit_s is not None
+        taken.append((task.method, task.budget, task.time_limit_s))
+        clock.spend(1.0 if task.method in (OPTIMUM, "lru") else task.time_limit_s / 2)
+    assert [method for method, _, _ in taken] == [OPTIMUM] * 2 + ["lru"] * 2 + ["checkmate", "rounding"] * 2
+    assert [budget for _, budget, _ in taken] == ["80%", "60%"] * 2 + ["80%", "80%", "60%", "60%"]
+    assert [limit for _, _, limit in taken] == [13, 15, 60, 60, 18, 18, 18, 9]
+    unlimited = Shares(tasks, WorkClock(math.inf), 60.0, jobs=1)
+    assert {task.time_limit_s for task in iter(unlimited.take, None)} == {60.0}
+
+
+def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cut_short(tmp_path: Path) -> None:
+    graph = transformer(TransformerSize(layers=6))
+    found = compare(graph, ["70%"], ["windows", "checkmate", "lru"], tmp_path, total_time_limit_s=1.5)
+    assert [row.method for row in found] == ["windows", "checkmate", "lru"]
+    assert [row.method for row in read_rows(tmp_path / "rows.csv")] == ["windows", "checkmate", "lru"]
+    checkmate = found[1]
+    assert (checkmate.time_limit_s, checkmate.reason) == (1.0, Reason.TIME)
+    assert [row.method for row in found if cut_short(row)] == ["checkmate"]
+
+
 def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path: Path) -> None:
     choices = choices_of(["offload"], 50e9, 10**11)
     names = ("windows", "chen-sqrt", "dtr", "save-on-cpu", "capuchin-swap", "delta")
@@ -90,7 +119,7 @@ def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path
     write_rows(tmp_path / "rows.csv", [replace(row, message="marked") for row in first])
     new: list[Row] = []
     again = compare(graph, ["80%", "70%"], ["windows", "lru"], tmp_path, on_row=lambda row, done, count: new.append(row))
-    assert [(row.method, row.budget) for row in new] == [("lru", "80%"), ("windows", "70%"), ("lru", "70%")]
+    assert [(row.method, row.budget) for row in new] == [("windows", "70%"), ("lru", "80%"), ("lru", "70%")]
     assert [row.message for row in again if row.budget == "80%" and row.method == "windows"] == ["marked"]
     assert len(read_rows(tmp_path / "rows.csv")) == 5
     assert len(again) == 4

@@ -128,6 +128,20 @@ def test_few_graphs_are_traced() -> None:
     assert len(traced) == len(set(traced)) <= 8
 
 
+def test_with_guesses_only_the_sizes_next_to_them_are_traced() -> None:
+    expected = by_method(max_batch(chain, Wanted(9_000, limit=30)))
+    traced: list[int] = []
+
+    def graph_of(batch: int) -> Graph:
+        traced.append(batch)
+        return chain(batch)
+
+    guesses = {method: answer.size or 1 for method, answer in expected.items()}
+    answers = by_method(max_batch(graph_of, Wanted(9_000, limit=30, guesses=guesses)))
+    assert {method: answer.size for method, answer in answers.items()} == guesses
+    assert set(traced) <= {size + more for size in guesses.values() for more in (0, 1)}
+
+
 def test_a_budget_too_small_for_one_is_refused() -> None:
     with pytest.raises(InfeasibleError, match=r"not even a batch of 1: budget 1\.10 kB is below"):
         max_batch(chain, Wanted(1100))

@@ -18,6 +18,7 @@ from solvers.result import Progress, Result, Status, is_within
 SEARCH_SHARE = 0.25  # of the limit: what looking for an order may take
 _SEARCH_LEAST = 2.0  # of the clock: how long a search may take that was begun with a shorter solve
 _AGAIN, _AGAIN_LEAST = 4.0, 10.0  # times the proof in program order, and at least: what a solve in another order may take
+_REFUTED = 0.1  # of the tolerance: a solve in another order ends when it could gain no more
 _PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: without any schedule in program order
 
 
@@ -105,7 +106,7 @@ def _again(first: Solved, order: Reordering, took: float, solve: Solver, request
         request.tell(f"{progress.activity}, in another order of the ops", best_s, progress.bound_s)
 
     def ended() -> bool:
-        refuted = proved and is_within(time_s, bounds_s[-1], request.tolerance.at(clock.now))
+        refuted = proved and is_within(time_s, bounds_s[-1], _REFUTED * request.tolerance.at(clock.now))
         return refuted or clock.now > until or request.interrupted()
 
     second = solve_in(order, solve, replace(request, on_progress=note, should_stop=ended))

@@ -19,8 +19,7 @@ from graphs.plan import GraphSummary, Plan
 from graphs.schedule import Schedule
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes
-from planner.budgets import allowed_overhead, budget_or_overhead
-from planner.budgets import budget_in_bytes as budget_in_bytes
+from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.choices import Choices, choices_of
 from planner.least_memory import least_memory
 from solvers.bounds import least_budget_bound

@@ -8,8 +8,9 @@ from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.plan import GraphSummary
+from planner.budgets import budget_in_bytes
 from planner.choices import Choices
-from planner.solving import budget_in_bytes, offered_to, order_for, summarize
+from planner.solving import offered_to, order_for, summarize
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
 from solvers.clock import Clock, WallClock, left

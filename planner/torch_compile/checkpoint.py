@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from graphs.capture.joint import logging_methods
 from graphs.errors import PlannerError
 from graphs.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
-from planner.solving import budget_in_bytes
+from planner.budgets import budget_in_bytes
 from planner.torch_compile import backend
 
 M = TypeVar("M", bound=nn.Module)

@@ -9,7 +9,8 @@ from graphs.capture.signature import Batch
 from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from graphs.ir import Graph
 from graphs.plan import Plan
-from planner.solving import budget_in_bytes, summarize
+from planner.budgets import budget_in_bytes, is_share
+from planner.solving import eager_peak_bytes, summarize
 from planner.training.cache import SHARES_OF
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
@@ -41,6 +42,11 @@ class InductorCompiler(Compiler):
             InfeasibleError, LimitError, BudgetError: the first variant does not fit, and no other does.
         """
         whole_bytes = summarize(captured.graph).store_all_peak_bytes
+        if is_share(budget):
+            # Of the peak of eager PyTorch, whose kernels are measured for that.
+            eager = replace(self, options=(), measure_link=False).profile(self._captured(batch, None), batch)
+            whole_bytes = eager_peak_bytes(eager.graph, captured.graph)
+            captured = _shares_of(whole_bytes, captured)
         budget_bytes = budget_in_bytes(budget, whole_bytes)
         steps: list[PlannedStep] = []
         failure: BudgetError | LimitError | None = None
@@ -72,7 +78,7 @@ class InductorCompiler(Compiler):
 
 
 def _shares_of(whole_bytes: int, captured: Capture) -> Capture:
-    """`captured`, whose provenance says what budgets that are shares are shares of: the peak of another variant."""
+    """Return `captured`, whose provenance says what budgets that are shares are shares of."""
     graph = captured.graph
     provenance = {**graph.provenance, SHARES_OF: whole_bytes}
     return replace(captured, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance))

@@ -28,13 +28,13 @@ from graphs.torch_private.capture import (
 )
 from graphs.torch_private.core import pytree
 from planner.budgets import is_share
-from planner.solving import solve
+from planner.search import Search, Wait
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
 from planner.torch_compile.partition import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
 from planner.torch_compile.shared_budget import SharedBudget
 
-_OPTIONS = ("budget", "compile", "host_budget", "link", "options", "roofline", "time_limit", "tolerance")
+_OPTIONS = ("budget", "compile", "host_budget", "link", "options", "roofline", "time_limit", "tolerance", "wait")
 _COMPILERS = ("eager", "inductor")
 
 
@@ -49,7 +49,8 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of all graphs of
             the model; a percentage is of the peak without recomputation), ``compile`` (whose kernels run: those of
             eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
-            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` (as in ``planner.compile``);
+            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` and ``wait`` (as in
+            ``planner.compile``: each graph is solved until its schedule is good enough, by default 1% or 3 seconds);
             and ``options``, ``link`` and ``host_budget``, likewise: with ``["offload"]`` tensors also go to the host and
             come back, and all graphs share the host's memory; with ``["chunks"]`` loss heads that are in a graph may be
             computed in chunks, and ``pack``, ``kernels`` and ``in-place`` are found in each graph likewise.
@@ -147,7 +148,8 @@ def _trains(module: fx.GraphModule) -> bool:
 
 def _budget(options: Mapping[str, Any]) -> SharedBudget:
     """The budget of the call of ``torch.compile`` whose graph is being compiled."""
-    made = SharedBudget(options, lambda *given, **settings: solve(*given, **settings))
+    wait = Wait.of(options.get("wait"))
+    made = SharedBudget(options, lambda graph, budget, **settings: Search(settings, wait).first_plan(graph, budget))
     made_by = _made_by(InstructionTranslator.current_tx())
     if id(made_by) not in _BUDGETS:
         _BUDGETS[id(made_by)] = made

@@ -12,6 +12,7 @@ from graphs.capture.joint import logging_methods
 from graphs.errors import PlannerError
 from graphs.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
 from planner.budgets import budget_in_bytes
+from planner.search import Wait
 from planner.torch_compile import backend
 
 M = TypeVar("M", bound=nn.Module)
@@ -25,6 +26,7 @@ def checkpoint(
     *,
     budget: str | int | None,
     time_limit_s: float = 60.0,
+    wait: Wait | str | float | None = None,
     tolerance: float | None = None,
     kernels: str = "eager",
     options: Sequence[str] = (),
@@ -44,7 +46,7 @@ def checkpoint(
         budget: as in ``planner.compile``, of the model's parameters, buffers, inputs, gradients and activations; a share is of
             the largest peak so far without recomputation. Outside are the loss function, the optimizer's state and gradients
             of earlier batches. None: make the model an ordinary one again.
-        time_limit_s, tolerance, kernels, options, link, host_budget: as in ``planner.compile``.
+        time_limit_s, wait, tolerance, kernels, options, link, host_budget: as in ``planner.compile``.
         roofline: the device whose times are modelled; None: each op is measured where the model is.
 
     Raises:
@@ -66,6 +68,7 @@ def checkpoint(
     given = {
         "budget": budget,
         "time_limit": time_limit_s,
+        "wait": wait,
         "tolerance": tolerance,
         "compile": kernels,
         "options": options,

@@ -21,13 +21,13 @@ from planner.plan_check import check_sizes
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.graphed_step import Recorder
 from planner.runtime.measure import device_name
+from planner.search import Search, Wait
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
 from planner.training.dynamic import DynamicStep
 from planner.training.optimizers import optimizer_kind
 from planner.training.replan import ReplannedStep
-from planner.training.search import Search, Wait
 from planner.training.step import PlannedStep
 from solvers.result import Progress
 from solvers.tolerance import WIDENING, Tolerance

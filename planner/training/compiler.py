@@ -24,11 +24,11 @@ from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import release_unused, save_memory
+from planner.search import Search
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.improvement import Consultation, Improvement
-from planner.training.search import Search
 from planner.training.step import Improving, PlannedStep
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
+from planner.search import Search
 from planner.solving import judged_on
-from planner.training.search import Search
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: what a plan must be faster by to be swapped in while the solve goes on or at its end

@@ -63,7 +63,7 @@ def half_way_known() -> Iterator[None]:
         return between(graph.captured.graph)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.training.search.solve", solve_half_way)
+        patch.setattr("planner.search.solve", solve_half_way)
         patch.setattr(SharedBudget, "whole", whole_half_way)
         patch.setattr("planner.torch_compile.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
         yield

@@ -13,8 +13,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.capture.step import TrainingStep
 from graphs.errors import InfeasibleError, PlannerError, TraceError
+from planner import search
 from planner.runtime.measure import measure_memory, outcome
-from planner.torch_compile import backend
 from tests.support.budgets import HALF_WAY
 from tests.support.norms import norm_twice
 from tests.support.steps import make
@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarni
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The budgets that were solved for."""
     asked: list[int] = []
-    solve = backend.solve
+    solve = search.solve
 
     def counted(graph: Any, budget: int, **options: Any) -> Any:
         asked.append(budget)
         return solve(graph, budget, **options)
 
-    monkeypatch.setattr(backend, "solve", counted)
+    monkeypatch.setattr(search, "solve", counted)
     return asked
 
 

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from graphs.errors import BudgetError, InfeasibleError, PlannerError
-from planner.torch_compile import backend, checkpoint
+from planner import search
+from planner.torch_compile import checkpoint
 from tests.support.measured_backend import measured_bytes, stack, step_of
 from tests.support.processes import on_two
 
@@ -29,13 +30,13 @@ QUICK: dict[str, Any] = {"time_limit_s": 10.0, "tolerance": 0.05}
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The budgets that were solved for."""
     asked: list[int] = []
-    solve = backend.solve
+    solve = search.solve
 
     def counted(graph: Any, budget: int, **options: Any) -> Any:
         asked.append(budget)
         return solve(graph, budget, **options)
 
-    monkeypatch.setattr(backend, "solve", counted)
+    monkeypatch.setattr(search, "solve", counted)
     return asked
 
 

@@ -12,8 +12,8 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
+from planner import search
 from planner.solving import solve
-from planner.torch_compile import backend
 from solvers.bounds import least_budget_bound
 from solvers.policies.store_all import store_all
 from tests.support.stand_ins import CLASSES, in_chunks, make, schedule_with
@@ -63,7 +63,7 @@ def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pyt
         solved.append((graph, plan))
         return plan
 
-    monkeypatch.setattr(backend, "solve", solving)
+    monkeypatch.setattr(search, "solve", solving)
     options = {"budget": "100%", "options": ["chunks"], "tolerance": 0.5, **({} if measured else {"roofline": "cpu"})}
     planned = torch.compile(step, backend="planner", dynamic=False, options=options)
     wanted, found = trained(model, step, batch), trained(model, planned, batch)

@@ -16,6 +16,7 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from graphs.zoo import Workload
+from planner import search
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.torch_compile import backend
 from solvers.policies.store_all import store_all
@@ -53,13 +54,13 @@ class Broken(nn.Module):
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
     """What was solved, with its plan."""
     found: list[tuple[Graph, Plan]] = []
-    solve = backend.solve
+    solve = search.solve
 
     def noted(graph: Graph, budget: str | int, **options: Any) -> Plan:
         found.append((graph, solve(graph, budget, **options)))
         return found[-1][1]
 
-    monkeypatch.setattr(backend, "solve", noted)
+    monkeypatch.setattr(search, "solve", noted)
     return found
 
 
@@ -135,4 +136,4 @@ def test_what_is_not_trained_is_compiled_as_it_is() -> None:
 
 def test_times_of_kernels_are_not_modelled() -> None:
     with pytest.raises(PlannerError, match="option 'roofline' models ATen's ops"):
-        backend._checked({"budget": "1GB", "compile": "inductor", "roofline": "h100"})
+        backend.check_options({"budget": "1GB", "compile": "inductor", "roofline": "h100"})

@@ -17,7 +17,7 @@ import planner
 from graphs.errors import OutputError
 from graphs.io.formats import write_plan
 from graphs.synthetic.small import training_chain
-from planner.training import search
+from planner import search
 from planner.training.cache import PlanCache
 from tests.support.cached_plans import compiled, workload
 

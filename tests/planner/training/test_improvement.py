@@ -17,10 +17,10 @@ from planner.background import BackgroundSolve, Ended, Job
 from planner.choices import with_recorded
 from planner.runtime.measure import outcome
 from planner.runtime.observation import PeakWatch
+from planner.search import Search, Wait
 from planner.solving import solve
 from planner.training import improvement
 from planner.training.improvement import rounds_alike, with_times
-from planner.training.search import Search, Wait
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from tests.support.budgets import between

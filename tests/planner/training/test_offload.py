@@ -15,8 +15,8 @@ from graphs.errors import EagerWarning, OutOfMemoryError, PlannerError
 from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.pools import HOST
 from graphs.zoo import Workload, build
+from planner import search
 from planner.runtime.executor import Executor
-from planner.training import search
 from tests.support.command import call
 from tests.support.steps import make
 

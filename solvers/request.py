@@ -26,8 +26,9 @@ class Request:
         clock: runs from when it was made; its limit is that of the whole solve.
         on_progress: called as the solve advances, in the thread that solves.
         should_stop: polled there; once it returns True the solver ends with the best it has.
-        on_schedule: called there with each better schedule of `graph` and the lower bound then, by solvers that improve one.
         params: of the solver that is asked, an object of the class that its module names; None: its defaults.
+        on_schedule: called in the thread that solves with each better schedule of `graph` and the lower bound then, by solvers
+            that improve one.
     """
 
     graph: Graph
@@ -36,8 +37,8 @@ class Request:
     clock: Clock = field(default_factory=WallClock)
     on_progress: Callable[[Progress], None] | None = None
     should_stop: Callable[[], bool] | None = None
-    on_schedule: Callable[[Schedule, float], None] | None = None
     params: object = None
+    on_schedule: Callable[[Schedule, float], None] | None = None
 
     def params_of(self, default: Params) -> Params:
         """The parameters, which are of the class of `default`, or that.

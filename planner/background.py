@@ -61,6 +61,11 @@ class BackgroundSolve:
         self._end = weakref.finalize(self, self._process.end)  # also where nobody waits for it any more
         self._process.send(job)
 
+    @property
+    def is_running(self) -> bool:
+        """True while the process runs, whether or not it has sent its end."""
+        return self.ended is None and self._process.is_running
+
     def receive(self, most_s: float = 0.0) -> Plan | None:
         """Return the latest plan that is better than those before, waiting for so many seconds for one; None if there is none."""
         latest: Plan | None = None

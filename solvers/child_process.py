@@ -53,6 +53,11 @@ class ChildProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end()
 
+    @property
+    def is_running(self) -> bool:
+        """True until it has ended or was killed."""
+        return self._process.poll() is None
+
     def end(self) -> None:
         """Kill it. To end one that has ended does nothing."""
         self._process.kill()

@@ -73,7 +73,7 @@ def compare_with_eager(
     written += undone.written
     found = outcome(planned, step, batch, written=written)
     names = plain.differences(found)
-    if known is not None and known.identical and not names:
+    if known is not None and known.identical and known.planned_time_s and not names:
         return known
     with unchanged(step, batch, written=written):
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}

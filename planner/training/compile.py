@@ -226,7 +226,7 @@ def _planned(
                 except PlannerError as error:
                     warn_unusable(path, error)
             step = make()
-            plans.store(step.plan, path)
+            step.keep_with(lambda plan: plans.store(plan, path))
             return step
 
         return wrapper.ranks.first(

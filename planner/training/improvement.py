@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 from graphs.capture.lower import Capture
 from graphs.eager import EagerComparison
@@ -28,6 +29,7 @@ _GAIN = 0.002  # of the step: what a plan must be faster by to be swapped in whi
 # has been lost in all as starting it costs.
 _LOST_AT_ONCE_S, _LOST_IN_ALL_S = 0.005, 0.5
 _POLL_S = 0.2
+_SOLVES: WeakSet[BackgroundSolve] = WeakSet()  # that were started here
 _FIRST_SHARED = 2  # step before which several processes first exchange what they know
 
 
@@ -95,7 +97,8 @@ class Improvement:
             steps: how many have been trained: a solve begins once it pays.
         """
         self._take_times()
-        if not self._is_solved and self._solve is None and self._is_worth_it(steps):
+        others = any(solve.is_running for solve in _SOLVES)  # of other sizes, or models: one after the other
+        if not self._is_solved and self._solve is None and not others and self._is_worth_it(steps):
             self._start()
         return self._better()
 
@@ -166,6 +169,7 @@ class Improvement:
         self._end_solve()
         try:
             self._solve = BackgroundSolve(self._search.job(self._captured.graph, self._solved_bytes))
+            _SOLVES.add(self._solve)
         except OSError:  # no process can be started: the plan that is there is good all the same
             self._is_solved = True
 

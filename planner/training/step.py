@@ -83,6 +83,7 @@ class PlannedStep:
         self._run = run
         self._refreshed = refreshed
         self._improving = improving
+        self._keep: Callable[[Plan], None] | None = None
         self._began = time.monotonic()
         self._steps = 0
         self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
@@ -114,9 +115,16 @@ class PlannedStep:
             self._take(self._improving.consultation.wait(seconds))
         return self.plan
 
+    def keep_with(self, keep: Callable[[Plan], None]) -> None:
+        """Call `keep` with each plan that comes into use, once its peak has been measured; with the present one at once."""
+        keep(self.plan)
+        self._keep = keep
+
     def _take(self, swap: Swap | None) -> None:
         assert self._improving is not None
-        self.plan = self._improving.consultation.plan
+        before, self.plan = self.plan, self._improving.consultation.plan
+        if self._keep is not None and swap is None and before.measured_peak_bytes is None is not self.plan.measured_peak_bytes:
+            self._keep(self.plan)
         if swap is not None:
             self.measured, self._run = swap.graph, self._improving.wrapped(swap.executor)
             seconds = time.monotonic() - self._began

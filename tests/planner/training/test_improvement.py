@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import planner
 from graphs.errors import PlannerError
+from graphs.io.formats import read_plan
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.simulate import simulate
@@ -54,6 +56,10 @@ class Solved:
 
     def stop(self) -> None:
         self.ended = Ended(failure="stopped")
+
+    @property
+    def is_running(self) -> bool:
+        return False
 
 
 @pytest.fixture
@@ -103,6 +109,27 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
     assert step.plan.measured_peak_bytes == step.plan.peak_bytes <= step.plan.budget_bytes
     # The first job has the costs that were measured alone; the next one those of the first steps.
     assert [job.graph.provenance["times"] for job in at_once.jobs[:2]] == ["measured", "measured in training steps"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_better_plan_is_kept_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worst_first(monkeypatch)
+    model, batch = model_and_batch()
+    budget = between(planner.trace(model, F.mse_loss, batch, passes=1))
+
+    def step() -> planner.PlannedStep:
+        return planner.compile(model, F.mse_loss, batch, budget=budget, passes=1, options=[], cache=tmp_path)
+
+    first = step()
+    kept = [first.plan.schedule]
+    for seed in range(3):
+        assert_trains_as_eager(first, model, batch, seed)
+    (path,) = tmp_path.iterdir()
+    kept.append(read_plan(path).schedule)
+    assert kept[0] != kept[1]
+    again = step()
+    assert again.plan.schedule == kept[1] and again.plan.eager is not None and again.plan.eager.overhead is not None
+    assert_trains_as_eager(again, model, batch, 7)
 
 
 def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:

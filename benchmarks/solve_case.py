@@ -13,7 +13,7 @@ from solvers.clock import WallClock
 from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import Progress
+from solvers.result import SolveProgress
 from solvers.tolerance import Tolerance
 
 TOLERANCE = 1e-3
@@ -73,7 +73,7 @@ def solve_case(case: Case, file: Path) -> Outcome:
     graph = read_graph(file)
     first_s: float | None = None
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: SolveProgress) -> None:
         nonlocal first_s
         if first_s is None and progress.best_s is not None:
             first_s = progress.seconds

@@ -11,14 +11,14 @@ from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.policies.store_all import store_all
-from solvers.result import Progress, Result, Status, is_within
+from solvers.result import Result, SolveProgress, Status, is_within
 
 PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
 _ROUNDING = 1e-9
 
 # Solves for a budget in bytes, until the clock's limit, or until the last of the arguments returns True.
-SolveAt = Callable[[int, Clock, Callable[[Progress], None] | None, Callable[[], bool] | None], Result]
+SolveAt = Callable[[int, Clock, Callable[[SolveProgress], None] | None, Callable[[], bool] | None], Result]
 
 
 def least_memory(
@@ -27,7 +27,7 @@ def least_memory(
     solve_at: SolveAt,
     clock: Clock,
     *,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[SolveProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     precision: float = PRECISION,
 ) -> Result:
@@ -82,12 +82,12 @@ class _Decision:
     """Tells a solve to end once it is known whether a schedule within the price exists."""
 
     def __init__(
-        self, limit_s: float, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
+        self, limit_s: float, on_progress: Callable[[SolveProgress], None] | None, should_stop: Callable[[], bool] | None
     ) -> None:
         self._limit_s, self._on_progress, self._should_stop = limit_s, on_progress, should_stop
         self._decided = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SolveProgress) -> None:
         within = progress.best_s is not None and progress.best_s <= self._limit_s
         beyond = progress.bound_s is not None and progress.bound_s > self._limit_s
         self._decided = self._decided or within or beyond

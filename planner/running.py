@@ -15,6 +15,7 @@ from graphs.plan import Plan
 from graphs.pools import HOST
 from planner.choices import recorded_options, with_recorded
 from planner.plan_check import check_sizes
+from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
@@ -76,6 +77,7 @@ def run(
     *,
     repeats: int = 5,
     seed: int = 0,
+    on_progress: View | None = None,
 ) -> RunReport:
     """Replay `plan` with real tensors and measure it; `model` is afterwards as it was.
 
@@ -84,21 +86,31 @@ def run(
         model, loss_fn, batch: as in ``trace``.
         repeats: steps timed, in turn with keeping everything and with plain PyTorch.
         seed: of the random state the results are compared from.
+        on_progress: called with each ``planner.progress.Progress``; None: log to the logger ``planner``.
 
     Raises:
         MismatchError: the plan is for another graph; says what differs.
         OutOfMemoryError: the plan does not fit into what is free, or keeping everything does not.
     """
-    batch = as_leaves(batch)
+    with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
+        report = _run(plan, model, loss_fn, as_leaves(batch), stages, repeats=repeats, seed=seed)
+        stages.finish()
+    return report
+
+
+def _run(
+    plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch, stages: Stages, *, repeats: int, seed: int
+) -> RunReport:
     provenance = plan.graph.provenance
-    captured = capture_step(
-        model,
-        loss_fn,
-        batch,
-        optimizer=str(provenance.get("optimizer", "none")),
-        accumulate=bool(provenance.get("accumulate", False)),
-        name=str(provenance.get("model", "")),
-    )
+    with stages.stage(Stage.CAPTURE):
+        captured = capture_step(
+            model,
+            loss_fn,
+            batch,
+            optimizer=str(provenance.get("optimizer", "none")),
+            accumulate=bool(provenance.get("accumulate", False)),
+            name=str(provenance.get("model", "")),
+        )
     captured = as_recorded(captured, provenance, recorded_options(plan.settings))
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
@@ -107,15 +119,23 @@ def run(
     keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)
     written = written_by(captured, eager, batch)
-    with reporting("keeping everything, to compare results with the plan's"):
-        reference = measure.outcome(keeping, model, batch, seed=seed, written=written)
-    with reporting("running the plan"):
-        result = measure.outcome(planned, model, batch, seed=seed, written=written)
-    with reporting("running eager PyTorch, to compare results with the plan's"):
-        plain = measure.outcome(eager, model, batch, seed=seed, written=written)
-    with reporting("measuring the peak of the plan"):
-        memory = measured_peak(captured, planned, eager, batch)
-    with reporting("timing the plan beside keeping everything and eager PyTorch"), unchanged(eager, batch, written=written):
+    with stages.stage(Stage.CHECK, "running the plan, keeping everything and eager PyTorch") as stage:
+        with reporting("keeping everything, to compare results with the plan's"):
+            reference = measure.outcome(keeping, model, batch, seed=seed, written=written)
+        stage.advance(1, 4)
+        with reporting("running the plan"):
+            result = measure.outcome(planned, model, batch, seed=seed, written=written)
+        stage.advance(2, 4)
+        with reporting("running eager PyTorch, to compare results with the plan's"):
+            plain = measure.outcome(eager, model, batch, seed=seed, written=written)
+        stage.advance(3, 4)
+        with reporting("measuring the peak of the plan"):
+            memory = measured_peak(captured, planned, eager, batch)
+    with (
+        stages.stage(Stage.COMPARE, "timing the plan beside keeping everything and eager PyTorch"),
+        reporting("timing the plan beside keeping everything and eager PyTorch"),
+        unchanged(eager, batch, written=written),
+    ):
         parameters = list(model.parameters())
         steps = {
             name: measure.Isolated(step, model, batch)

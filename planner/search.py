@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from planner.background import Job
 from planner.budgets import allowed_overhead
+from planner.progress.stages import StageReport
 from planner.solving import solve
-from solvers.result import Progress
+from solvers.result import SolveProgress
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?)\s*(%|s|m|work)")
 SWAPS = ("exact", "any", "never")
@@ -70,13 +71,11 @@ class Search:
         wait: when the first plan is good enough.
         swap: which better plans take the place of the first one: ``exact`` for those that make the same bits, ``any``, or
             ``never``.
-        on_progress: told how that solve advances.
     """
 
     settings: Mapping[str, Any]
     wait: Wait = Wait()
     swap: str = "exact"
-    on_progress: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
         if self.swap not in SWAPS:
@@ -92,20 +91,20 @@ class Search:
         """True if plans may take each other's place that round otherwise."""
         return self.swap == "any"
 
-    def first_plan(self, graph: Graph, budget: str | int) -> Plan:
-        """Return a plan that is good enough to begin with.
+    def first_plan(self, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
+        """Return a plan that is good enough to begin with; the solve is reported to `stage`.
 
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``planner.solving.solve``.
         """
-        latest = Progress(0.0, "", None, None)
+        latest = SolveProgress(0.0, "", None, None)
         began = time.monotonic()
+        tell = stage.solving(base_s=graph.time_s, limit_s=self.wait.seconds)
 
-        def note(progress: Progress) -> None:
+        def note(progress: SolveProgress) -> None:
             nonlocal latest
             latest = progress
-            if self.on_progress is not None:
-                self.on_progress(progress)
+            tell(progress)
 
         def is_good_enough() -> bool:
             if latest.best_s is None:

@@ -30,7 +30,7 @@ from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reo
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Solver, get_solver
 from solvers.request import Request
-from solvers.result import Progress, Result, Status
+from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows.heuristics.sending import least_sending
 
@@ -54,7 +54,7 @@ def solve(
     link: str | float | None = None,
     host_budget: str | int | None = None,
     exact: bool = False,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[SolveProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
@@ -151,7 +151,7 @@ def _least_memory(
     tolerance: Tolerance,
     clock: Clock,
     reorder: bool | None,  # noqa: FBT001
-    on_progress: Callable[[Progress], None] | None,
+    on_progress: Callable[[SolveProgress], None] | None,
     should_stop: Callable[[], bool] | None,
 ) -> Result:
     """Return the schedule of least memory that takes no longer than keeping everything by more than `overhead`."""

@@ -1,6 +1,6 @@
 """From a model to a graph: a training step traced, its ops measured or modelled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from graphs.ir import Graph
 from graphs.options import check_traced
 from graphs.options.compression import kept_tensors
 from graphs.options.traced import offered_as, with_traced, without_needless
+from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
 from planner.runtime.link import link_beside
@@ -46,6 +47,7 @@ def trace(
     name: str = "",
     options: Sequence[str] = (),
     other_devices: Sequence[str] = (),
+    on_progress: View | None = None,
 ) -> Graph:
     """The training step of `model` on `batch` as a graph with the time and memory of every op.
 
@@ -68,6 +70,7 @@ def trace(
             ``pack``, ``kernels``. Their ops are part of the graph; ``solve`` takes them where it is given the same names.
         other_devices: that ops may be placed on, for the option ``placement``: ``cpu:2`` for two threads of the CPU, ``cuda:1``.
             Each op is measured there as well; its times are part of the provenance.
+        on_progress: called with each ``planner.progress.Progress``; None: log to the logger ``planner``.
 
     Raises:
         TraceError: the step cannot be captured as one static graph; or a link, or another device, is to be measured with a
@@ -83,24 +86,30 @@ def trace(
             "without a link, what is published of the device counts"
         )
     batch = as_leaves(batch)
-    if roofline is not None:
-        device = get_device(roofline)
-        as_on_cuda = device.name != "cpu"
-        modelled = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=as_on_cuda, name=name)
-        modelled = with_traced(modelled, options)
-        return without_needless(replace(modelled, graph=model_times(modelled, device))).graph
-    return capture_profiled(
-        model,
-        loss_fn,
-        batch,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        passes=passes,
-        measure_link=measure_link,
-        name=name,
-        options=options,
-        other_devices=other_devices,
-    ).graph
+    with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
+        if roofline is None:
+            captured = capture_profiled(
+                model,
+                loss_fn,
+                batch,
+                optimizer=optimizer,
+                accumulate=accumulate,
+                passes=passes,
+                measure_link=measure_link,
+                name=name,
+                options=options,
+                other_devices=other_devices,
+                stages=stages,
+            )
+        else:
+            with stages.stage(Stage.CAPTURE):
+                device = get_device(roofline)
+                cuda = device.name != "cpu"
+                captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=cuda, name=name)
+                captured = with_traced(captured, options)
+            captured = without_needless(replace(captured, graph=model_times(captured, device)))
+        stages.finish()
+    return captured.graph
 
 
 def capture_profiled(
@@ -115,12 +124,24 @@ def capture_profiled(
     name: str = "",
     options: Sequence[str] = (),
     other_devices: Sequence[str] = (),
+    stages: Stages | None = None,
 ) -> Capture:
-    """Return the step as ``trace`` measures it, with the program that executes it."""
-    captured = capture_step(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
-    return profiled(
-        captured, model, loss_fn, batch, passes=passes, options=options, measure_link=measure_link, other_devices=other_devices
-    )
+    """Return the step as ``trace`` measures it, with the program that executes it; progress is reported to `stages`."""
+    stages = stages or Stages()
+    with stages.stage(Stage.CAPTURE):
+        captured = capture_step(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+    with stages.stage(Stage.MEASURE) as stage:
+        return profiled(
+            captured,
+            model,
+            loss_fn,
+            batch,
+            passes=passes,
+            options=options,
+            measure_link=measure_link,
+            other_devices=other_devices,
+            on_op=stage.advance,
+        )
 
 
 def capture_step(
@@ -154,6 +175,7 @@ def profiled(
     options: Sequence[str] = (),
     measure_link: bool = False,
     other_devices: Sequence[str] = (),
+    on_op: Callable[[int, int], None] | None = None,
 ) -> Capture:
     """Return `captured` with measured times, workspaces and sizes, and with the `options` that are found in it.
 
@@ -164,10 +186,11 @@ def profiled(
     Args:
         captured: what ``capture_step`` returned.
         model, loss_fn, batch, passes, options, measure_link, other_devices: as in ``trace``.
+        on_op: told how many of the ops are measured, and of how many.
     """
     step = TrainingStep(model, loss_fn)
     static = real_static(captured, step, batch)
-    captured = profile(captured, static, passes=passes)
+    captured = profile(captured, static, passes=passes, on_op=on_op)
     if options:
         offered = with_traced(captured, options)
         captured = profile(offered, static, passes=passes) if len(offered.graph.ops) > len(captured.graph.ops) else offered

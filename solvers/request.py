@@ -8,7 +8,7 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.clock import Clock, WallClock, left
-from solvers.result import Progress
+from solvers.result import SolveProgress
 from solvers.tolerance import DEFAULT, Tolerance
 
 Params = TypeVar("Params")
@@ -35,7 +35,7 @@ class Request:
     budget_bytes: int
     tolerance: Tolerance = DEFAULT
     clock: Clock = field(default_factory=WallClock)
-    on_progress: Callable[[Progress], None] | None = None
+    on_progress: Callable[[SolveProgress], None] | None = None
     should_stop: Callable[[], bool] | None = None
     params: object = None
     on_schedule: Callable[[Schedule, float], None] | None = None
@@ -69,7 +69,7 @@ class Request:
     def tell(self, activity: str, best_s: float | None, bound_s: float | None) -> None:
         """Report progress."""
         if self.on_progress is not None:
-            self.on_progress(Progress(self.clock.seconds, activity, best_s, bound_s))
+            self.on_progress(SolveProgress(self.clock.seconds, activity, best_s, bound_s))
 
     def on(self, graph: Graph, to_own: Callable[[Schedule], Schedule]) -> "Request":
         """Return the same request for `graph`, whose schedules `to_own` turns into schedules of this graph."""

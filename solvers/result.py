@@ -46,7 +46,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SolveProgress:
     """Where a solve stands: seconds so far, what it is doing, best schedule and bound (None: none yet)."""
 
     seconds: float

@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView
 
-    with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
+    with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.say(f"building {arguments.model}")
         from planner.advising import advise
         from planner.models.tracing import Tracing

@@ -20,8 +20,8 @@ from planner.visible import visible, visible_lines
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
-    from planner.cli.progress import ProgressLine
     from planner.models.workload import ModelSpec
+    from planner.progress import LineView
 
 # Exit codes.
 DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4
@@ -180,14 +180,15 @@ def tracing(arguments: argparse.Namespace) -> Tracing:
 def trace_model(
     model: "ModelSpec",
     arguments: argparse.Namespace,
-    progress: "ProgressLine",
+    progress: "LineView",
     *,
     measure_link: bool = False,
     other_devices: tuple[str, ...] = (),
 ) -> "Graph":
     """Build and trace `model`, as the options of ``add_how_to_trace`` say; the rest as in ``tracing.trace``."""
-    progress.say(f"building and tracing {model}")
-    return replace(tracing(arguments), measure_link=measure_link, other_devices=other_devices).graph(model)
+    progress.say(f"building {model}")
+    how = replace(tracing(arguments), measure_link=measure_link, other_devices=other_devices)
+    return how.graph(model, on_progress=progress)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:

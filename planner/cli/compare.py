@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from graphs.ir import Graph
     from planner.choices import Choices
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView
     from planner.studies.comparison_rows import Row
 
 _ROW_S, _TOTAL_S = 60.0, 40.0
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_folder
     from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView
     from planner.report.comparisons import table_text, write_report
     from planner.report.plots import new_figure
     from planner.studies.compare import cut_short, methods_named
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output)
     check_folder(folder)
     with (
-        ProgressLine(quiet=arguments.quiet) as progress,
+        LineView(quiet=arguments.quiet) as progress,
         StopOnInterrupt(progress, ending="with the rows that are done, to go on with the others next time") as interrupt,
     ):
         if arguments.measure:
@@ -135,7 +135,7 @@ def _simulate(
     arguments: argparse.Namespace,
     methods: "Sequence[str]",
     choices: "Choices | None",
-    progress: "ProgressLine",
+    progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[Row]":
     from planner.studies.compare import compare
@@ -163,7 +163,7 @@ def _measure(
     arguments: argparse.Namespace,
     methods: "Sequence[str]",
     choices: "Choices | None",
-    progress: "ProgressLine",
+    progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[Row]":
     from planner.models.workload import parse_spec
@@ -224,7 +224,7 @@ def _usage(message: str) -> int:
     return USAGE
 
 
-def _graph(arguments: argparse.Namespace, choices: "Choices | None", progress: "ProgressLine") -> "tuple[Graph, str]":
+def _graph(arguments: argparse.Namespace, choices: "Choices | None", progress: "LineView") -> "tuple[Graph, str]":
     from graphs.io.formats import read_graph
 
     if arguments.model.endswith(".json"):

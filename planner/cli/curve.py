@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import read_graph
     from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView
     from planner.report.curves import curve_data, curve_frame, curve_text
     from planner.report.plots import check_plot, plot_curve
     from planner.studies.curve import curve
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plot(Path(arguments.plot))
     total_s = arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf)
-    with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
+    with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         found = curve(
             graph,
             arguments.budgets,

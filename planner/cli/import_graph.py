@@ -30,12 +30,12 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.importers import import_graph
     from graphs.io.files import check_writable
     from graphs.io.formats import write_graph
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView
 
     check_writable(arguments.output)
     if Path(arguments.output).exists() and Path(arguments.file).exists() and Path(arguments.output).samefile(arguments.file):
         raise PlannerError(f"{arguments.output} is the file to import itself: name another for the graph")
-    with ProgressLine(quiet=arguments.quiet) as progress:
+    with LineView(quiet=arguments.quiet) as progress:
         progress.say(f"reading {arguments.file}")
         graph = import_graph(arguments.file)
         write_graph(graph, arguments.output)

@@ -5,7 +5,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Self
 
-from planner.cli.progress import ProgressLine
+from planner.progress import LineView
 
 INTERRUPTED = 130  # exit code of what a SIGINT ended
 
@@ -18,7 +18,7 @@ class StopOnInterrupt:
         ending: what it is ended with.
     """
 
-    def __init__(self, progress: ProgressLine, *, ending: str = "with the best schedule found so far") -> None:
+    def __init__(self, progress: LineView, *, ending: str = "with the best schedule found so far") -> None:
         self._progress = progress
         self._ending = ending
         self._requested = False

@@ -25,8 +25,8 @@ from planner.cli.arguments import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from planner.cli.progress import ProgressLine
     from planner.models.tracing import Tracing
+    from planner.progress import LineView
     from planner.studies.sizes import LargestSize, Wanted
 
 _LIMIT = 4096  # in multiples of --multiple-of
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, and print an answer for each method. Returns the exit code."""
     from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView
     from planner.report.curves import max_batch_data, max_batch_text
     from planner.studies.sizes import BATCH, Wanted
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         choices=choices,
     )
     how = tracing(arguments)
-    with ProgressLine(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
+    with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         if arguments.roofline is None and arguments.device == "cpu":
             answers = _modelled_and_measured(arguments, wanted, how, progress, interrupt)
         else:
@@ -120,7 +120,7 @@ def _search(
     arguments: argparse.Namespace,
     wanted: "Wanted",
     how: "Tracing",
-    progress: "ProgressLine",
+    progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "tuple[LargestSize, ...]":
     """Search among graphs that are traced as `how` says."""
@@ -145,7 +145,7 @@ def _modelled_and_measured(
     arguments: argparse.Namespace,
     wanted: "Wanted",
     how: "Tracing",
-    progress: "ProgressLine",
+    progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "tuple[LargestSize, ...]":
     """Search with modelled times first, which takes seconds; then measure at the sizes that were found, and next to them.

@@ -43,20 +43,19 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run and measure, and print both beside what was predicted. Returns the exit code."""
     from graphs.io.formats import read_plan
-    from planner.cli.progress import ProgressLine
     from planner.plan_check import check_with_its_graph
+    from planner.progress import LineView
     from planner.report.describe import run_data, run_text
 
     plan = read_plan(arguments.plan)
     check_with_its_graph(plan, arguments.plan)
-    with ProgressLine(quiet=arguments.quiet) as progress:
+    with LineView(quiet=arguments.quiet) as progress:
         progress.say(f"building {arguments.model}")
         from planner import running
         from planner.models import workload
 
         built = workload.load(arguments.model, device=arguments.device, seed=arguments.seed)
-        progress.say("running the plan, and keeping everything beside it")
-        report = running.run(plan, *built, repeats=arguments.repeats, seed=arguments.seed)
+        report = running.run(plan, *built, repeats=arguments.repeats, seed=arguments.seed, on_progress=progress)
     if arguments.json:
         print_json(run_data(report))
     else:

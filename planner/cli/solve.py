@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph, write_plan
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView, Stage, Stages
     from planner.report.describe import plan_data, plan_text
     from planner.solving import solve
 
@@ -103,7 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise PlannerError(f"{arguments.output} is the graph itself: name another file for the plan")
     if arguments.write_model is not None:
         _write_model(graph, arguments)
-    with ProgressLine(quiet=arguments.quiet, base_s=graph.time_s) as progress, StopOnInterrupt(progress) as interrupt:
+    with (
+        LineView(quiet=arguments.quiet) as progress,
+        StopOnInterrupt(progress) as interrupt,
+        Stages(progress, stages=(Stage.SOLVE,)).stage(Stage.SOLVE) as stage,
+    ):
         plan = solve(
             graph,
             arguments.budget,
@@ -117,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
             link=arguments.link,
             host_budget=arguments.host_budget,
             exact=arguments.exact,
-            on_progress=progress,
+            on_progress=stage.solving(base_s=graph.time_s),
             should_stop=interrupt,
         )
     if arguments.output is not None:

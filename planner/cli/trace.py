@@ -56,11 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import write_graph
     from graphs.options import check_traced
-    from planner.cli.progress import ProgressLine
+    from planner.progress import LineView
 
     check_traced(arguments.options)
     check_writable(arguments.output)
-    with ProgressLine(quiet=arguments.quiet) as progress:
+    with LineView(quiet=arguments.quiet) as progress:
         measured = {"measure_link": arguments.measure_link, "other_devices": arguments.other_devices}
         graph = trace_model(arguments.model, arguments, progress, **measured)
         write_graph(graph, arguments.output)

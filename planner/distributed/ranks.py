@@ -14,7 +14,13 @@ T = TypeVar("T")
 
 
 class SingleProcess:
-    """One process."""
+    """One process.
+
+    Attributes:
+        is_first: True on the process whose plan all take, and which reports for all.
+    """
+
+    is_first = True
 
     def each(self, make: Callable[[], T]) -> T:
         """What `make` makes."""
@@ -43,6 +49,7 @@ class Ranks(SingleProcess):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
+        self.is_first = self._rank == 0
 
     def each(self, make: Callable[[], T]) -> T:
         """What `make` makes, on each rank for itself.

@@ -9,6 +9,7 @@ from planner.models.workload import ModelSpec
 if TYPE_CHECKING:
     from graphs.ir import Graph
     from graphs.zoo import Workload
+    from planner.progress import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Tracing:
         fake, as_on_cuda = self.roofline is not None, self.roofline not in (None, "cpu")
         return workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
 
-    def graph(self, model: ModelSpec) -> "Graph":
-        """The graph of the training step of `model`.
+    def graph(self, model: ModelSpec, *, on_progress: "View | None" = None) -> "Graph":
+        """The graph of the training step of `model`; `on_progress` as in ``tracing.trace``.
 
         Raises:
             ModelError: the model cannot be built.
@@ -60,4 +61,5 @@ class Tracing:
             name=str(model),
             options=self.options,
             other_devices=self.other_devices,
+            on_progress=on_progress,
         )

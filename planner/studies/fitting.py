@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from solvers.result import Progress, Result
+from solvers.result import Result, SolveProgress
 
 
 def largest(fits: Callable[[int], bool], *, first: int, limit: int, low: int = 0) -> int:
@@ -45,7 +45,7 @@ class Enough:
     should_stop: Callable[[], bool]
     known: bool = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SolveProgress) -> None:
         """Look at the progress of the solve."""
         fast_enough = progress.best_s is not None and (self.any_time or progress.best_s <= self.cap_s)
         self.known = self.known or fast_enough or self.refuted(progress.bound_s)

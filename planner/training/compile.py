@@ -18,6 +18,8 @@ from planner.budgets import allowed_overhead, budget_or_overhead, cache_key
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
+from planner.progress import LoggingView, Stages, View
+from planner.progress.describe import plan_line
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.graphed_step import Recorder
 from planner.runtime.measure import device_name
@@ -29,7 +31,6 @@ from planner.training.dynamic import DynamicStep
 from planner.training.optimizers import optimizer_kind
 from planner.training.replan import ReplannedStep
 from planner.training.step import PlannedStep
-from solvers.result import Progress
 from solvers.tolerance import WIDENING, Tolerance
 
 
@@ -61,7 +62,7 @@ def compile(  # noqa: A001
     other_devices: Sequence[str] = (),
     wait: Wait | str | float | None = None,
     swap: str = "exact",
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: View | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
 
@@ -80,7 +81,7 @@ def compile(  # noqa: A001
             device has free (``planner.training.auto_budget``); parameters, inputs, gradients and optimizer state included.
         max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
             budget is then the least memory at that price. Not with ``kernels="inductor"``.
-        solver, tolerance, time_limit_s, reorder, on_progress: as in ``solve``, which ends within the tolerance or when its
+        solver, tolerance, time_limit_s, reorder: as in ``solve``, which ends within the tolerance or when its
             time is up, with the best schedule so far.
         options, link, host_budget: as in ``solve``: with ``options=["offload"]`` tensors also go to the host and come back.
             Without `link` copies are measured beside the step. On several processes each takes as much of the host's memory:
@@ -111,6 +112,9 @@ def compile(  # noqa: A001
             steps. With a gap or work the plan is the same for the same costs, and stays.
         swap: which better plans do: ``exact``, those that make the same bits; ``any``, also those whose options round otherwise;
             ``never``.
+        on_progress: called with each ``planner.progress.Progress`` from the begin of the capture on, each time that a step is
+            planned; of several processes, on the first one only. ``LineView()`` and ``NotebookView()`` of ``planner.progress``
+            show it. None: log to the logger ``planner``, at INFO.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
@@ -160,13 +164,14 @@ def compile(  # noqa: A001
         optimizer,
         accumulate,
         passes,
-        Search(settings, Wait.of(wait), swap, on_progress),
+        Search(settings, Wait.of(wait), swap),
         recorder,
         compare_eager=compare_eager,
         channels=channels,
         measure_link=choices is not None and choices.measures_link,
         options=() if choices is None else choices.options,
         other_devices=tuple(other_devices),
+        stages=_stages(wrapper, on_progress),
     )
     if max_plans < 1:
         raise PlannerError(f"max_plans is {max_plans}: at least one plan must be kept")
@@ -182,11 +187,13 @@ def compile(  # noqa: A001
     placed = {"other_devices": list(other_devices)} if places else {}
     made_with = {**settings, **asked, **placed, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
 
-    def plan_size(batch: Batch, budget: str | int) -> PlannedStep:
-        return _planned(compiler, batch, budget, cache, made_with)
+    def plan_size(batch: Batch, budget: str | int, *, compare_eager: bool = compare_eager) -> PlannedStep:
+        with compiler.stages.again() as stages:
+            planning = replace(compiler, stages=stages, compare_eager=compare_eager)
+            return _planned(planning, batch, budget, cache, made_with)
 
     def plan_other_size(batch: Batch, budget_bytes: int) -> PlannedStep:
-        return _planned(replace(compiler, compare_eager=False), batch, budget_bytes, cache, made_with)
+        return plan_size(batch, budget_bytes, compare_eager=False)
 
     def make(batch: Batch, budget: str | int) -> PlannedStep:
         first = plan_size(batch, budget)
@@ -214,6 +221,11 @@ def _planned(
             return compiler.make(captured, batch, budget)
 
         def find_or_make() -> PlannedStep:
+            step = find()
+            compiler.stages.finish(plan_line(step.plan))
+            return step
+
+        def find() -> PlannedStep:
             if plans is None:
                 return make()
             path = plans.path({"budget": cache_key(budget), **_made_for(captured, wrapper.module), **options})
@@ -236,6 +248,11 @@ def _planned(
                 compiler.captured_for(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
             ),
         )
+
+
+def _stages(wrapper: Unwrapped, on_progress: View | None) -> Stages:
+    """Return what planning is reported to: of several processes, the first one reports."""
+    return Stages(on_progress or LoggingView()) if wrapper.ranks.is_first else Stages()
 
 
 def _recorder(wrapper: Unwrapped, *, dynamic: bool) -> Callable[[], Recorder]:

@@ -1,7 +1,7 @@
 """What makes planned steps of one model: captures, profiles, solves, and measures what came of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphs.capture.lower import Capture
@@ -18,6 +18,8 @@ from graphs.pools import HOST
 from graphs.units import format_bytes
 from planner.choices import with_recorded
 from planner.distributed.wrappers import Unwrapped
+from planner.progress import Stage, Stages
+from planner.progress.describe import plan_line
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 # How often a budget is lowered by what a measured peak is above it.
 _CORRECTIONS = 2
+# Typical seconds of stages, for the estimate of the time left: so many steps, and turns with eager PyTorch.
+_CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 2.0, 6.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Compiler:
         measure_link: whether copies to the host and back are measured beside a step that is profiled.
         options: choices that graphs are given, of which some are found in the captured step.
         other_devices: that ops of a step that is profiled are measured on too.
+        stages: what planning is reported to.
     """
 
     wrapper: Unwrapped
@@ -66,6 +71,7 @@ class Compiler:
     measure_link: bool = False
     options: tuple[str, ...] = ()
     other_devices: tuple[str, ...] = ()
+    stages: Stages = field(default_factory=Stages)
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch`: nothing is executed, and sizes are what its shapes say."""
@@ -91,21 +97,24 @@ class Compiler:
 
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
         optimizer, accumulate = self.optimizer, self.accumulate
-        captured = self.wrapper.capture(self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
+        with self.stages.stage(Stage.CAPTURE):
+            captured = self.wrapper.capture(self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
         return captured if self.recorder is None else recordable(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
-        return profiled(
-            captured,
-            self.wrapper.module,
-            self.loss_fn,
-            batch,
-            passes=self.passes,
-            options=self.options,
-            measure_link=self.measure_link,
-            other_devices=self.other_devices,
-        )
+        with self.stages.stage(Stage.MEASURE) as stage:
+            return profiled(
+                captured,
+                self.wrapper.module,
+                self.loss_fn,
+                batch,
+                passes=self.passes,
+                options=self.options,
+                measure_link=self.measure_link,
+                other_devices=self.other_devices,
+                on_op=stage.advance,
+            )
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The step of a profiled capture: solved until the measured peak is within the budget.
@@ -114,7 +123,7 @@ class Compiler:
             InfeasibleError, LimitError: as ``planner.solve``.
             BudgetError: the measured peak stays above the budget.
         """
-        plan = self.search.first_plan(captured.graph, budget)
+        plan = self._first_plan(captured.graph, budget)
         wanted_bytes = plan.budget_bytes
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
@@ -137,10 +146,18 @@ class Compiler:
             )
             if left:
                 try:
-                    plan = self.search.first_plan(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
+                    plan = self._first_plan(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
+
+    def _first_plan(self, graph: Graph, budget: str | int) -> Plan:
+        compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager else 0.0
+        self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s, Stage.COMPARE: compare_s})
+        if self.search.wait.seconds is not None:
+            self.stages.expect({Stage.SOLVE: self.search.wait.seconds})
+        with self.stages.stage(Stage.SOLVE) as stage:
+            return self.search.first_plan(graph, budget, stage)
 
     def _save_memory(self, captured: Capture) -> None:
         summary = summarize(captured.graph)
@@ -172,7 +189,10 @@ class Compiler:
         def refreshed(batch: Batch) -> PlannedStep:
             real = RealStep.of(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
             graph = with_measured_variances(real, captured.graph)
-            return self.solve(replace(captured, graph=graph), batch, budget)
+            with self.stages.again() as stages:
+                step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)
+                stages.finish(plan_line(step.plan))
+            return step
 
         return refreshed
 
@@ -210,9 +230,8 @@ class Compiler:
         if not self.compare_eager:
             return replace(plan, eager=None)
         step = TrainingStep(self.wrapper.module, self.loss_fn)
-        plan = replace(
-            plan,
-            eager=compare_with_eager(
+        with self.stages.stage(Stage.COMPARE):
+            eager = compare_with_eager(
                 captured,
                 executor,
                 step,
@@ -220,14 +239,14 @@ class Compiler:
                 known=plan.eager,
                 allowed=bool(plan.differs),
                 lossy=plan.gradient_error is not None,
-            ),
-        )
+            )
+        plan = replace(plan, eager=eager)
         release_unused(next(step.parameters()).device)
         warn_of_differences(plan)
         return plan
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
-        with reporting("rehearsing the plan to measure its peak"):
+        with self.stages.stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"):
             return self._rehearsed(captured, batch, plan)
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:

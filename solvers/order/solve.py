@@ -13,7 +13,7 @@ from solvers.order.beside import OrderSearch
 from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.registry import Solver
 from solvers.request import Request
-from solvers.result import Progress, Result, Status, is_within
+from solvers.result import Result, SolveProgress, Status, is_within
 
 SEARCH_SHARE = 0.25  # of the limit: what looking for an order may take
 _SEARCH_LEAST = 2.0  # of the clock: how long a search may take that was begun with a shorter solve
@@ -100,7 +100,7 @@ def _again(first: Solved, order: Reordering, took: float, solve: Solver, request
     until = clock.now + max(_AGAIN_LEAST, _AGAIN * took) if proved else math.inf
     bounds_s = [0.0]
 
-    def note(progress: Progress) -> None:
+    def note(progress: SolveProgress) -> None:
         bounds_s.append(progress.bound_s or 0.0)
         best_s = time_s if progress.best_s is None else min(time_s, progress.best_s)
         request.tell(f"{progress.activity}, in another order of the ops", best_s, progress.bound_s)
@@ -133,7 +133,7 @@ class _Patience:
         self._until = request.clock.now + limit
         self._found = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SolveProgress) -> None:
         self._found = self._found or progress.best_s is not None
         self._request.tell(progress.activity, progress.best_s, progress.bound_s)
 

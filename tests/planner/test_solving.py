@@ -27,7 +27,7 @@ from solvers.order.reorder import Reordering, reordered
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
-from solvers.result import Progress, Result, Status
+from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
 from tests.support.placements import on_devices
 
@@ -175,7 +175,7 @@ def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytes
             graph, 99, solver="failing", tolerance=0.5, time_limit_s=7, on_progress=seen.append, should_stop=lambda: True
         )
     assert seen[:3] == [99, True, {"tolerance": 0.5, "time_limit_s": 7}]
-    assert isinstance(seen[3], Progress)
+    assert isinstance(seen[3], SolveProgress)
 
 
 @pytest.mark.parametrize(

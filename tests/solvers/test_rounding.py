@@ -18,7 +18,7 @@ from solvers.highs.program import Outcome
 from solvers.policies.store_all import store_all
 from solvers.problem import problem_of
 from solvers.registry import get_solver
-from solvers.result import Progress, Status
+from solvers.result import SolveProgress, Status
 from solvers.rounding import RoundingParams, cheapest_executions, solve
 from tests.support.requests import ask
 
@@ -182,7 +182,7 @@ def test_a_stop_ends_the_search() -> None:
 
 
 def test_progress_is_told() -> None:
-    told: list[Progress] = []
+    told: list[SolveProgress] = []
     result = solve(ask(training_chain(8), 8, on_progress=told.append))
     assert told[0].activity == "rounding at 100% of the budget"
     assert told[-1].best_s == result.time_s

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from graphs.ir import Graph
 from solvers.clock import WallClock
 from solvers.request import Request
-from solvers.result import Progress
+from solvers.result import SolveProgress
 from solvers.tolerance import Tolerance
 
 
@@ -15,7 +15,7 @@ def ask(
     *,
     tolerance: float | Tolerance = 1e-3,
     time_limit_s: float = 3600.0,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[SolveProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     params: object = None,
 ) -> Request:

@@ -16,7 +16,7 @@ from graphs.plan import Plan
 from graphs.schedule import Schedule, schedule_of
 from graphs.zoo import Workload, build
 from planner.solving import solve
-from solvers.result import Progress
+from solvers.result import SolveProgress
 
 
 class TiedWeights(nn.Module):
@@ -148,7 +148,7 @@ def solve_for(seconds: float, graph: Graph, budget: int | str, *, tolerance: flo
     end = time.monotonic() + seconds
     found = False
 
-    def look(progress: Progress) -> None:
+    def look(progress: SolveProgress) -> None:
         nonlocal found
         found |= progress.best_s is not None
 

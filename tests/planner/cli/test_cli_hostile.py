@@ -22,7 +22,7 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.synthetic.small import training_chain
 from planner.cli.arguments import complain
-from planner.cli.progress import ProgressLine
+from planner.progress import LineView
 from planner.report.timeline import Timeline
 from planner.solving import solve
 from planner.studies.comparison_rows import COLUMNS
@@ -85,7 +85,7 @@ def test_what_drives_a_terminal_is_escaped_wherever_it_is_printed(tmp_path: Path
 
 def test_progress_is_escaped() -> None:
     stream = io.StringIO()
-    line = ProgressLine(stream=stream)
+    line = LineView(stream=stream)
     line.say(f"running {NAME}")
     line.note(f"at {NAME}")
     assert stream.getvalue() == f"planner: at {SHOWN}\n"

@@ -9,31 +9,31 @@ from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
+from planner.cli.progress import PLAIN_EVERY_S, LineView, describe
 
 from planner.cli.interrupt import StopOnInterrupt
-from planner.cli.progress import PLAIN_EVERY_S, ProgressLine, describe
-from solvers.result import Progress
+from solvers.result import SolveProgress
 
 
 def test_progress_is_told_as_overhead() -> None:
-    nothing = Progress(seconds=1, activity="", best_s=None, bound_s=None)
+    nothing = SolveProgress(seconds=1, activity="", best_s=None, bound_s=None)
     assert describe(nothing, base_s=2.0) == "solving, best so far none yet"
-    bound = Progress(seconds=1, activity="round 1", best_s=None, bound_s=2.0)
+    bound = SolveProgress(seconds=1, activity="round 1", best_s=None, bound_s=2.0)
     assert describe(bound, base_s=2.0) == "round 1, best so far none yet, bound +0.00%"
-    both = Progress(seconds=1, activity="round 2", best_s=2.2, bound_s=2.1)
+    both = SolveProgress(seconds=1, activity="round 2", best_s=2.2, bound_s=2.1)
     assert describe(both, base_s=2.0) == "round 2, best so far +10.00%, bound +5.00%, gap 4.76%"
-    rounding = Progress(seconds=1, activity="x", best_s=2.0, bound_s=1.9999999999)
+    rounding = SolveProgress(seconds=1, activity="x", best_s=2.0, bound_s=1.9999999999)
     assert describe(rounding, base_s=2.0) == "x, best so far +0.00%, bound +0.00%, gap 0.00%"
     assert describe(both, base_s=0.0) == "round 2, best so far 2.2 s, bound 2.1 s, gap 4.76%"
 
 
-def at(seconds: float) -> Progress:
-    return Progress(seconds=seconds, activity=f"at {seconds:.0f}", best_s=None, bound_s=None)
+def at(seconds: float) -> SolveProgress:
+    return SolveProgress(seconds=seconds, activity=f"at {seconds:.0f}", best_s=None, bound_s=None)
 
 
 def test_without_a_terminal_there_is_a_plain_line_now_and_then() -> None:
     stream = io.StringIO()
-    with ProgressLine(stream=stream, base_s=1.0) as progress:
+    with LineView(stream=stream, base_s=1.0) as progress:
         for seconds in range(int(PLAIN_EVERY_S) * 2 + 2):
             progress(at(float(seconds)))
         progress.say("not shown")
@@ -42,7 +42,7 @@ def test_without_a_terminal_there_is_a_plain_line_now_and_then() -> None:
 
 def test_quiet_says_nothing() -> None:
     stream = io.StringIO()
-    with ProgressLine(quiet=True, stream=stream) as progress:
+    with LineView(quiet=True, stream=stream) as progress:
         progress(at(1000.0))
         progress.say("nothing")
         progress.note("nothing")
@@ -73,8 +73,8 @@ def sent_to(terminal: tuple[int, TextIO]) -> str:
 
 
 def test_on_a_terminal_there_is_one_line_that_goes_away(terminal: tuple[int, TextIO]) -> None:
-    with ProgressLine(stream=terminal[1], base_s=2.0) as progress:
-        progress(Progress(seconds=1, activity="round 2 [of many]", best_s=2.2, bound_s=2.1))
+    with LineView(stream=terminal[1], base_s=2.0) as progress:
+        progress(SolveProgress(seconds=1, activity="round 2 [of many]", best_s=2.2, bound_s=2.1))
         progress.note("something that stays [bold]")
     shown = sent_to(terminal)
     assert "round 2 [of many], best so far +10.00%, bound +5.00%, gap 4.76%, " in shown
@@ -83,7 +83,7 @@ def test_on_a_terminal_there_is_one_line_that_goes_away(terminal: tuple[int, Tex
 
 
 def test_a_line_that_is_abandoned_gives_the_cursor_back(terminal: tuple[int, TextIO]) -> None:
-    with ProgressLine(stream=terminal[1]) as progress:
+    with LineView(stream=terminal[1]) as progress:
         progress.abandon()
     assert "\r\x1b[K\x1b[?25h" in sent_to(terminal)
 
@@ -91,7 +91,7 @@ def test_a_line_that_is_abandoned_gives_the_cursor_back(terminal: tuple[int, Tex
 def test_an_interrupt_is_a_request_while_a_solve_runs() -> None:
     stream = io.StringIO()
     before = signal.getsignal(signal.SIGINT)
-    with ProgressLine(stream=stream) as progress, StopOnInterrupt(progress) as interrupted:
+    with LineView(stream=stream) as progress, StopOnInterrupt(progress) as interrupted:
         assert not interrupted()
         assert stream.getvalue() == ""
         signal.raise_signal(signal.SIGINT)

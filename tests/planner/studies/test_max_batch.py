@@ -24,7 +24,7 @@ from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
 from solvers.policies.store_all import store_all
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
-from solvers.result import Progress, Result, Status
+from solvers.result import Result, SolveProgress, Status
 from tests.support.requests import ask
 
 
@@ -170,17 +170,17 @@ def test_what_is_not_decided_in_time_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_solve_ends_once_the_question_is_answered() -> None:
-    def after(progress: Progress, *, any_time: bool = False) -> bool:
+    def after(progress: SolveProgress, *, any_time: bool = False) -> bool:
         enough = Enough(10.0, any_time, lambda: False)
         enough(progress)
         return enough.reached()
 
-    assert after(Progress(1, "", 10.0, 9.0))
-    assert not after(Progress(1, "", 10.5, 9.0))
-    assert not after(Progress(1, "", None, 10.0))
-    assert after(Progress(1, "", None, 10.5))
-    assert after(Progress(1, "", 99.0, 50.0), any_time=True)
-    assert not after(Progress(1, "", None, 50.0), any_time=True)
+    assert after(SolveProgress(1, "", 10.0, 9.0))
+    assert not after(SolveProgress(1, "", 10.5, 9.0))
+    assert not after(SolveProgress(1, "", None, 10.0))
+    assert after(SolveProgress(1, "", None, 10.5))
+    assert after(SolveProgress(1, "", 99.0, 50.0), any_time=True)
+    assert not after(SolveProgress(1, "", None, 50.0), any_time=True)
 
 
 def test_a_stopped_search_keeps_what_it_has() -> None:

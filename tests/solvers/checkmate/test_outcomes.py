@@ -14,7 +14,7 @@ from solvers.checkmate.run import PulpAnswer
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.registry import get_solver
-from solvers.result import Progress, Status
+from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
 from tests.support.requests import ask
 
@@ -75,7 +75,7 @@ def test_a_stop_ends_the_solve(after: int) -> None:
 
 
 def test_progress_tells_bounds_that_hold() -> None:
-    told: list[Progress] = []
+    told: list[SolveProgress] = []
     graph = random_training_step(8, 8)
     result = solve(ask(graph, budget_at(graph, 0.3), on_progress=told.append))
     assert result.time_s is not None and result.bound_s is not None
@@ -86,7 +86,7 @@ def test_progress_tells_bounds_that_hold() -> None:
 
 
 def test_an_error_of_the_caller_comes_through() -> None:
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: SolveProgress) -> None:
         if progress.activity.startswith("solving"):
             raise RuntimeError("the terminal is gone")
 

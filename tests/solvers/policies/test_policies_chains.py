@@ -17,7 +17,7 @@ from solvers.policies import chen, griewank, rotor
 from solvers.policies.griewank import plan, runs
 from solvers.policies.stages import Cuts, Forward, Stages, crossings, cut_places, evenly
 from solvers.registry import get_solver
-from solvers.result import Progress, Status
+from solvers.result import SolveProgress, Status
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 
@@ -204,7 +204,7 @@ def test_a_transformer_takes_less_time_than_by_segments() -> None:
 
 def test_what_was_found_when_time_was_up_is_the_answer() -> None:
     graph = training_chain(40)
-    said: list[Progress] = []
+    said: list[SolveProgress] = []
     late = griewank.solve(ask(graph, 1000, time_limit_s=0.0, on_progress=said.append))
     assert (late.status, len(said), said[0].best_s) == (Status.FEASIBLE, 1, late.time_s)
     stopped = griewank.solve(ask(graph, 2, should_stop=lambda: True))

@@ -11,7 +11,7 @@ from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.memory import give_back, resident_bytes
 from solvers.registry import SOLVERS, get_solver
-from solvers.result import Progress, Status
+from solvers.result import SolveProgress, Status
 from solvers.windows import solve
 from solvers.windows.driver import imitate
 from solvers.windows.incumbent import Search
@@ -21,7 +21,7 @@ from tests.support.requests import ask
 
 
 def test_progress_only_gets_better() -> None:
-    seen: list[Progress] = []
+    seen: list[SolveProgress] = []
     graph = random_training_step(3, 30)
     result = solve(ask(graph, peak_bytes(graph) * 6 // 10, time_limit_s=60, on_progress=seen.append))
     assert seen
@@ -38,7 +38,7 @@ def test_a_stop_gives_the_best_so_far() -> None:
     graph = random_training_step(5, 60)
     best: list[float] = []
 
-    def note(progress: Progress) -> None:
+    def note(progress: SolveProgress) -> None:
         if progress.best_s is not None:
             best.append(progress.best_s)
 

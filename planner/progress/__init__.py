@@ -1,0 +1,8 @@
+"""Progress of planning, and what shows it: ``planner.compile(..., on_progress=LineView())``."""
+
+from planner.progress.line import LineView
+from planner.progress.logs import LoggingView
+from planner.progress.notebook import NotebookView
+from planner.progress.stages import Event, Progress, Stage, Stages, View
+
+__all__ = ["Event", "LineView", "LoggingView", "NotebookView", "Progress", "Stage", "Stages", "View"]

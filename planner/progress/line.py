@@ -1,0 +1,118 @@
+"""Progress on a terminal: one line, rewritten in place, on stderr.
+
+Where stderr is not a terminal, a plain line now and then instead.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from planner.progress.describe import describe
+from planner.progress.stages import Event, Progress
+from planner.visible import visible
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
+
+PLAIN_EVERY_S = 10.0
+
+
+class LineView:
+    """Shows the last report, and the seconds since the first one; at the end it leaves the summary behind.
+
+    As a context manager it is open throughout, for several plannings or for reports that are mere text.
+
+    Args:
+        quiet: show nothing.
+        stream: where to, stderr if None.
+        clock: seconds, increasing.
+    """
+
+    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        # A process may be started without a stderr.
+        self._quiet = quiet or self._stream is None
+        self._clock = clock
+        self._text = ""
+        self._is_open = self._stays_open = False
+        self._start_s = clock()
+        self._next_plain_s = PLAIN_EVERY_S
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        self._stays_open = True
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._stays_open = False
+        self.close()
+
+    def __call__(self, progress: Progress) -> None:
+        """Show a progress."""
+        if progress.event not in (Event.DONE, Event.FAILED):
+            self.say(describe(progress))
+            return
+        self._text = ""
+        if not self._stays_open:
+            self.close()
+        if progress.summary:
+            self.note(progress.summary)
+
+    def say(self, activity: str) -> None:
+        """Show what is being done; where stderr is not a terminal, every ten seconds at most."""
+        self._open()
+        self._text = visible(activity)
+        seconds = self._clock() - self._start_s
+        if self._live is None and seconds >= self._next_plain_s:
+            self._next_plain_s = seconds + PLAIN_EVERY_S
+            self.note(f"{self._text}, {seconds:.0f} s")
+
+    def note(self, text: str) -> None:
+        """Write a line that stays."""
+        if self._quiet:
+            return
+        text = visible(text)
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, emoji=False)
+        else:
+            self._stream.write(f"planner: {text}\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Remove the line and show the cursor again."""
+        self._is_open = False
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def abandon(self) -> None:
+        """Show the cursor again, without locks or buffers: for a process that ends at once."""
+        if self._live is not None:
+            os.write(self._stream.fileno(), b"\r\x1b[K\x1b[?25h")
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        self._start_s, self._next_plain_s = self._clock(), PLAIN_EVERY_S
+        if not self._quiet and self._stream.isatty():
+            # Imported here: a command that shows no progress does not wait for it.
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=self._stream)
+            self._live = Live(
+                console=console, get_renderable=self._line, transient=True, refresh_per_second=5, redirect_stdout=False
+            )
+            self._live.start()
+
+    def _line(self) -> "Text":
+        from rich.text import Text
+
+        seconds = self._clock() - self._start_s
+        return Text(f"{self._text}, {seconds:.0f} s" if self._text else f"{seconds:.0f} s", no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,44 @@
+"""Progress in the log."""
+
+import logging
+
+from graphs.units import format_ratio
+from planner.progress.stages import Event, Progress, Stage
+
+
+class LoggingView:
+    """Logs at INFO when stages begin and end, and the summary.
+
+    Args:
+        logger: the logger ``planner`` if None.
+        stages: also log the stages; otherwise only that planning has begun, and the summary.
+    """
+
+    def __init__(self, logger: logging.Logger | None = None, *, stages: bool = True) -> None:
+        self._logger = logging.getLogger("planner") if logger is None else logger
+        self._stages = stages
+        self._has_begun = False
+
+    def __call__(self, progress: Progress) -> None:
+        """Log a progress, where there is something to log."""
+        match progress.event:
+            case Event.BEGIN:
+                if self._stages:
+                    self._logger.info("%s: %s", progress.stage, progress.activity)
+                elif not self._has_begun:
+                    self._logger.info("planning: %s", progress.activity)
+                self._has_begun = True
+            case Event.END if self._stages:
+                self._logger.info("%s: done in %.1f s%s", progress.stage, progress.stage_seconds, _found(progress))
+            case Event.FAILED if self._stages:
+                self._logger.info("%s: ended by an error after %.1f s", progress.stage, progress.stage_seconds)
+            case Event.DONE if progress.summary:
+                self._logger.info("%s", progress.summary)
+        if progress.event in (Event.DONE, Event.FAILED):
+            self._has_begun = False
+
+
+def _found(progress: Progress) -> str:
+    if progress.stage is not Stage.SOLVE or progress.gap is None:
+        return ""
+    return f", gap {format_ratio(progress.gap)}"

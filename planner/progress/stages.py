@@ -1,0 +1,232 @@
+"""Progress of planning: the stages, how far each has advanced, and an estimate of the time left.
+
+``Stages`` is what planning reports to. It makes a ``Progress`` of each report and hands it to the views, which show it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from graphs.plan import relative_gap
+from solvers.result import SolveProgress
+
+
+class Stage(StrEnum):
+    """A stage of planning, in the order in which they follow each other."""
+
+    CAPTURE = "capture"
+    MEASURE = "measure"
+    SOLVE = "solve"
+    CHECK = "check"
+    COMPARE = "compare"
+
+    @property
+    def activity(self) -> str:
+        """The stage in words."""
+        return _ACTIVITIES[self]
+
+
+_ACTIVITIES = {
+    Stage.CAPTURE: "capturing the training step",
+    Stage.MEASURE: "measuring ops",
+    Stage.SOLVE: "looking for a schedule",
+    Stage.CHECK: "rehearsing the plan",
+    Stage.COMPARE: "comparing with eager PyTorch",
+}
+# Typical shares of the time: for stages that nothing more is known about.
+_WEIGHTS = {Stage.CAPTURE: 4.0, Stage.MEASURE: 4.0, Stage.SOLVE: 2.0, Stage.CHECK: 2.0, Stage.COMPARE: 4.0}
+_LEAST_FRACTION = 0.05  # of a stage, from which its speed is extrapolated
+
+
+class Event(StrEnum):
+    """Why a progress is reported."""
+
+    BEGIN = "begin"  # a stage begins
+    ADVANCE = "advance"  # it has advanced
+    END = "end"  # it has ended
+    DONE = "done"  # planning has ended
+    FAILED = "failed"  # planning was ended by an error or an interrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """State of planning at one moment. What is unknown is None.
+
+    Attributes:
+        event: why it is reported.
+        stage: the present stage, or the last one.
+        activity: what is being done, in words.
+        fraction: of the stage that is done.
+        overall: estimate of the fraction of all stages that is done; it never falls.
+        seconds, stage_seconds: since planning began, and since the stage began.
+        left_s: estimate of the seconds until planning ends.
+        best_s, bound_s: step time of the best schedule so far, and its lower bound, in the stage ``solve``.
+        base_s: step time of keeping everything, likewise.
+        summary: the plan in one line, once it is done; "" before.
+    """
+
+    event: Event
+    stage: Stage
+    activity: str
+    fraction: float | None
+    overall: float
+    seconds: float
+    stage_seconds: float
+    left_s: float | None
+    best_s: float | None = None
+    bound_s: float | None = None
+    base_s: float | None = None
+    summary: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """Gap of the best schedule so far, relative to its lower bound."""
+        return relative_gap(self.best_s, self.bound_s)
+
+
+View: TypeAlias = Callable[[Progress], object]
+
+
+class StageReport:
+    """What the code of one stage reports to."""
+
+    def __init__(self, report: Callable[["StageReport"], None], activity: str, began_s: float) -> None:
+        self.activity = activity
+        self.began_s = began_s
+        self.fraction: float | None = None
+        self.solve: SolveProgress | None = None
+        self.base_s: float | None = None
+        self._report = report
+
+    def advance(self, done: int, count: int) -> None:
+        """Report that `done` of `count` equal parts are done. A fraction that falls is not reported."""
+        self.fraction = max(self.fraction or 0.0, min(1.0, done / max(1, count)))
+        self._report(self)
+
+    def solving(self, *, base_s: float, limit_s: float | None = None) -> Callable[[SolveProgress], None]:
+        """Return what a solve reports to.
+
+        Args:
+            base_s: step time of keeping everything.
+            limit_s: seconds after which the solve ends with a schedule; None: it ends with its gap, which nobody can predict.
+        """
+        self.base_s = base_s
+
+        def tell(progress: SolveProgress) -> None:
+            self.solve, self.activity = progress, progress.activity or self.activity
+            if limit_s is not None:
+                self.fraction = max(self.fraction or 0.0, min(1.0, progress.seconds / max(limit_s, 1e-9)))
+            self._report(self)
+
+        return tell
+
+
+class Stages:
+    """Reports the stages of one planning to views; a context manager that reports its end.
+
+    Args:
+        views: called with each ``Progress``, in the thread that plans.
+        stages: those that this planning has; some may be left out on the way.
+        clock: seconds, increasing.
+    """
+
+    def __init__(self, *views: View, stages: Sequence[Stage] = tuple(Stage), clock: Callable[[], float] = time.monotonic) -> None:
+        self._views, self._stages, self._clock = views, tuple(stages), clock
+        self._began_s = clock()
+        self._expected_s: dict[Stage, float] = {}
+        self._ended_s = self._ended_weight = 0.0  # seconds of the stages that have ended, and their weights
+        self._present: tuple[Stage, StageReport] | None = None
+        self._overall = 0.0
+        self._finished = False
+
+    def again(self) -> "Stages":
+        """Return the stages of another planning that begins now, for the same views."""
+        return Stages(*self._views, stages=self._stages, clock=self._clock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is not None and not self._finished and self._present is not None:
+            self._tell(Event.FAILED, *self._present)
+
+    @contextmanager
+    def stage(self, stage: Stage, activity: str = "") -> Iterator[StageReport]:
+        """Report that `stage` begins, and at the end, if there is no error, that it has ended."""
+        report = StageReport(lambda report: self._tell(Event.ADVANCE, stage, report), activity or stage.activity, self._clock())
+        self._present = stage, report
+        self._tell(Event.BEGIN, stage, report)
+        yield report
+        report.fraction = 1.0
+        self._ended_s += self._clock() - report.began_s
+        self._ended_weight += _WEIGHTS[stage]
+        self._tell(Event.END, stage, report)
+
+    def expect(self, seconds: Mapping[Stage, float]) -> None:
+        """Take `seconds` for the estimates of stages to come."""
+        self._expected_s |= seconds
+
+    def finish(self, summary: str = "") -> None:
+        """Report that planning is done; `summary` is the plan in words, without the time that planning took."""
+        if self._present is None:
+            return
+        self._finished = True
+        took = f", {self._clock() - self._began_s:.1f} s" if summary else ""
+        self._tell(Event.DONE, *self._present, summary=summary + took)
+
+    def _tell(self, event: Event, stage: Stage, report: StageReport, *, summary: str = "") -> None:
+        if not self._views:
+            return
+        now_s = self._clock()
+        seconds, stage_seconds = now_s - self._began_s, now_s - report.began_s
+        left_s = 0.0 if event is Event.DONE else self._left_s(stage, report.fraction, stage_seconds)
+        if left_s is not None:
+            # What is left may be estimated as nothing before the end; only the end is all.
+            share = 1.0 if event is Event.DONE else min(0.99, seconds / max(1e-9, seconds + left_s))
+            self._overall = max(self._overall, share)
+        solve = report.solve
+        progress = Progress(
+            event=event,
+            stage=stage,
+            activity=report.activity,
+            fraction=report.fraction,
+            overall=self._overall,
+            seconds=seconds,
+            stage_seconds=stage_seconds,
+            left_s=left_s,
+            best_s=None if solve is None else solve.best_s,
+            bound_s=None if solve is None else solve.bound_s,
+            base_s=report.base_s,
+            summary=summary,
+        )
+        for view in self._views:
+            view(progress)
+
+    def _left_s(self, stage: Stage, fraction: float | None, stage_seconds: float) -> float | None:
+        """Return an estimate of the seconds left: of this stage from its speed, of later ones from what is expected."""
+        known_s, known_weight = self._ended_s, self._ended_weight
+        if fraction is not None and fraction >= _LEAST_FRACTION:
+            rest_s = stage_seconds * (1 - fraction) / fraction
+            if fraction < 1:
+                known_s, known_weight = known_s + stage_seconds + rest_s, known_weight + _WEIGHTS[stage]
+        elif (expected_s := self._expected(stage, known_s, known_weight)) is not None:
+            rest_s = max(0.0, expected_s - stage_seconds)
+        else:
+            return None
+        for later in self._stages:
+            if list(Stage).index(later) > list(Stage).index(stage):
+                expected_s = self._expected(later, known_s, known_weight)
+                if expected_s is None:
+                    return None
+                rest_s += expected_s
+        return rest_s
+
+    def _expected(self, stage: Stage, known_s: float, known_weight: float) -> float | None:
+        """Return the expected seconds of a stage: as it was told, or as long as its weight is to that of known stages."""
+        if stage in self._expected_s:
+            return self._expected_s[stage]
+        return _WEIGHTS[stage] * known_s / known_weight if known_weight else None

@@ -1,5 +1,6 @@
 """Training by a plan in the ``Trainer`` of Hugging Face Transformers."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,12 +8,17 @@ import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
 
 from graphs.errors import PlannerError
 from planner.budgets import budget_or_overhead
 from planner.distributed.wrappers import Sharded, unwrap
+from planner.progress import Event, LoggingView, Progress
+from planner.progress.describe import describe
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
+
+_BAR_EVERY_S = 0.2  # at most, between two updates of one stage
 
 
 class PlannedTrainerMixin:
@@ -124,11 +130,34 @@ class PlannedTrainerMixin:
                 )
             self._planned_model, self._plans = model, BatchPlans(wrapper, self._budget, self._options)
         accumulate = this.args.gradient_accumulation_steps > 1
-        return self._plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate)(**batch)
+        shown = _TrainerView(this) if self.planned is None else None
+        return self._plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate, on_progress=shown)(**batch)
 
 
 class PlannedTrainer(PlannedTrainerMixin, Trainer):
     """``Trainer(..., budget="8GB")``."""
+
+
+class _TrainerView:
+    """Progress in the log of Transformers and, where the trainer has one, behind the bar of training steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._log = LoggingView(logging.get_logger("transformers.planner"), stages=False)
+        bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
+        self._bar = next((bar for bar in bars if bar is not None), None)
+        self._next_s = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        self._log(progress)
+        if self._bar is None or (progress.event is Event.ADVANCE and progress.seconds < self._next_s):
+            return
+        self._next_s = progress.seconds + _BAR_EVERY_S
+        if progress.event not in (Event.DONE, Event.FAILED):
+            self._bar.set_postfix_str(describe(progress))
+            return
+        self._bar.set_postfix_str("")
+        if progress.summary:
+            self._bar.write(progress.summary, file=sys.stderr)
 
 
 class _Unasked:

@@ -1,5 +1,6 @@
 """Training by a plan in PyTorch Lightning."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
@@ -13,6 +14,7 @@ from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError, TraceError
 from planner.budgets import budget_or_overhead
 from planner.distributed.wrappers import InReplicated, unwrap
+from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
 
@@ -82,12 +84,14 @@ class PlannedTraining(pl.Callback):
 
 def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callable[[Any, int], Any]:
     """What stands for the ``training_step`` of a module."""
+    shown = LoggingView(logging.getLogger(f"{pl.__name__}.planner"), stages=False)
 
     def training_step(batch: Any, batch_idx: int) -> Any:
         with step.recording():
             options = step.options_of_logs(batch)
             accumulate = trainer.accumulate_grad_batches > 1
-            returned = plans.step(None, (batch,), optimizer=trainer.optimizers[0], accumulate=accumulate)(batch)
+            step_of_size = plans.step(None, (batch,), optimizer=trainer.optimizers[0], accumulate=accumulate, on_progress=shown)
+            returned = step_of_size(batch)
         for name, value in returned.pop(_LOGGED).items():
             step.module.log(name, value, **options[name])
         return returned if returned.keys() > {"loss"} else returned["loss"]

@@ -103,7 +103,7 @@ def profile(
         static: the static tensors, in the order of the program's sources; for fake ones synthetic tensors are made.
         passes: how often short ops are timed, at least 1.
         model: of the times of ops that cannot be executed on synthetic values; None: the device of the step, if it is known.
-        on_op: told how many of the ops are measured, and of how many.
+        on_op: told how far measuring is, and of how far; ops that are measured already count as well.
 
     Raises:
         PlannerError: an op can be neither executed nor modelled.
@@ -186,14 +186,15 @@ class _Profiler:
             # An op that draws again sets the generator to the saved state: only a real one is valid.
             states = [t for t in op.outputs if self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE]
             self._known |= dict.fromkeys(states, torch.default_generator.get_state())
-        count = len(calls)
+        distinct = {(call.source, call.identity) for call in calls}  # and by the layouts of their inputs, which come to be known
+        seen: set[tuple[str, tuple[str, ...]]] = set()
         while calls:
             waiting = []
             for call in calls:
                 if all(t in self._known for t in (*call.reads, *call.op.inputs)):
                     self._look_at(call, new)
-                    if self.on_op is not None:
-                        self.on_op(len(self.keys), count)
+                    seen.add((call.source, call.identity))
+                    self._report(len(seen) / len(distinct) / 2)
                 else:
                     waiting.append(call)
             assert len(waiting) < len(calls)  # every tensor has a producer
@@ -206,6 +207,10 @@ class _Profiler:
             known[key] = cost
         for number, key in self.keys.items():
             self.costs[number] = _COSTS.get(key) or self._of_this_capture[key]
+
+    def _report(self, fraction: float) -> None:
+        if self.on_op is not None:
+            self.on_op(round(fraction * len(self.capture.graph.ops)), len(self.capture.graph.ops))
 
     def measured_op(self, op: Op) -> MeasuredOp:
         """Return `op` as a function, with its inputs, whose layouts are known."""
@@ -261,7 +266,8 @@ class _Profiler:
             return
 
         def run(mark: Mark) -> None:
-            for measured in ops:
+            for done, measured in enumerate(ops):
+                self._report((1 + done / len(ops)) / 2)
                 arguments = measured.arguments()
                 mark()
                 seconds, made = _timed(measured.run, arguments, self.device)

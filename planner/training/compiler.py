@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # How often a budget is lowered by what a measured peak is above it.
 _CORRECTIONS = 2
 # Typical seconds of stages, for the estimate of the time left: so many steps, and turns with eager PyTorch.
-_CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 2.0, 6.0, 0.5
+_CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 9.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.torch_private.core import pytree
 from graphs.units import format_bytes
 from planner.distributed.wrappers import Unwrapped
+from planner.progress import View
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.compile import compile  # noqa: A004
 from planner.training.dynamic import Shapes, shapes_of
@@ -60,19 +61,30 @@ class BatchPlans:
         """The step for the size that came most often; None before the first batch."""
         return None if self._main is None else self._main[1]
 
-    def step(self, loss_fn: LossFn | None, batch: Batch, *, optimizer: torch.optim.Optimizer, accumulate: bool) -> PlannedStep:
+    def step(
+        self,
+        loss_fn: LossFn | None,
+        batch: Batch,
+        *,
+        optimizer: torch.optim.Optimizer,
+        accumulate: bool,
+        on_progress: View | None = None,
+    ) -> PlannedStep:
         """Return the step for `batch`. Where several processes train, all call this, with batches of the same sizes.
 
         Args:
             loss_fn, accumulate: as in ``planner.compile``, the same in every call.
             optimizer: whose memory counts, unless the options name another.
+            on_progress: shows how the first size is planned, unless the options name another.
 
         Raises:
             PlannerError: that memory is not known, or the processes' batches differ; or what ``planner.compile`` raises.
         """
         key = self._key(batch)
         self._check_same(key, batch)
-        step = self._steps.use(key, lambda: self._made(key, loss_fn, batch, optimizer, accumulate=accumulate))
+        step = self._steps.use(
+            key, lambda: self._made(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
+        )
         self._uses[key] += 1
         if self._main is None or self._uses[key] >= self._uses[self._main[0]] + (key != self._main[0]):
             self._main = key, step
@@ -96,7 +108,14 @@ class BatchPlans:
             )
 
     def _made(
-        self, key: Key, loss_fn: LossFn | None, batch: Batch, optimizer: torch.optim.Optimizer, *, accumulate: bool
+        self,
+        key: Key,
+        loss_fn: LossFn | None,
+        batch: Batch,
+        optimizer: torch.optim.Optimizer,
+        *,
+        accumulate: bool,
+        on_progress: View | None,
     ) -> PlannedStep:
         if self._main is not None and self._options.get("cuda_graph", False):
             raise PlannerError(
@@ -110,7 +129,7 @@ class BatchPlans:
         make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
         if any(kind == key[0] for kind, _ in self._uses):
             return self._side_step(make, options, batch)
-        made = make(**options)
+        made = make(**{"on_progress": on_progress, **options})
         self._budget = made.plan.budget_bytes  # where it is a share, of the first batch's peak
         return made
 

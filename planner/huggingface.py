@@ -1,5 +1,6 @@
 """Training by a plan in the ``Trainer`` of Hugging Face Transformers."""
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +9,6 @@ import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
-from transformers.utils import logging
 
 from graphs.errors import PlannerError
 from planner.budgets import budget_or_overhead
@@ -142,7 +142,7 @@ class _TrainerView:
     """Progress in the log of Transformers and, where the trainer has one, behind the bar of training steps."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._log = LoggingView(logging.get_logger("transformers.planner"), stages=False)
+        self._log = LoggingView(logging.getLogger("transformers.planner"), stages=False)
         bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
         self._bar = next((bar for bar in bars if bar is not None), None)
         self._next_s = 0.0

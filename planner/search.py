@@ -91,20 +91,23 @@ class Search:
         """True if plans may take each other's place that round otherwise."""
         return self.swap == "any"
 
-    def first_plan(self, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
-        """Return a plan that is good enough to begin with; the solve is reported to `stage`.
+    def first_plan(self, graph: Graph, budget: str | int, stage: StageReport | None = None) -> Plan:
+        """Return a plan that is good enough to begin with; the solve is reported to `stage`, if there is one.
 
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``planner.solving.solve``.
         """
         latest = SolveProgress(0.0, "", None, None)
         began = time.monotonic()
-        tell = stage.solving(base_s=graph.time_s, limit_s=self.wait.seconds)
+        seeks_budget = allowed_overhead(budget) is not None
+        limit_s = None if seeks_budget else self.wait.seconds
+        tell = None if stage is None else stage.solving(base_s=graph.time_s, limit_s=limit_s)
 
         def note(progress: SolveProgress) -> None:
             nonlocal latest
             latest = progress
-            tell(progress)
+            if tell is not None:
+                tell(progress)
 
         def is_good_enough() -> bool:
             if latest.best_s is None:
@@ -113,7 +116,7 @@ class Search:
             close = wait.gap is not None and latest.gap is not None and latest.gap <= wait.gap
             return close or (wait.seconds is not None and time.monotonic() - began >= wait.seconds)
 
-        stop = None if allowed_overhead(budget) is not None else is_good_enough  # what is sought then is a budget
+        stop = None if seeks_budget else is_good_enough
         limit = self.settings["time_limit_s"] if self.wait.work is None else self.wait.work
         work = {"work_limit": limit} if self.wait.reproducible else {}
         return solve(graph, budget, on_progress=note, should_stop=stop, **{**self.settings, **work})

@@ -57,16 +57,16 @@ class LineView:
         if progress.event not in (Event.DONE, Event.FAILED):
             self.say(describe(progress))
             return
-        self._text = ""
         if not self._stays_open:
             self.close()
+        self._text = ""
         if progress.summary:
             self.note(progress.summary)
 
     def say(self, activity: str) -> None:
         """Show what is being done; where stderr is not a terminal, every ten seconds at most."""
-        self._open()
         self._text = visible(activity)
+        self._open()
         seconds = self._clock() - self._start_s
         if self._live is None and seconds >= self._next_plain_s:
             self._next_plain_s = seconds + PLAIN_EVERY_S
@@ -109,7 +109,7 @@ class LineView:
             self._live = Live(
                 console=console, get_renderable=self._line, transient=True, refresh_per_second=5, redirect_stdout=False
             )
-            self._live.start()
+            self._live.start(refresh=True)
 
     def _line(self) -> "Text":
         from rich.text import Text

@@ -18,6 +18,7 @@ from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
 from graphs.cost.devices import DEVICES, Device, device_called, get_device
 from graphs.errors import PlannerError
 from graphs.ir import Graph
+from graphs.simulate import simulate
 from graphs.torch_private.capture import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -28,7 +29,10 @@ from graphs.torch_private.capture import (
 )
 from graphs.torch_private.core import pytree
 from planner.budgets import is_share
+from planner.progress import LoggingView, Stage, Stages
+from planner.progress.describe import saved_line
 from planner.search import Search, Wait
+from planner.solving import summarize
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
 from planner.torch_compile.partition import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
@@ -75,10 +79,12 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        device = _device(joint, budget.options)
-        captured = capture_joint(joint, device, measure="roofline" not in budget.options, options=budget.traced)
-        graph = PlannedOps(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
-        add(graph)
+        device, measure = _device(joint, budget.options), "roofline" not in budget.options
+        with _stages() as stages:
+            with stages.stage(Stage.MEASURE) as stage:
+                captured = capture_joint(joint, device, measure=measure, options=budget.traced, on_op=stage.advance)
+            graph = PlannedOps(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+            _plan(graph, add, stages)
         planned.append(graph)
         return graph.interface()
 
@@ -108,7 +114,9 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 
     if not _trains(module):
         return compile_fx(module, inputs)  # type: ignore[return-value]
-    captured, add = capture_kernels(module, inputs, budget.traced), _adding(module, inputs, budget)
+    add, stages = _adding(module, inputs, budget), _stages()
+    with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"):
+        captured = capture_kernels(module, inputs, budget.traced)
     planned: list[PlannedKernels] = []
 
     def partition(
@@ -117,7 +125,8 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         graph = PlannedKernels(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
         if is_share(budget.options["budget"]):
             graph.eager = _as_eager(joint)
-        add(graph)
+        with stages:
+            _plan(graph, add, stages)
         planned.append(graph)
         return graph.interface()
 
@@ -129,6 +138,21 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     )
     compiled: Callable[..., Any] = compiler(module, inputs)
     return compiled
+
+
+def _stages() -> Stages:
+    """Return the stages of planning one graph: Dynamo has captured it already, and nothing of it is run."""
+    return Stages(LoggingView(), stages=(Stage.MEASURE, Stage.SOLVE))
+
+
+def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stages) -> None:
+    """Plan `graph` by `add`, and report it."""
+    with stages.stage(Stage.SOLVE):
+        add(graph)
+    planned = graph.captured.graph
+    summary, found = summarize(planned), simulate(planned, graph.schedule)
+    overhead = found.time_s / summary.time_s - 1 if summary.time_s else 0.0
+    stages.finish(saved_line(found.peak_bytes, summary.store_all_peak_bytes, overhead, None))
 
 
 def _as_eager(joint: fx.GraphModule) -> Graph:

@@ -5,7 +5,7 @@ What it computes again stands in the code again. Views are made again from their
 no name but the base's holds a storage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,14 @@ from planner.torch_compile.emitter import Emitter
 aten = torch.ops.aten
 
 
-def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool, options: Sequence[str] = ()) -> Capture:
+def capture_joint(
+    module: fx.GraphModule,
+    device: Device,
+    *,
+    measure: bool,
+    options: Sequence[str] = (),
+    on_op: Callable[[int, int], None] | None = None,
+) -> Capture:
     """The joint graph as ops and storages, with the time and memory of each op.
 
     Args:
@@ -46,6 +53,7 @@ def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool, opti
         measure: run each op on the device it is on, instead.
         options: choices besides recomputing that are found in the graph. What they round counts as rounded, for nothing is
             compared.
+        on_op: as in ``graphs.cost.profile.profile``.
 
     Raises:
         TraceError: shapes that are not known yet, or an op that no static graph can hold.
@@ -69,7 +77,7 @@ def capture_joint(module: fx.GraphModule, device: Device, *, measure: bool, opti
     captured = with_traced(drawn_once(lowered), options)
     if measure:
         known: dict[str, Any] = {node.name: node.meta["val"] for node in placeholders} | dict(captured.program.namespace)
-        captured = profile(captured, [known[source.name] for source in captured.program.sources], model=device)
+        captured = profile(captured, [known[source.name] for source in captured.program.sources], model=device, on_op=on_op)
     else:
         captured = replace(captured, graph=model_times(captured, device))
     return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))

@@ -89,7 +89,7 @@ def test_progress_is_escaped() -> None:
     line.say(f"running {NAME}")
     line.note(f"at {NAME}")
     assert stream.getvalue() == f"planner: at {SHOWN}\n"
-    assert line._said == f"running {SHOWN}"
+    assert line._text == f"running {SHOWN}"
     stream = io.StringIO()
     with redirect_stderr(stream):
         complain(f"one\ntwo {NAME}")

@@ -1,4 +1,4 @@
-"""What the terminal shows while a solve runs."""
+"""What the terminal shows while planning runs."""
 
 import contextlib
 import io
@@ -6,46 +6,46 @@ import os
 import pty
 import signal
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
-from planner.cli.progress import PLAIN_EVERY_S, LineView, describe
 
 from planner.cli.interrupt import StopOnInterrupt
-from solvers.result import SolveProgress
+from planner.progress import Event, LineView, Progress, Stage
+from planner.progress.line import PLAIN_EVERY_S
 
 
-def test_progress_is_told_as_overhead() -> None:
-    nothing = SolveProgress(seconds=1, activity="", best_s=None, bound_s=None)
-    assert describe(nothing, base_s=2.0) == "solving, best so far none yet"
-    bound = SolveProgress(seconds=1, activity="round 1", best_s=None, bound_s=2.0)
-    assert describe(bound, base_s=2.0) == "round 1, best so far none yet, bound +0.00%"
-    both = SolveProgress(seconds=1, activity="round 2", best_s=2.2, bound_s=2.1)
-    assert describe(both, base_s=2.0) == "round 2, best so far +10.00%, bound +5.00%, gap 4.76%"
-    rounding = SolveProgress(seconds=1, activity="x", best_s=2.0, bound_s=1.9999999999)
-    assert describe(rounding, base_s=2.0) == "x, best so far +0.00%, bound +0.00%, gap 0.00%"
-    assert describe(both, base_s=0.0) == "round 2, best so far 2.2 s, bound 2.1 s, gap 4.76%"
-
-
-def at(seconds: float) -> SolveProgress:
-    return SolveProgress(seconds=seconds, activity=f"at {seconds:.0f}", best_s=None, bound_s=None)
+def solving(activity: str = "round 2", **given: Any) -> Progress:
+    known = {"event": Event.ADVANCE, "stage": Stage.SOLVE, "fraction": None, "overall": 0.0, "left_s": None}
+    return Progress(**{**known, "activity": activity, "seconds": 1.0, "stage_seconds": 1.0, "base_s": 2.0, **given})
 
 
 def test_without_a_terminal_there_is_a_plain_line_now_and_then() -> None:
-    stream = io.StringIO()
-    with LineView(stream=stream, base_s=1.0) as progress:
+    stream, now_s = io.StringIO(), [0.0]
+    with LineView(stream=stream, clock=lambda: now_s[0]) as view:
         for seconds in range(int(PLAIN_EVERY_S) * 2 + 2):
-            progress(at(float(seconds)))
-        progress.say("not shown")
-    assert stream.getvalue() == "".join(f"planner: at {seconds}, best so far none yet, {seconds} s\n" for seconds in (10, 20))
+            now_s[0] = float(seconds)
+            view(solving(f"at {seconds}"))
+    shown = "".join(f"planner: at {seconds}, best so far none yet, {seconds} s\n" for seconds in (10, 20))
+    assert stream.getvalue() == shown
+
+
+def test_the_summary_stays() -> None:
+    stream = io.StringIO()
+    view = LineView(stream=stream)
+    view(solving())
+    view(solving(event=Event.DONE, summary="planned: much, 3.2 s"))
+    assert stream.getvalue() == "planner: planned: much, 3.2 s\n"
 
 
 def test_quiet_says_nothing() -> None:
-    stream = io.StringIO()
-    with LineView(quiet=True, stream=stream) as progress:
-        progress(at(1000.0))
-        progress.say("nothing")
-        progress.note("nothing")
+    stream, now_s = io.StringIO(), [0.0]
+    with LineView(quiet=True, stream=stream, clock=lambda: now_s[0]) as view:
+        now_s[0] = 1000.0
+        view(solving())
+        view.say("nothing")
+        view.note("nothing")
+        view(solving(event=Event.DONE, summary="nothing"))
     assert stream.getvalue() == ""
 
 
@@ -73,13 +73,24 @@ def sent_to(terminal: tuple[int, TextIO]) -> str:
 
 
 def test_on_a_terminal_there_is_one_line_that_goes_away(terminal: tuple[int, TextIO]) -> None:
-    with LineView(stream=terminal[1], base_s=2.0) as progress:
-        progress(SolveProgress(seconds=1, activity="round 2 [of many]", best_s=2.2, bound_s=2.1))
+    with LineView(stream=terminal[1]) as progress:
+        progress(solving("round 2 [of many]", best_s=2.2, bound_s=2.1))
         progress.note("something that stays [bold]")
     shown = sent_to(terminal)
     assert "round 2 [of many], best so far +10.00%, bound +5.00%, gap 4.76%, " in shown
     assert "something that stays [bold]\r\n" in shown
     assert shown.rindex("\x1b[?25h") > shown.index("\x1b[?25l")
+
+
+@pytest.mark.parametrize("event", [Event.DONE, Event.FAILED])
+def test_a_line_that_nobody_closes_goes_away_at_the_end(event: Event, terminal: tuple[int, TextIO]) -> None:
+    view = LineView(stream=terminal[1])
+    view(solving("round 1", event=Event.BEGIN))
+    view(solving(event=event, summary="planned: much" if event is Event.DONE else ""))
+    shown = sent_to(terminal)
+    assert "round 1, best so far none yet, 0 s" in shown
+    assert shown.rindex("\x1b[?25h") > shown.index("\x1b[?25l")
+    assert shown.endswith("planner: planned: much\r\n") == (event is Event.DONE)
 
 
 def test_a_line_that_is_abandoned_gives_the_cursor_back(terminal: tuple[int, TextIO]) -> None:

@@ -11,8 +11,10 @@ from torch import nn
 
 from graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
+from planner.progress.describe import plan_line
 from tests.support.budgets import HALF_WAY
 from tests.support.lightning_loop import QUICK, Module, pl, trained
+from tests.support.logs import lines_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 
@@ -48,6 +50,15 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert plan.graph.provenance["accumulate"] is bool(more)
     assert planned.training_step.__func__ is make.training_step  # as it was
     assert planned.log.__func__ is pl.LightningModule.log
+
+
+def test_the_first_plan_is_shown_once_in_the_log(tmp_path: Path) -> None:
+    callback = PlannedTraining(HALF_WAY, **QUICK)
+    with lines_of("lightning.pytorch.planner") as lines:
+        trained(Module(), tmp_path, callback)
+    assert lines[0] == "planning: capturing the training step"
+    assert lines[1].startswith(plan_line(callback.planned.history[0].plan))
+    assert len(lines) == 2
 
 
 def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:

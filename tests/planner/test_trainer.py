@@ -14,6 +14,8 @@ pytest.importorskip("accelerate")
 
 from graphs.errors import PlannerError
 from planner.huggingface import PlannedTrainer, PlannedTrainerMixin
+from planner.progress.describe import plan_line
+from tests.support.logs import lines_of
 from tests.support.trainer import arguments, assert_same, model, planned_options, sentences, summed, trained, transformers
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
@@ -30,6 +32,19 @@ def test_trains_as_the_trainer_alone(tmp_path: Path) -> None:
     assert len(plan.schedule.computed) > plan.graph.ops
     assert plan.graph.provenance["accumulate"] is True
     assert plan.graph.provenance["optimizer"] == "adamw"
+
+
+def test_the_first_plan_is_shown_once_in_log_and_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with lines_of("transformers.planner") as lines:
+        planned = trained(PlannedTrainer, tmp_path, sentences(10), options=planned_options(), max_steps=3, disable_tqdm=False)
+    assert len(planned._plans._steps.values()) == 2
+    assert lines[0] == "planning: capturing the training step"
+    assert lines[1].startswith(plan_line(planned.planned.history[0].plan))
+    shown = capfd.readouterr().err
+    assert "0/3 [00:00<?, ?it/s, capturing the training step]" in shown
+    assert shown.count("planned: ") == 1
+    assert shown.count(lines[1]) == 1
+    assert len(lines) == 2
 
 
 def test_half_precision_is_part_of_the_plan(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from graphs.io.formats import read_graph, read_plan
 from graphs.ir import Graph
 from planner.models.workload import parse_spec
+from planner.progress import LineView
 from tests.support.budgets import between
 from tests.support.command import FakeReport, call, refused
 from tests.support.command_process import ROOT, chain
@@ -24,11 +25,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("asked")
     module.calls = []  # type: ignore[attr-defined]
 
-    def trace(*workload: object, **options: object) -> Graph:
+    def trace(*workload: object, on_progress: LineView, **options: object) -> Graph:
         module.calls.append((len(workload), options))
         return chain()
 
-    def run(plan: object, *workload: object, **options: object) -> FakeReport:
+    def run(plan: object, *workload: object, on_progress: LineView, **options: object) -> FakeReport:
         module.calls.append((len(workload), options))
         return FakeReport(identical=options["seed"] == 0, differences=() if options["seed"] == 0 else ("gradient of 'w'",))
 

@@ -22,6 +22,7 @@ from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceErr
 from graphs.plan import Plan
 from planner.choices import with_recorded
 from planner.distributed.wrappers import unwrap
+from planner.progress import Progress
 from planner.runtime.measure import measure_memory
 from planner.training import compiler
 from planner.training.improvement import Improvement
@@ -131,8 +132,11 @@ def check_ddp(rank: int) -> None:
     compiler.profiled = lambda *args, **kwargs: profiles.append(rank) or profiled(*args, **kwargs)
 
     eager, planned = pair(DistributedDataParallel)
-    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", passes=1, tolerance=0.05)
+    seen: list[Progress] = []
+    options = {"optimizer": "adamw", "passes": 1, "tolerance": 0.05, "on_progress": seen.append}
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, **options)
     assert profiles == ([0] if rank == 0 else [])
+    assert bool(seen) == (rank == 0)
     assert all(p.grad is None for p in planned.parameters())
     assert_one_plan(step)
     assert len(step.plan.schedule.computed) > step.plan.graph.ops

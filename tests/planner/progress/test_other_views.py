@@ -15,6 +15,7 @@ from planner.progress.describe import describe, plan_line, saved_line
 from planner.solving import solve
 from solvers.result import SolveProgress
 from tests.support.command_process import chain
+from tests.support.logs import lines_of
 
 
 def progress(**given: Any) -> Progress:
@@ -61,21 +62,9 @@ def test_the_summary_of_a_plan_has_its_numbers() -> None:
 
 
 @pytest.fixture
-def logged() -> Iterator[list[logging.LogRecord]]:
-    """What the logger ``planner`` is told."""
-    records: list[logging.LogRecord] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    logger, handler = logging.getLogger("planner"), Handler()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield records
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+def logged() -> Iterator[list[str]]:
+    with lines_of("planner") as lines:
+        yield lines
 
 
 def plan_reporting_to(view: Any) -> None:
@@ -90,29 +79,28 @@ def plan_reporting_to(view: Any) -> None:
         stages.finish("planned: much")
 
 
-def test_the_log_has_begin_and_end_of_stages_and_the_summary(logged: list[logging.LogRecord]) -> None:
+def test_the_log_has_begin_and_end_of_stages_and_the_summary(logged: list[str]) -> None:
     plan_reporting_to(LoggingView())
-    assert [record.getMessage() for record in logged] == [
+    assert logged == [
         "measure: measuring ops",
         "measure: done in 4.0 s",
         "solve: looking for a schedule",
         "solve: done in 1.5 s, gap 10.00%",
         "planned: much, 5.5 s",
     ]
-    assert {record.levelno for record in logged} == {logging.INFO}
 
 
-def test_the_log_of_a_trainer_has_two_lines_for_a_plan(logged: list[logging.LogRecord]) -> None:
+def test_the_log_of_a_trainer_has_two_lines_for_a_plan(logged: list[str]) -> None:
     view = LoggingView(logging.getLogger("planner.trainer"), stages=False)
     for _ in range(2):
         plan_reporting_to(view)
-    assert [record.getMessage() for record in logged] == ["planning: measuring ops", "planned: much, 5.5 s"] * 2
+    assert logged == ["planning: measuring ops", "planned: much, 5.5 s"] * 2
 
 
-def test_the_log_says_where_an_error_ended_planning(logged: list[logging.LogRecord]) -> None:
+def test_the_log_says_where_an_error_ended_planning(logged: list[str]) -> None:
     with pytest.raises(ValueError, match="x"), Stages(LoggingView(), clock=lambda: 1.0) as stages, stages.stage(Stage.CHECK):
         raise ValueError("x")
-    assert [record.getMessage() for record in logged] == [
+    assert logged == [
         "check: rehearsing the plan",
         "check: ended by an error after 0.0 s",
     ]

@@ -18,6 +18,7 @@ import planner
 from graphs.errors import BudgetError, InfeasibleError, PlannerError
 from planner import search
 from planner.torch_compile import checkpoint
+from tests.support.logs import lines_of
 from tests.support.measured_backend import measured_bytes, stack, step_of
 from tests.support.processes import on_two
 
@@ -68,6 +69,17 @@ def assert_trains_as_eager(model: nn.Module, sizes: Sequence[int] = (32, 32)) ->
     twin = copy.deepcopy(model)
     assert twin._compiled_call_impl is None
     assert all(map(torch.equal, train(model, sizes), train(twin, sizes)))
+
+
+def test_each_graph_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    model = planner.checkpoint(stack(2), budget="100%", **QUICK)
+    with lines_of("planner") as lines:
+        model(torch.randn(4, 32)).sum().backward()
+        model(torch.randn(6, 32)).sum().backward()
+    heads = ["measure: measuring ops", "measure: done", "solve: looking for a schedule", "solve: done", "planned: "] * 2
+    assert len(lines) == len(heads)
+    assert all(line.startswith(head) for line, head in zip(lines, heads, strict=True))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_loop_with_evaluation_and_a_smaller_last_batch(solves: list[int]) -> None:

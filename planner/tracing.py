@@ -14,10 +14,11 @@ from graphs.cost.devices import get_device
 from graphs.cost.exactness import needs_comparison, with_exactness
 from graphs.cost.link import MEASURED_LINK
 from graphs.cost.others import DEVICES_KEY, recorded_devices
-from graphs.cost.profile import profile, with_dense_sizes, with_recorded_sizes
+from graphs.cost.profile import profile
 from graphs.cost.replay import RealStep, real_static
 from graphs.cost.roofline import model_times
 from graphs.cost.sensitivity import with_measured_variances, with_modelled_variances
+from graphs.cost.sizes import with_dense_sizes, with_recorded_sizes
 from graphs.errors import TraceError
 from graphs.ir import Graph
 from graphs.options import check_traced

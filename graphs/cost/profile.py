@@ -6,7 +6,6 @@ measuring never needs more than the least feasible budget. Ops with the same cal
 once, and once per process where the call means the same in other captures: layers that repeat cost nothing.
 """
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,13 +23,11 @@ from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.devices import DEVICES, Device, device_called, get_device, op_time_s, workspace_bytes
 from graphs.cost.op_call import OpCall, Run
 from graphs.cost.roofline import modelled_composed
+from graphs.cost.sizes import ALLOCATED, with_sizes
 from graphs.cost.synthetic_inputs import TensorSpec
 from graphs.errors import PlannerError
 from graphs.ir import Kind, Op, Tensor
 from graphs.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
-
-# In the provenance of a graph: [id, bytes] of each tensor whose kernel allocates another size than its shape says.
-ALLOCATED = "allocated_bytes"
 
 _LONG_S = 0.01  # an op that takes so long is timed once more; shorter ones repeatedly, for so long in all
 
@@ -340,40 +337,7 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
     differing = [[t.id, t.size_bytes] for t in changed]
     if differing:
         provenance[ALLOCATED] = [*provenance.get(ALLOCATED, ()), *differing]  # type: ignore[misc]
-    return _of_sizes(replace(capture, graph=replace(graph, provenance=provenance)), ops, tensors)
-
-
-def with_dense_sizes(capture: Capture) -> Capture:
-    """Return `capture` with the size of each tensor computed from its shape.
-
-    The storages of fake tensors are no measure: they are larger the first time that an op is captured in a process than later.
-    """
-    device = torch.device(str(capture.graph.provenance["device"]))
-
-    def dense(tensor: Tensor) -> Tensor:
-        if tensor.static or not tensor.dtype or tensor.size_bytes == 0:
-            return tensor
-        elements: int = math.prod(tensor.shape)
-        return replace(tensor, size_bytes=allocated_bytes(elements * getattr(torch, tensor.dtype).itemsize, device))
-
-    return _of_sizes(capture, capture.graph.ops, tuple(map(dense, capture.graph.tensors)))
-
-
-def with_recorded_sizes(capture: Capture, provenance: Mapping[str, object]) -> Capture:
-    """Return `capture` with the allocated sizes that the profile of the same step has recorded in `provenance`."""
-    recorded = provenance.get(ALLOCATED, ())
-    assert isinstance(recorded, list | tuple)
-    sizes, count = dict(recorded), len(capture.graph.tensors)
-    known = {t: size_bytes for t, size_bytes in sizes.items() if t < count}
-    tensors = [replace(t, size_bytes=known.get(t.id, t.size_bytes)) for t in capture.graph.tensors]
-    return _of_sizes(capture, capture.graph.ops, tensors)
-
-
-def _of_sizes(capture: Capture, ops: Sequence[Op], tensors: Sequence[Tensor]) -> Capture:
-    """Return `capture` with these ops and tensors; an output is written over inputs of its own size only."""
-    sizes = [t.size_bytes for t in tensors]
-    ops = [replace(op, overwrites=tuple(p for p in op.overwrites if sizes[p[0]] == sizes[p[1]])) for op in ops]
-    return replace(capture, graph=replace(capture.graph, ops=tuple(ops), tensors=tuple(tensors)))
+    return with_sizes(replace(capture, graph=replace(graph, provenance=provenance)), ops, tensors)
 
 
 def _as_allocated(tensor: Tensor, spec: TensorSpec | None, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-compression bench-executor bench-training try-models gpu clean
+.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-compression bench-executor bench-training bench-first-step try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -40,6 +40,9 @@ bench-executor: $(STAMP) ## what the executor itself costs, against eager and to
 bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
 	$(BIN)/python -m benchmarks.training $(ARGS)
 
+bench-first-step: $(STAMP) ## from planner.compile to the end of the first step with memory capped, on ten models, into results/first_step (ARGS='--models gpt2 --fresh')
+	$(BIN)/python -m benchmarks.first_step $(ARGS)
+
 bench-offload: $(STAMP) ## recomputing, offloading and both at once, and what they fit into 80 GB, on the roofline of an H200, into results/offload
 	$(BIN)/python -m benchmarks.offload $(ARGS)
 	$(BIN)/python -m benchmarks.offload_sizes
@@ -61,6 +64,7 @@ results: bench-solve ## all under results/ but results/compiled, in about an hou
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 	$(BIN)/python -m benchmarks.executor
 	$(BIN)/python -m benchmarks.training --device cpu
+	$(BIN)/python -m benchmarks.first_step $(ARGS)
 	$(BIN)/python examples/demo.py
 
 results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models, train two of them at half of the memory, and plan over Triton's kernels

@@ -19,6 +19,7 @@ from planner.runtime.measure import Step, loss_of, measure_memory, synchronize
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "sgd": torch.optim.SGD,
 }
 
 

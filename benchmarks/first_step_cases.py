@@ -1,0 +1,138 @@
+"""The models of ``make bench-first-step``: of a size that eager PyTorch takes about 1 to 3 GB and a few seconds for a step."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.models.of_huggingface import made
+from benchmarks.models.parts import Call, next_tokens
+from benchmarks.training_loop import Recipe
+from graphs.capture.step import TrainingStep
+from graphs.zoo import Workload, build
+from planner.runtime.measure import Step
+
+REPEATED_STEPS, DISTINCT_STEPS = 3, 5  # eager steps that planning may take, besides the capture: with and without repeated layers
+_RATE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, and how it is trained in less memory.
+
+    Attributes:
+        recipe: makes the workload; its optimizer has no state.
+        checkpointing: returns the step with its blocks checkpointed.
+        planning_steps: how many eager steps planning may take, besides the capture.
+        share: of eager's peak, the budget.
+    """
+
+    recipe: Recipe
+    checkpointing: Callable[[Workload], Step]
+    planning_steps: int = REPEATED_STEPS
+    share: float = 0.5
+
+    @staticmethod
+    def of(make: Callable[[], Workload], checkpointing: Callable[[Workload], Step], **settings: Any) -> "Case":
+        """Return the case of a model that is trained by SGD."""
+        return Case(Recipe(make, "sgd", rate=_RATE), checkpointing, **settings)
+
+
+def by_blocks(workload: Workload, **choice: int) -> Step:
+    """Return the step with ``torch.utils.checkpoint`` around its blocks, chosen as in ``planner.studies.blocks``."""
+    from planner.studies.baselines import checkpoint_blocks  # imports settings of Inductor, which planned runs do not need
+
+    return checkpoint_blocks(**choice).prepare(workload.model, workload.loss_fn)
+
+
+def by_its_own_method(workload: Workload) -> Step:
+    """Return the step with the activation checkpointing of Hugging Face turned on."""
+    workload.model.activation_checkpointing_enable()  # type: ignore[operator]
+    return TrainingStep(workload.model, workload.loss_fn)
+
+
+def lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocabulary: int) -> Workload:
+    """A language model of PyTorch's LSTM."""
+
+    def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
+        states, _ = m.lstm(m.embed(tokens))
+        logits: torch.Tensor = m.head(states)
+        return logits
+
+    parts = {
+        "embed": nn.Embedding(vocabulary, width),
+        "lstm": nn.LSTM(width, hidden, num_layers=layers, batch_first=True, dropout=0.1),
+        "head": nn.Linear(hidden, vocabulary),
+    }
+    tokens, targets = (torch.randint(vocabulary, (batch, length)) for _ in range(2))
+    return Workload(Call(forward, **parts), next_tokens, (tokens, targets))
+
+
+def token_model(config: str, model: str, *, batch: int, length: int, vocabulary: int, **options: Any) -> Workload:
+    """A model of Hugging Face that reads tokens and makes its loss from labels."""
+    tokens, labels = (torch.randint(3, vocabulary, (batch, length)) for _ in range(2))
+    return Workload(made(config, model, vocab_size=vocabulary, **options), None, {"input_ids": tokens, "labels": labels})
+
+
+def image_model(config: str, model: str, *, batch: int, size: int, **options: Any) -> Workload:
+    """A model of Hugging Face that classifies images and makes its loss from labels."""
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+    return Workload(
+        made(config, model, image_size=size, num_labels=10, **options), None, {"pixel_values": images, "labels": labels}
+    )
+
+
+_GPT2 = partial(build, "gpt2", layers=12, width=384, heads=6, seq=512, batch=4)
+_LLAMA = partial(build, "llama", layers=12, width=192, heads=4, hidden=512, vocab=4000, seq=512, batch=8, dtype="float32")
+_VIT = partial(build, "vit", layers=12, width=192, heads=3, size=128, patch=8, classes=10, batch=28)
+_RESNET50 = partial(build, "resnet50", width=48, size=112, classes=100, batch=64)
+_UNET = partial(build, "unet", channels=16, size=256, batch=12)
+_LSTM = partial(lstm, batch=512, length=80, width=256, hidden=256, layers=8, vocabulary=500)
+
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+_TRANSFORMER = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1024}
+_HF_GPT2 = partial(
+    token_model,
+    "GPT2Config",
+    "GPT2LMHeadModel",
+    batch=10,
+    length=256,
+    vocabulary=8000,
+    n_embd=256,
+    n_layer=8,
+    n_head=8,
+    **_SPECIAL,
+)
+_HF_BERT = partial(token_model, "BertConfig", "BertForMaskedLM", batch=12, length=256, vocabulary=8000, **_TRANSFORMER)
+_HF_T5 = partial(
+    token_model,
+    "T5Config",
+    "T5ForConditionalGeneration",
+    batch=12,
+    length=192,
+    vocabulary=8000,
+    d_model=256,
+    d_kv=32,
+    d_ff=1024,
+    num_layers=4,
+    num_heads=8,
+    decoder_start_token_id=1,
+    **_SPECIAL,
+)
+_HF_VIT = partial(image_model, "ViTConfig", "ViTForImageClassification", batch=32, size=128, patch_size=8, **_TRANSFORMER)
+
+CASES: Mapping[str, Case] = {
+    "gpt2": Case.of(_GPT2, by_blocks, share=0.6),  # half is too little for its loss over 50257 tokens
+    "llama": Case.of(_LLAMA, by_blocks),
+    "vit": Case.of(_VIT, by_blocks),
+    "resnet50": Case.of(_RESNET50, partial(by_blocks, level=2), planning_steps=DISTINCT_STEPS),
+    "unet": Case.of(_UNET, partial(by_blocks, depth=1), planning_steps=DISTINCT_STEPS),
+    "lstm": Case.of(_LSTM, by_blocks, planning_steps=DISTINCT_STEPS),
+    "hf-gpt2": Case.of(_HF_GPT2, by_its_own_method),
+    "hf-bert": Case.of(_HF_BERT, by_its_own_method),
+    "hf-t5": Case.of(_HF_T5, by_its_own_method),
+    "hf-vit": Case.of(_HF_VIT, by_its_own_method),
+}

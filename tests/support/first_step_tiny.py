@@ -1,0 +1,27 @@
+"""``benchmarks.first_step_run`` with one model, which is planned and trained in seconds."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import first_step_run
+from benchmarks.first_step_cases import Case, by_blocks
+from graphs.zoo import Workload
+
+NAME = "tiny"
+
+
+def blocks() -> Workload:
+    """Wide activations and few operations: what is capped is more than planning itself takes."""
+    parts = [nn.Sequential(nn.PReLU(), nn.PReLU()) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(1, 2048), *parts, nn.Linear(2048, 1))
+    return Workload(model, F.mse_loss, (torch.randn(4096, 1), torch.randn(4096, 1)))
+
+
+TINY = {NAME: Case.of(blocks, by_blocks, share=0.3)}
+
+if __name__ == "__main__":
+    first_step_run.CASES, first_step_run.STEPS = TINY, 2
+    sys.exit(first_step_run.main())

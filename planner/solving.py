@@ -325,7 +325,7 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
 def judged_on(graph: Graph, plan: Plan) -> Plan:
     """Return `plan` with the time and the peak that its schedule has on `graph`: the same step, with other costs.
 
-    How far it is from optimal is not known there.
+    How far it is from optimal is not known there, but that all ops of a program take their time once.
     """
     found = simulate(graph, plan.schedule)
     return replace(
@@ -333,7 +333,7 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         graph=summarize(graph),
         peak_bytes=found.peak_bytes,
         time_s=found.time_s,
-        bound_s=None,
+        bound_s=graph.time_s if graph.plain else None,
         status=str(Status.FEASIBLE),
         pool_peaks_bytes=other_peaks(graph, found),
     )

@@ -14,6 +14,7 @@ from graphs.options.traced import with_graph
 from graphs.plan import Plan
 from graphs.pools import HOST
 from planner.choices import recorded_options, with_recorded
+from planner.keeping_everything import why_it_does_not_fit
 from planner.plan_check import check_sizes
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
@@ -22,6 +23,8 @@ from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.tracing import as_recorded, capture_step
 from solvers.policies.store_all import store_all
+
+_PLANNED, _KEEPING, _EAGER = "the plan", "keeping everything", "eager PyTorch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class RunReport:
         differs: what may differ, by the options that the plan was solved with.
         predicted_gradient_error, measured_gradient_error: of a lossy plan, the error of the gradients as a part of their norm;
             None for others.
+        not_compared: why the plan was not compared with keeping everything and plain PyTorch: they do not fit into the free
+            memory. What comes of the comparison is None then: measured_ratio, eager_ratio, identical, differences,
+            eager_differences, measured_gradient_error. Empty if it was.
         timeline: (seconds, bytes) at each event of the CPU allocator.
         predicted_pools_bytes, measured_pools_bytes: most in the memory of each other device, by its name.
     """
@@ -56,17 +62,18 @@ class RunReport:
     predicted_time_s: float
     measured_time_s: float
     predicted_ratio: float
-    measured_ratio: float
-    eager_ratio: float
-    identical: bool
-    differences: tuple[str, ...]
-    eager_differences: tuple[str, ...]
     timeline: tuple[tuple[float, int], ...]
+    measured_ratio: float | None = None
+    eager_ratio: float | None = None
+    identical: bool | None = None
+    differences: tuple[str, ...] | None = None
+    eager_differences: tuple[str, ...] | None = None
     differs: tuple[str, ...] = ()
     predicted_pools_bytes: Mapping[str, int] = field(default_factory=dict)
     measured_pools_bytes: Mapping[str, int] = field(default_factory=dict)
     predicted_gradient_error: float | None = None
     measured_gradient_error: float | None = None
+    not_compared: str = ""
 
 
 def run(
@@ -81,6 +88,8 @@ def run(
 ) -> RunReport:
     """Replay `plan` with real tensors and measure it; `model` is afterwards as it was.
 
+    It is compared with keeping everything and with plain PyTorch where these fit into the free memory.
+
     Args:
         plan: made for the graph of this model and batch.
         model, loss_fn, batch: as in ``trace``.
@@ -90,7 +99,7 @@ def run(
 
     Raises:
         MismatchError: the plan is for another graph; says what differs.
-        OutOfMemoryError: the plan does not fit into what is free, or keeping everything does not.
+        OutOfMemoryError: the plan does not fit into what is free.
     """
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
         report = _run(plan, model, loss_fn, as_leaves(batch), stages, repeats=repeats, seed=seed)
@@ -116,33 +125,29 @@ def _run(
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=without_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
-    keeping = Executor(captured, store_all(captured.graph), model, loss_fn)
     eager = TrainingStep(model, loss_fn)
+    not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
+    steps: dict[str, measure.Step] = {_PLANNED: planned}
+    outcomes: dict[str, measure.StepOutcome] = {}
     written = written_by(captured, eager, batch)
-    with stages.stage(Stage.CHECK, "running the plan, keeping everything and eager PyTorch") as stage:
-        with reporting("keeping everything, to compare results with the plan's"):
-            reference = measure.outcome(keeping, model, batch, seed=seed, written=written)
-        stage.advance(1, 4)
-        with reporting("running the plan"):
-            result = measure.outcome(planned, model, batch, seed=seed, written=written)
-        stage.advance(2, 4)
-        with reporting("running eager PyTorch, to compare results with the plan's"):
-            plain = measure.outcome(eager, model, batch, seed=seed, written=written)
-        stage.advance(3, 4)
+    if not not_compared:
+        steps |= {_KEEPING: Executor(captured, store_all(captured.graph), model, loss_fn), _EAGER: eager}
+    named = ", ".join(steps)
+    with stages.stage(Stage.CHECK, f"running {named}") as stage:
+        for done, (name, step) in enumerate(() if not_compared else steps.items()):
+            with reporting(f"running {name}"):
+                outcomes[name] = measure.outcome(step, model, batch, seed=seed, written=written)
+            stage.advance(done + 1, len(steps) + 1)
         with reporting("measuring the peak of the plan"):
             memory = measured_peak(captured, planned, eager, batch)
     with (
-        stages.stage(Stage.COMPARE, "timing the plan beside keeping everything and eager PyTorch"),
-        reporting("timing the plan beside keeping everything and eager PyTorch"),
+        stages.stage(Stage.COMPARE, f"timing {named}"),
+        reporting("timing the plan"),
         unchanged(eager, batch, written=written),
     ):
-        parameters = list(model.parameters())
-        steps = {
-            name: measure.Isolated(step, model, batch)
-            for name, step in (("planned", planned), ("keeping", keeping), ("eager", eager))
-        }
-        times = measure.median_times(steps, batch, parameters=parameters, repeats=repeats)
-    return RunReport(
+        isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}
+        times = measure.median_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)
+    report = RunReport(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=memory.peak_bytes,
@@ -152,17 +157,27 @@ def _run(
         measured_pools_bytes=other_peaks_measured(captured, planned, eager, batch),
         measured_host_bytes=None if planned.channels is None else planned.channels.memory.peak_bytes,
         predicted_time_s=plan.time_s,
-        measured_time_s=times["planned"],
+        measured_time_s=times[_PLANNED],
         predicted_ratio=1 + plan.overhead,
-        measured_ratio=times["planned"] / times["keeping"],
-        eager_ratio=times["eager"] / times["keeping"],
-        identical=not reference.differences(result),
-        differences=_differences(reference, result, much=bool(plan.differs)),
-        eager_differences=_differences(plain, result, much=bool(plan.differs)),
         timeline=memory.timeline,
         differs=plan.differs,
         predicted_gradient_error=plan.gradient_error,
-        measured_gradient_error=None if plan.gradient_error is None else reference.gradient_error(result),
+        not_compared=not_compared,
+    )
+    return report if not_compared else _compared(report, outcomes, times)
+
+
+def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, float]) -> RunReport:
+    """Return `report` with what comes of the comparison."""
+    result, kept, much = outcomes[_PLANNED], outcomes[_KEEPING], bool(report.differs)
+    return replace(
+        report,
+        measured_ratio=times[_PLANNED] / times[_KEEPING],
+        eager_ratio=times[_EAGER] / times[_KEEPING],
+        identical=not kept.differences(result),
+        differences=_differences(kept, result, much=much),
+        eager_differences=_differences(outcomes[_EAGER], result, much=much),
+        measured_gradient_error=None if report.predicted_gradient_error is None else kept.gradient_error(result),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from graphs.capture.lower import Capture
@@ -24,6 +25,7 @@ from graphs.ir import Graph
 from graphs.options import check_traced
 from graphs.options.compression import kept_tensors
 from graphs.options.traced import offered_as, with_traced, without_needless
+from planner.keeping_everything import prepare_for_tight_memory
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
@@ -162,8 +164,11 @@ def capture_step(
         variant: how Inductor compiles its kernels; None for those of eager PyTorch.
     """
     if variant is not None:
-        return capture_kernels(model, loss_fn, batch, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
-    return with_dense_sizes(capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name))
+        captured = capture_kernels(model, loss_fn, batch, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
+    else:
+        captured = with_dense_sizes(capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name))
+    prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
+    return captured
 
 
 def profiled(

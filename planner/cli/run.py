@@ -29,7 +29,8 @@ def add(commands: Commands) -> None:
         "The report is printed in any case.\n"
         "exit codes: 0 within its budget and with the results of plain PyTorch, 2 usage, 5 measured peak over its budget,\n"
         "6 loss, gradients, buffers or random state different from keeping everything or from plain PyTorch "
-        "(over its budget\nor not), though the plan may not differ, 1 anything else\n\n"
+        "(over its budget\nor not), though the plan may not differ, 1 anything else. Where keeping everything does not fit into "
+        "what is free,\nresults are not compared, and the report says so\n\n"
         "example:\n  planner run plan.json --model zoo:gpt2,layers=4,batch=8,seq=128",
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
@@ -65,6 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verdict(report: "RunReport") -> int:
     """Wrong results weigh more than too much memory; what the plan says that differs is not wrong."""
-    if not report.differs and (not report.identical or report.eager_differences):
+    if not report.differs and (report.identical is False or report.eager_differences):
         return DIFFERENT
     return OVER_BUDGET if report.measured_peak_bytes > report.budget_bytes else DONE

@@ -134,11 +134,12 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "measured_ratio": report.measured_ratio,
         "eager_ratio": report.eager_ratio,
         "identical": report.identical,
-        "differences": list(report.differences),
-        "eager_differences": list(report.eager_differences),
+        "differences": None if report.differences is None else list(report.differences),
+        "eager_differences": None if report.eager_differences is None else list(report.eager_differences),
         "differs": list(report.differs),
         "predicted_gradient_error": report.predicted_gradient_error,
         "measured_gradient_error": report.measured_gradient_error,
+        "not_compared": report.not_compared,
     }
 
 
@@ -147,7 +148,7 @@ def run_text(report: "RunReport") -> str:
     rows = [
         ("peak memory", format_bytes(report.predicted_peak_bytes), format_bytes(report.measured_peak_bytes)),
         ("step time", format_seconds(report.predicted_time_s), format_seconds(report.measured_time_s)),
-        ("times keeping everything", f"{report.predicted_ratio:.4f}", f"{report.measured_ratio:.4f}"),
+        ("times keeping everything", f"{report.predicted_ratio:.4f}", _ratio(report.measured_ratio)),
     ]
     if report.predicted_host_bytes is not None and report.measured_host_bytes is not None:
         rows.insert(1, ("host memory", format_bytes(report.predicted_host_bytes), format_bytes(report.measured_host_bytes)))
@@ -156,13 +157,12 @@ def run_text(report: "RunReport") -> str:
     if report.predicted_gradient_error is not None and report.measured_gradient_error is not None:
         rows.append(("gradient error", f"{report.predicted_gradient_error:.2e}", f"{report.measured_gradient_error:.2e}"))
     within = "within" if report.measured_peak_bytes <= report.budget_bytes else "OVER"
-    over = 100 * (report.measured_ratio / report.eager_ratio - 1)
     reserved = "" if report.reserved_bytes is None else f"; the allocator held {format_bytes(report.reserved_bytes)}"
     return "\n".join(
         (
             table(("", "predicted", "measured"), rows, numbers=3),
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{reserved}",
-            f"plain PyTorch: {report.eager_ratio:.4f} times keeping everything; the planned step takes {over:+.2f}% over it",
+            *_times_beside(report),
             *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
             *_compared("keeping everything", report.differences, allowed=bool(report.differs)),
             *_compared("plain PyTorch", report.eager_differences, allowed=bool(report.differs)),
@@ -170,7 +170,20 @@ def run_text(report: "RunReport") -> str:
     )
 
 
-def _compared(reference: str, differences: Sequence[str], *, allowed: bool) -> list[str]:
+def _ratio(measured: float | None) -> str:
+    return "not run" if measured is None else f"{measured:.4f}"
+
+
+def _times_beside(report: "RunReport") -> list[str]:
+    if report.measured_ratio is None or report.eager_ratio is None:
+        return [f"keeping everything and plain PyTorch: not run to compare with, {report.not_compared}"]
+    over = 100 * (report.measured_ratio / report.eager_ratio - 1)
+    return [f"plain PyTorch: {report.eager_ratio:.4f} times keeping everything; the planned step takes {over:+.2f}% over it"]
+
+
+def _compared(reference: str, differences: Sequence[str] | None, *, allowed: bool) -> list[str]:
+    if differences is None:
+        return []
     if not differences:
         return [f"loss, gradients, buffers and random state: identical to {reference}"]
     return [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import OutputError, PlannerError
 from graphs.io.files import check_writable, write_bytes
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_seconds
 from planner.visible import visible
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
     axes = figure.add_subplot()
     for i, report in enumerate(reports):
         end = report.timeline[-1][0]
-        label = f"budget {format_bytes(report.budget_bytes)}, step time {report.measured_ratio:.2f}x"
+        time = format_seconds(report.measured_time_s) if report.measured_ratio is None else f"{report.measured_ratio:.2f}x"
+        label = f"budget {format_bytes(report.budget_bytes)}, step time {time}"
         xs, ys = [t / end for t, _ in report.timeline], [size / 1e6 for _, size in report.timeline]
         axes.step(xs, ys, where="post", color=f"C{i}", linewidth=0.8, label=label)
         axes.axhline(report.budget_bytes / 1e6, color=f"C{i}", linestyle="--", linewidth=1)

@@ -25,8 +25,8 @@ COLUMNS = (
 
 
 def kept(report: "RunReport") -> bool:
-    """Whether the run kept what its plan promised: the budget, and the results to the last bit."""
-    return report.measured_peak_bytes <= report.budget_bytes and report.identical
+    """Return whether the run kept what its plan promised: the budget, and, if they were compared, the results bit by bit."""
+    return report.measured_peak_bytes <= report.budget_bytes and report.identical is not False
 
 
 def run_row(plan: Plan, report: "RunReport") -> tuple[str, ...]:
@@ -39,11 +39,17 @@ def run_row(plan: Plan, report: "RunReport") -> tuple[str, ...]:
         format_seconds(report.predicted_time_s),
         format_seconds(report.measured_time_s),
         f"{report.predicted_ratio:.3f}x",
-        f"{report.measured_ratio:.3f}x",
+        "not run" if report.measured_ratio is None else f"{report.measured_ratio:.3f}x",
         "none" if plan.bound_s is None else f"{plan.bound_s / plan.graph.time_s:.3f}x",
         "none" if plan.gap is None else format_ratio(plan.gap),
-        "yes" if not report.eager_differences else "to keeping all" if report.identical else "NO",
+        _identical(report),
     )
+
+
+def _identical(report: "RunReport") -> str:
+    if report.identical is None:
+        return "not compared"
+    return "yes" if not report.eager_differences else "to keeping all" if report.identical else "NO"
 
 
 def as_markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -6,8 +6,6 @@ from functools import cache
 
 import torch
 
-from planner.runtime.free_memory import free_bytes
-
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 2**20
 
@@ -21,14 +19,13 @@ def release_unused(device: torch.device) -> None:
         libc.malloc_trim(0)
 
 
-def save_memory(needed_bytes: int, device: torch.device) -> None:
-    """Let the process hold no more of the host's memory than its tensors, if what is free does not suffice to keep everything.
+def return_large_blocks() -> None:
+    """Make the C library return each block of 1 MB or more to the system when it is freed, from now on.
 
-    The C library keeps freed blocks of up to 32 MB for later, in a heap with holes: a process then holds a quarter more than its
-    tensors take. From now on each block of 1 MB or more goes back to the system when it is freed. To take it again costs time,
-    so this is done only where the memory is needed: a step with everything kept takes `needed_bytes`, and less is free.
+    By default it keeps freed blocks of up to 32 MB for later, in a heap with holes: a process then holds a quarter more than
+    its tensors take. To take a block again costs time, so this is for steps that need the memory.
     """
-    if device.type == "cpu" and needed_bytes > free_bytes(device) and (libc := _glibc()) is not None:
+    if (libc := _glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.malloc_trim(0)
 

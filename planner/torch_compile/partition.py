@@ -30,6 +30,7 @@ from graphs.pools import COMPUTE
 from graphs.schedule import Compute, Schedule, Step, boundary
 from graphs.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
 from graphs.torch_private.core import pytree
+from planner.keeping_everything import prepare_for_tight_memory
 from planner.runtime.channels import Channels
 from planner.runtime.step_lines import Line
 from planner.torch_compile.emitter import Emitter
@@ -74,6 +75,7 @@ def capture_joint(
     generator = torch.default_generator
     signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
     lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on)
+    prepare_for_tight_memory(lowered.graph, where)
     captured = with_traced(drawn_once(lowered), options)
     if measure:
         known: dict[str, Any] = {node.name: node.meta["val"] for node in placeholders} | dict(captured.program.namespace)

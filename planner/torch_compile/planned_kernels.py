@@ -31,6 +31,7 @@ from graphs.torch_private.capture import (
     tracing,
 )
 from graphs.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
+from planner.keeping_everything import prepare_for_tight_memory
 from planner.runtime.channels import Channels
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.undo import undoing
@@ -62,6 +63,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
         captured = lower_graph(halves, statics, signature, generator=generator_of(device), provenance={})
         graph = once(captured.graph, mutated_inputs(joint, statics))
+        prepare_for_tight_memory(graph, device)
     with disable_current_modes(), no_python_dispatcher():
         given = {node.name: _given(node, module, inputs) for node in placeholders}
         constants: dict[str, Any] = dict(captured.program.namespace)

@@ -22,12 +22,11 @@ from graphs.ir import Op
 from graphs.plan import Plan
 from graphs.torch_private.core import TorchDispatchMode, pytree
 from graphs.units import format_bytes, format_seconds
+from planner.keeping_everything import why_it_does_not_fit
 from planner.runtime.allocator_failure import allocator_failure
-from planner.runtime.free_memory import free_bytes
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, turn_times
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import release_unused
-from planner.solving import summarize
 
 _MOST_TURNS = 9
 _TURNS_S = 0.5  # for turns of both, in all; one at least
@@ -63,7 +62,7 @@ def compare_with_eager(
     """
     reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     device = next(step.parameters()).device
-    if failure := _does_not_fit(captured, device):
+    if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, beside=beside)
     undone, written = WritesUndone(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
     try:
@@ -90,15 +89,6 @@ def compare_with_eager(
         beside=beside,
         gradient_error=plain.gradient_error(found) if lossy else None,
     )
-
-
-def _does_not_fit(captured: Capture, device: torch.device) -> str:
-    """Return why a step with everything kept is not run: the memory it needs, and what there is; "" where it fits."""
-    graph, summary = captured.graph, summarize(captured.graph)
-    # What both steps have made is compared in the host's memory.
-    compared = 2 * sum(graph.tensors[t].size_bytes for t in graph.kept) if device.type == "cpu" else 0
-    needed, room = summary.store_all_peak_bytes + compared, free_bytes(device) + summary.static_bytes
-    return f"it needs {format_bytes(needed)}, and there is room for {format_bytes(room)}" if needed > room else ""
 
 
 def _failure(error: Exception, device: torch.device) -> str:

@@ -25,7 +25,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
-from planner.runtime.release import release_unused, save_memory
+from planner.runtime.release import release_unused
 from planner.search import Search
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
@@ -88,7 +88,6 @@ class Compiler:
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``solve``.
         """
-        self._save_memory(captured)
         return self.plan(self.profile(captured, batch), batch, budget)
 
     def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
@@ -159,11 +158,6 @@ class Compiler:
         with self.stages.stage(Stage.SOLVE) as stage:
             return self.search.first_plan(graph, budget, stage)
 
-    def _save_memory(self, captured: Capture) -> None:
-        summary = summarize(captured.graph)
-        device = next(self.wrapper.module.parameters()).device
-        save_memory(summary.store_all_peak_bytes - summary.static_bytes, device)
-
     def _improving(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
     ) -> Improving | None:
@@ -208,7 +202,6 @@ class Compiler:
             MismatchError, ScheduleError: it is not one for this step.
             BudgetError: its measured peak is over its budget here, or it takes more of the host's memory than it may.
         """
-        self._save_memory(captured)
         check_same_graph(plan.graph, summarize(with_recorded(captured.graph, plan.settings)))
         host_bytes = plan.pool_peaks_bytes.get(HOST, 0)
         if self.channels is not None and host_bytes > self.channels.memory.capacity_bytes:

@@ -36,22 +36,23 @@ def refused(said: Said, code: int, *words: str) -> None:
 class FakeReport:
     """What ``planner.running.run`` returns."""
 
-    identical: bool
-    differences: tuple[str, ...] = ()
+    identical: bool | None
+    differences: tuple[str, ...] | None = ()
     budget_bytes: int = 2000
     predicted_peak_bytes: int = 1990
     measured_peak_bytes: int = 1980
     predicted_time_s: float = 0.011
     measured_time_s: float = 0.012
     predicted_ratio: float = 1.1
-    measured_ratio: float = 1.2
-    eager_ratio: float = 1.05
+    measured_ratio: float | None = 1.2
+    eager_ratio: float | None = 1.05
     reserved_bytes: int | None = None
     predicted_host_bytes: int | None = None
     measured_host_bytes: int | None = None
-    eager_differences: tuple[str, ...] = ()
+    eager_differences: tuple[str, ...] | None = ()
     differs: tuple[str, ...] = ()
     predicted_pools_bytes: Mapping[str, int] = field(default_factory=dict)
     measured_pools_bytes: Mapping[str, int] = field(default_factory=dict)
     predicted_gradient_error: float | None = None
     measured_gradient_error: float | None = None
+    not_compared: str = ""

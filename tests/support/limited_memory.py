@@ -20,9 +20,9 @@ from torch import nn
 from graphs.capture.lower import Capture
 from graphs.capture.trace import capture
 from graphs.errors import OutOfMemoryError
+from planner import tracing
 from planner.runtime.executor import Executor
 from planner.solving import solve
-from planner.tracing import with_times
 from solvers.policies.store_all import store_all
 
 _MMAP_THRESHOLD = -3  # of mallopt
@@ -64,7 +64,7 @@ def limited(more_bytes: int) -> Iterator[None]:
 
 
 def profiled(model: nn.Module, given: Batch) -> Capture:
-    return with_times(capture(model, F.mse_loss, given), model, F.mse_loss, given, passes=1)
+    return tracing.profiled(capture(model, F.mse_loss, given), model, F.mse_loss, given, passes=1)
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

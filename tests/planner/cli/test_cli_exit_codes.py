@@ -27,6 +27,16 @@ def plan_file(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
+NOT_COMPARED = FakeReport(
+    identical=None,
+    differences=None,
+    eager_differences=None,
+    measured_ratio=None,
+    eager_ratio=None,
+    not_compared="it needs 3.00 kB, and there is room for 2.50 kB",
+)
+
+
 def ran(report: FakeReport, plan_file: Path, capsys: Any, monkeypatch: Any, *options: str) -> Said:
     """What ``planner run`` says where the run came to `report`."""
     import planner
@@ -54,6 +64,8 @@ def ran(report: FakeReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opt
             "may differ, as the plan says",
         ),
         (FakeReport(identical=False, differs=("rounding: x",), measured_peak_bytes=2001), 5, "OVER the budget"),
+        (NOT_COMPARED, 0, "not run to compare with, it needs 3.00 kB, and there is room for 2.50 kB"),
+        (replace(NOT_COMPARED, measured_peak_bytes=2001), 5, "OVER the budget"),
     ],
 )
 def test_a_run_has_codes_of_its_own(

@@ -1,0 +1,30 @@
+"""Whether a step that keeps everything fits into the memory that is free, as plain eager PyTorch needs it."""
+
+import torch
+
+from graphs.ir import Graph
+from graphs.units import format_bytes
+from planner.runtime.free_memory import free_bytes
+from planner.runtime.release import return_large_blocks
+from planner.solving import summarize
+
+
+def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
+    """Make the process hold no more of the host's memory than its tensors, where keeping everything does not fit.
+
+    To be called before the first op of the step is executed: blocks that are in the heap by then stay there.
+    """
+    summary = summarize(graph)
+    if device.type == "cpu" and summary.store_all_peak_bytes - summary.static_bytes > free_bytes(device):
+        return_large_blocks()
+
+
+def why_it_does_not_fit(graph: Graph, device: torch.device) -> str:
+    """Return why a step that keeps everything is not run to compare results: what it needs, and what is free; "" if it fits."""
+    summary = summarize(graph)
+    # The results of both steps are compared in the host's memory.
+    compared_bytes = 2 * sum(graph.tensors[t].size_bytes for t in graph.kept) if device.type == "cpu" else 0
+    needed_bytes, room_bytes = summary.store_all_peak_bytes + compared_bytes, free_bytes(device) + summary.static_bytes
+    if needed_bytes <= room_bytes:
+        return ""
+    return f"it needs {format_bytes(needed_bytes)}, and there is room for {format_bytes(room_bytes)}"

@@ -10,6 +10,7 @@ from graphs.capture.signature import Batch, leaves
 from graphs.capture.step import LossFn
 from graphs.cost.devices import get_device
 from graphs.options import OPTIONS, traced_options
+from planner.progress import View
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
 from planner.studies.advice import Advice
@@ -34,6 +35,7 @@ def advise(
     time_limit_s: float = 55.0,
     name: str = "",
     on_activity: Callable[[str], None] | None = None,
+    on_progress: View | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Advice:
     """Return what the training step of `model` needs, what less memory costs, and which budget to take; ``print`` it.
@@ -47,6 +49,7 @@ def advise(
         link, host_budget: for ``offload``, as in ``planner.solve``.
         time_limit_s: for trace and analysis; the analysis has 20 s at least.
         on_activity: told what is being done.
+        on_progress: shows the trace, as in ``planner.trace``.
         should_stop: polled; once True, what is known so far is the answer.
 
     Raises:
@@ -59,8 +62,18 @@ def advise(
     if on_activity is not None:
         on_activity("tracing the step")
     traced = traced_options(names)
-    about = {"optimizer": optimizer, "accumulate": accumulate}
-    graph = trace(model, loss_fn, batch, **about, roofline=roofline, passes=passes, name=name, options=traced)  # type: ignore[arg-type]
+    graph = trace(
+        model,
+        loss_fn,
+        batch,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        roofline=roofline,
+        passes=passes,
+        name=name,
+        options=traced,
+        on_progress=on_progress,
+    )
     return advise_graph(
         graph,
         available_bytes=available_bytes,

@@ -142,7 +142,8 @@ class _TrainerView:
     """Progress in the log of Transformers and, where the trainer has one, behind the bar of training steps."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._log = LoggingView(logging.getLogger("transformers.planner"), stages=False)
+        self._logger = logging.getLogger("transformers.planner")
+        self._log = LoggingView(self._logger, stages=False)
         bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
         self._bar = next((bar for bar in bars if bar is not None), None)
         self._next_s = 0.0
@@ -156,7 +157,7 @@ class _TrainerView:
             self._bar.set_postfix_str(describe(progress))
             return
         self._bar.set_postfix_str("")
-        if progress.summary:
+        if progress.summary and not self._logger.isEnabledFor(logging.INFO):
             self._bar.write(progress.summary, file=sys.stderr)
 
 

@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             time_limit_s=arguments.time_limit,
             name=str(arguments.model),
             on_activity=progress.say,
+            on_progress=progress,
             should_stop=interrupt,
         )
     if arguments.json:

@@ -37,8 +37,8 @@ _ACTIVITIES = {
     Stage.CHECK: "rehearsing the plan",
     Stage.COMPARE: "comparing with eager PyTorch",
 }
-# Typical shares of the time: for stages that nothing more is known about.
-_WEIGHTS = {Stage.CAPTURE: 4.0, Stage.MEASURE: 4.0, Stage.SOLVE: 2.0, Stage.CHECK: 2.0, Stage.COMPARE: 4.0}
+# Typical shares of the time, for stages that nothing more is known about.
+_WEIGHTS = {Stage.CAPTURE: 3.0, Stage.MEASURE: 5.0, Stage.SOLVE: 2.0, Stage.CHECK: 3.0, Stage.COMPARE: 10.0}
 _LEAST_FRACTION = 0.05  # of a stage, from which its speed is extrapolated
 
 

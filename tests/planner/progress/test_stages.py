@@ -37,12 +37,12 @@ def test_time_left_is_extrapolated_from_the_speed_so_far(clock: Clock, seen: lis
     stages = Stages(seen.append, stages=(Stage.CAPTURE, Stage.MEASURE), clock=clock)
     with stages.stage(Stage.CAPTURE):
         clock.now_s += 3
-    assert seen[-1].left_s == 3.0  # measuring takes as long as capturing, as far as is known
-    assert seen[-1].overall == 0.5
+    assert seen[-1].left_s == pytest.approx(5.0)  # what measuring usually takes beside 3 s of capturing
+    assert seen[-1].overall == pytest.approx(3 / 8)
     with stages.stage(Stage.MEASURE) as stage:
         clock.now_s += 1
         stage.advance(0, 10)
-        assert seen[-1].left_s == 2.0
+        assert seen[-1].left_s == pytest.approx(4.0)
         clock.now_s += 1
         stage.advance(1, 10)
         assert seen[-1].left_s == pytest.approx(18.0)

@@ -20,7 +20,7 @@ from graphs.options.selection import IN_PLACE
 from graphs.zoo import Workload, build
 from planner.distributed.wrappers import unwrap
 from planner.runtime.measure import loss_of
-from planner.solving import solve
+from planner.search import Search
 from planner.training.inductor_compiler import InductorCompiler
 from tests.support.steps import make, tokens
 
@@ -171,9 +171,9 @@ def prepare(case: Case, variant: Variant = Variant.DEFAULT) -> Prepared:
     workload = case.workload()
     reference = workload._replace(model=copy.deepcopy(workload.model))
     wanted = train(case, compiled(plain_step(reference)), reference)
-    solved = partial(solve, time_limit_s=10.0, options=[IN_PLACE])
+    search = Search({"time_limit_s": 10.0, "options": [IN_PLACE]}, swap="never")
     compiler = InductorCompiler(
-        unwrap(workload.model), workload.loss_fn, "none", case.batches > 1, 1, solved, compare_eager=False, options=(IN_PLACE,)
+        unwrap(workload.model), workload.loss_fn, "none", case.batches > 1, 1, search, compare_eager=False, options=(IN_PLACE,)
     )
     with case.context():
         captured = compiler.profile(compiler._captured(workload.batch, variant), workload.batch)

@@ -19,7 +19,7 @@ from graphs.zoo import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.runtime.graphed_step import Recorder, recordable
-from planner.solving import solve
+from planner.search import Search
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 from tests.support.budgets import between
@@ -84,8 +84,8 @@ def peak_of(run: Callable[[], object]) -> int:
 
 def solved(workload: Workload, budget: str | None, recorder: Callable[[], Recorder]) -> PlannedStep:
     """The step within `budget`, or half way from the least to the peak."""
-    solver = partial(solve, tolerance=0.05, time_limit_s=60.0)
-    making = Compiler(Unwrapped(workload.model, SingleProcess()), workload.loss_fn, "adamw", False, 1, solver, recorder)
+    search = Search({"tolerance": 0.05, "time_limit_s": 60.0}, swap="never")
+    making = Compiler(Unwrapped(workload.model, SingleProcess()), workload.loss_fn, "adamw", False, 1, search, recorder)
     profiled = making.profile(making.capture(workload.batch), workload.batch)
     return making.solve(profiled, workload.batch, budget or between(profiled.graph))
 

@@ -1,6 +1,5 @@
 """Better plans are swapped in while a step trains: same bits, within the budget, and nothing is left behind."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from graphs.plan import Plan
 from graphs.simulate import simulate
 from planner.background import BackgroundSolve, Ended, Job
 from planner.choices import with_recorded
+from planner.progress import Progress, Stage, Stages
+from planner.progress.stages import StageReport
 from planner.runtime.measure import outcome
 from planner.runtime.observation import PeakWatch
 from planner.search import Search, Wait
@@ -74,7 +75,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> type[Solved]:
 def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first plan be the one that needs the least memory."""
 
-    def first_plan(search: Search, graph: Graph, budget: str | int) -> Plan:
+    def first_plan(search: Search, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
         plan = solve(graph, budget, **{**search.settings, "work_limit": 2.0})
         offered = with_recorded(graph, plan.settings)
         schedule = least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
@@ -181,9 +182,11 @@ def test_a_step_is_ready_with_its_first_schedule() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     settings = {"solver": "windows", "tolerance": 0.0, "time_limit_s": 20.0, "reorder": False}
-    told: list[Callable[[], object]] = []
-    first = Search(settings, Wait.of(0), on_progress=told.append).first_plan(graph, between(graph))  # type: ignore[arg-type]
-    assert told and simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
+    told: list[Progress] = []
+    with Stages(told.append).stage(Stage.SOLVE) as stage:
+        first = Search(settings, Wait.of(0)).first_plan(graph, between(graph), stage)
+    assert told[-2].best_s == first.time_s
+    assert simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Random models under random budgets: results are eager PyTorch's to the last bit, and the budget holds."""
 
-from functools import partial
-
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -9,7 +7,8 @@ from hypothesis import strategies as st
 from benchmarks.runner import Runner
 from graphs.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
-from planner.solving import solve, summarize
+from planner.search import Search
+from planner.solving import summarize
 from planner.training.compiler import Compiler
 from solvers.clock import WorkClock
 from solvers.least import least_budget
@@ -29,7 +28,8 @@ def check(recipe: Recipe, share: float) -> None:
     except RuntimeError:  # what its backward pass reads was overwritten: there is no such model
         reject()
     # As planner.compile does; in between it is seen which budgets are possible.
-    compiler = Compiler(unwrap(workload.model), workload.loss_fn, "none", False, 1, partial(solve, tolerance=0.5))
+    search = Search({"tolerance": 0.5, "time_limit_s": 60.0}, swap="never")
+    compiler = Compiler(unwrap(workload.model), workload.loss_fn, "none", False, 1, search)
     captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
     peak = summarize(captured.graph).store_all_peak_bytes
     least = least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from graphs.capture.step import LossFn
-from graphs.errors import MismatchError, PlannerError, TraceError
+from graphs.errors import PlannerError, TraceError
 from planner.training.compiler import Compiler
 from tests.support.steps import MutatedBuffer
 
@@ -112,26 +112,14 @@ def encoded(rows: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, length, 16), torch.randn(rows, 3)
 
 
-def test_a_size_that_cannot_be_predicted_names_the_way_out() -> None:
-    torch.manual_seed(0)
-    step = planner.compile(Encoder(), F.mse_loss, encoded(8), budget="1MB", dynamic=True, compare_eager=False)
-    with pytest.raises(MismatchError, match=r"makes other ops .*drop_last=True\), or add replan=True"):
-        step(*encoded(1))
-    step = planner.compile(Encoder(), F.mse_loss, encoded(3), budget="1MB", dynamic=True, compare_eager=False)
-    with pytest.raises(MismatchError, match=r"a size that varies is 3 .* use replan=True instead of dynamic=True"):
-        step(*encoded(2))
-
-
-def test_replan_makes_what_dynamic_cannot_predict() -> None:
+@pytest.mark.parametrize("replan", [False, True])
+def test_sizes_vary_without_planning_again(*, replan: bool) -> None:
     torch.manual_seed(0)
     model = Encoder()
-    step = planner.compile(model, F.mse_loss, encoded(8), budget="1MB", dynamic=True, replan=True, compare_eager=False)
-    x, y = encoded(1)
-    with pytest.warns(UserWarning, match=r"planned again: a batch of .* makes other ops"):
-        loss = step(x, y)
-    assert torch.equal(loss, F.mse_loss(model(x), y))
-    x, y = encoded(4)
-    assert torch.equal(step(x, y), F.mse_loss(model(x), y))
+    step = planner.compile(model, F.mse_loss, encoded(8), budget="1MB", dynamic=True, replan=replan, compare_eager=False)
+    for rows in (1, 4):  # no warning says that it was planned again
+        x, y = encoded(rows)
+        assert torch.equal(step(x, y), F.mse_loss(model(x), y))
 
 
 def test_the_warning_says_what_changed_and_no_ways_out() -> None:

@@ -2,12 +2,17 @@
 
 import ctypes
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_MOST_MMAP_THRESHOLD_BYTES = 2**25  # DEFAULT_MMAP_THRESHOLD_MAX
 _LARGE_BYTES = 2**20
+
+_returns_large_blocks = False
 
 
 def release_unused(device: torch.device) -> None:
@@ -25,9 +30,28 @@ def return_large_blocks() -> None:
     By default it keeps freed blocks of up to 32 MB for later, in a heap with holes: a process then holds a quarter more than
     its tensors take. To take a block again costs time, so this is for steps that need the memory.
     """
+    global _returns_large_blocks  # as the C library's own setting, one for the process
+    _returns_large_blocks = True
     if (libc := _glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.malloc_trim(0)
+
+
+@contextmanager
+def large_blocks_returned() -> Iterator[None]:
+    """As ``return_large_blocks`` inside: a step that is run once leaves no holes in the heap."""
+    libc = _glibc()
+    if libc is None or _returns_large_blocks:
+        yield
+        return
+    libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+    libc.malloc_trim(0)
+    try:
+        yield
+    finally:  # with what the C library comes to by itself, once large blocks have been freed
+        libc.malloc_trim(0)
+        libc.mallopt(_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD_BYTES)
+        libc.mallopt(_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD_BYTES)
 
 
 @cache

@@ -239,7 +239,7 @@ class Compiler:
         return plan
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
-        with self.stages.stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"):
+        with self.stages.stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"), large_blocks_returned():
             return self._rehearsed(captured, batch, plan)
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:

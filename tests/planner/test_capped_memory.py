@@ -1,0 +1,55 @@
+"""Each front end plans and trains under a cap of the process's memory under which eager PyTorch runs out, with the same bits."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support import capped_memory
+from tests.support.command_process import PATIENCE_S, ROOT
+from tests.support.processes import on_two
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of the process's memory are those of Linux")
+
+_NEEDS = {"hugging_face": ("transformers", "accelerate"), "lightning": ("lightning",)}
+_COMPILING = ("inductor", "torch_compile_inductor")
+
+
+def run_alone(check: str) -> None:
+    for module in _NEEDS.get(check, ()):
+        if find_spec(module) is None:
+            pytest.skip(f"needs {module}")
+    if check in _COMPILING and shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.capped_memory", check],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("check", ["compiled", "commands", "torch_compile", "lightning", "hugging_face"])
+def test_training_under_a_cap(check: str) -> None:
+    run_alone(check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["offloading", "traced", "checkpoint", *_COMPILING])
+def test_more_training_under_a_cap(check: str) -> None:
+    run_alone(check)
+
+
+@pytest.mark.slow
+def test_training_on_two_processes_under_a_cap(tmp_path: Path) -> None:
+    on_two((capped_memory.two_processes,), tmp_path)
+
+
+def test_planning_takes_the_memory_of_the_plan_and_returns_it() -> None:
+    run_alone("memory_of_planning")

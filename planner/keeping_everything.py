@@ -9,13 +9,14 @@ from planner.runtime.release import return_large_blocks
 from planner.solving import summarize
 
 # Times the bytes of its tensors that a heap with holes may take. Where all is kept 1.8 was seen, and 7 by plans of 130 MB.
-_MOST_HEAP = 4
+_MOST_HEAP = 2
 
 
 def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
     """Make the process hold no more of the host's memory than its tensors, where keeping everything may not fit.
 
-    To be called before the first op of the step is executed: blocks that are in the heap by then stay there.
+    To be called as soon as sizes are known: the heap keeps what has grown in it by then. With Inductor's kernels they are known
+    from the profile only.
     """
     summary = summarize(graph)
     if device.type == "cpu" and _MOST_HEAP * (summary.store_all_peak_bytes - summary.static_bytes) > free_bytes(device):

@@ -197,6 +197,7 @@ def profiled(
     step = TrainingStep(model, loss_fn)
     static = real_static(captured, step, batch)
     captured = profile(captured, static, passes=passes, on_op=on_op)
+    prepare_for_tight_memory(captured.graph, static[0].device)
     if options:
         offered = with_traced(captured, options)
         captured = profile(offered, static, passes=passes) if len(offered.graph.ops) > len(captured.graph.ops) else offered
@@ -232,4 +233,5 @@ def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Se
         options: that the plan was made with.
     """
     captured = with_recorded_sizes(captured, provenance)
+    prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return offered_as(with_recorded_sizes(with_traced(captured, options), provenance), provenance)

@@ -63,12 +63,13 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
         captured = lower_graph(halves, statics, signature, generator=generator_of(device), provenance={})
         graph = once(captured.graph, mutated_inputs(joint, statics))
-        prepare_for_tight_memory(graph, device)
     with disable_current_modes(), no_python_dispatcher():
         given = {node.name: _given(node, module, inputs) for node in placeholders}
         constants: dict[str, Any] = dict(captured.program.namespace)
         static = {s.tensor: given[s.name] if s.name in given else constants[s.name] for s in captured.program.sources}
-        return with_traced(profile(replace(captured, graph=graph), list(static.values()), passes=_PASSES), options)
+        captured = profile(replace(captured, graph=graph), list(static.values()), passes=_PASSES)
+        prepare_for_tight_memory(captured.graph, device)
+        return with_traced(captured, options)
 
 
 def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
-from planner.runtime.release import release_unused
+from planner.runtime.release import large_blocks_returned, release_unused
 from planner.search import Search
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled

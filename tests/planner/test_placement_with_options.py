@@ -16,6 +16,7 @@ from graphs.options.passes import in_passes
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.simulate import simulate
+from planner import search
 from planner.choices import choices_of
 from planner.plan_check import check_plan
 from planner.report.describe import plan_text
@@ -24,7 +25,6 @@ from planner.report.page import page
 from planner.report.timeline import Timeline
 from planner.running import run
 from planner.solving import other_peaks, summarize
-from planner.training import compile as compiling
 from tests.support.all_choices import any_schedule
 
 SECOND = "cpu:1"
@@ -99,11 +99,11 @@ def test_a_plan_is_run(seed: int, tmp_path: Path) -> None:
 
 def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
-    monkeypatch.setattr(compiling, "solve", lambda *given, **named: random_plan(*given, **named, seed=3))
+    monkeypatch.setattr(search, "solve", lambda *given, **named: random_plan(*given, **named, seed=3))
     compiled = partial(planner.compile, budget=BUDGET, options=OPTIONS, host_budget="1GB", exact=True, passes=1)
     kept = tmp_path / "plans"
     first = compiled(model, loss_fn, batch, other_devices=[SECOND], compare_eager=False, cache=kept)
-    monkeypatch.setattr(compiling, "solve", no_solve)  # the plan is read again
+    monkeypatch.setattr(search, "solve", no_solve)  # the plan is read again
     step = compiled(model, loss_fn, batch, other_devices=[SECOND], compare_eager=False, cache=kept)
     assert step.plan.schedule == first.plan.schedule and list(step.plan.pool_peaks_bytes) == [SECOND, HOST]
     for planned in (first, step):

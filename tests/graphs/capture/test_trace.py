@@ -192,7 +192,7 @@ def hooked(module: nn.Module) -> nn.Module:
         (nn.Linear(4, 4).requires_grad_(requires_grad=False), lambda y, x: y.sum(), "requires_grad=True"),
         (Branches(), lambda y, x: y.sum(), "cannot be captured as one graph"),
         (Dynamic(), None, "depends on the data"),
-        (nn.Linear(5, 4), lambda y, x: y.sum(), "cannot be captured"),
+        (nn.Linear(5, 4), lambda y, x: y.sum(), "an op of the step fails on this batch: RuntimeError: a and b must have same"),
         (nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float"),
         (nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType"),
         (nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'"),

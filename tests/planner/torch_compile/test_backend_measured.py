@@ -10,7 +10,7 @@ from torch import nn
 
 from graphs.cost import profile
 from graphs.errors import InfeasibleError
-from planner.torch_compile import backend
+from planner import search
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import Seen, beside, unread
 from solvers.policies.store_all import store_all
@@ -168,8 +168,8 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    solve = backend.solve
-    monkeypatch.setattr(backend, "solve", lambda graph, budget, **rest: asked.append(budget) or solve(graph, budget, **rest))
+    solve = search.solve
+    monkeypatch.setattr(search, "solve", lambda graph, budget, **rest: asked.append(budget) or solve(graph, budget, **rest))
     options = {"budget": "1MB", "time_limit": 10, "tolerance": 0.1}
     x, losses = torch.randn(64, 32), []
     with warnings.catch_warnings():

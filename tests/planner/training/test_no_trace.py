@@ -122,8 +122,8 @@ class Interrupted(BaseException):
     ("where", "error"),
     [
         ("search.solve", Interrupted),
-        ("compiler.measured_peak", RuntimeError),
-        ("compiler.profiled", Interrupted),
+        ("training.compiler.measured_peak", RuntimeError),
+        ("training.compiler.profiled", Interrupted),
     ],
 )
 def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatc
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"planner.training.{where}", fail)
+    monkeypatch.setattr(f"planner.{where}", fail)
 
     def act() -> None:
         with pytest.raises(error):

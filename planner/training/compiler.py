@@ -221,6 +221,7 @@ class Compiler:
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """`plan` with how it compares with eager PyTorch in this process."""
         if not self.compare_eager:
+            release_unused(executor.device)  # what the solve and the rehearsal have freed
             return replace(plan, eager=None)
         step = TrainingStep(self.wrapper.module, self.loss_fn)
         with self.stages.stage(Stage.COMPARE):

@@ -12,14 +12,19 @@ from planner.solving import summarize
 _MOST_HEAP = 2
 
 
+def needed_bytes(graph: Graph) -> int:
+    """Return what keeping everything takes besides the static tensors."""
+    summary = summarize(graph)
+    return summary.store_all_peak_bytes - summary.static_bytes
+
+
 def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
     """Make the process hold no more of the host's memory than its tensors, where keeping everything may not fit.
 
     To be called as soon as sizes are known: the heap keeps what has grown in it by then. With Inductor's kernels they are known
     from the profile only.
     """
-    summary = summarize(graph)
-    if device.type == "cpu" and _MOST_HEAP * (summary.store_all_peak_bytes - summary.static_bytes) > free_bytes(device):
+    if device.type == "cpu" and _MOST_HEAP * needed_bytes(graph) > free_bytes(device):
         return_large_blocks()
 
 
@@ -28,7 +33,7 @@ def why_it_does_not_fit(graph: Graph, device: torch.device) -> str:
     summary = summarize(graph)
     # The results of both steps are compared in the host's memory.
     compared_bytes = 2 * sum(graph.tensors[t].size_bytes for t in graph.kept) if device.type == "cpu" else 0
-    needed_bytes, room_bytes = summary.store_all_peak_bytes + compared_bytes, free_bytes(device) + summary.static_bytes
-    if needed_bytes <= room_bytes:
+    all_bytes, room_bytes = summary.store_all_peak_bytes + compared_bytes, free_bytes(device) + summary.static_bytes
+    if all_bytes <= room_bytes:
         return ""
-    return f"it needs {format_bytes(needed_bytes)}, and there is room for {format_bytes(room_bytes)}"
+    return f"it needs {format_bytes(all_bytes)}, and there is room for {format_bytes(room_bytes)}"

@@ -25,13 +25,12 @@ from graphs.ir import Graph
 from graphs.options import check_traced
 from graphs.options.compression import kept_tensors
 from graphs.options.traced import offered_as, with_traced, without_needless
-from planner.keeping_everything import prepare_for_tight_memory
+from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
 from planner.runtime.link import link_beside
 from planner.runtime.release import release_unused
-from planner.solving import summarize
 
 if TYPE_CHECKING:
     from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
@@ -216,9 +215,8 @@ def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
     """Return `captured` with what is found out about its optional ops by executing the whole step, where that fits."""
     if not (needs_comparison(captured) or kept_tensors(captured)):
         return captured
-    summary = summarize(captured.graph)
     real = RealStep.of(captured, step, batch)
-    if summary.store_all_peak_bytes - summary.static_bytes > free_bytes(real.device):
+    if needed_bytes(captured.graph) > free_bytes(real.device):
         captured = with_exactness(captured, None)
         return replace(captured, graph=with_modelled_variances(captured, captured.graph))
     captured = with_exactness(captured, real)

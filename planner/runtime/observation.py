@@ -24,9 +24,9 @@ class OpTimer:
         done: True once so many steps have been timed.
     """
 
-    def __init__(self, executor: Executor, device: torch.device, *, steps: int) -> None:
+    def __init__(self, executor: Executor, *, steps: int) -> None:
         self.done = False
-        self._executor, self._plain, self._device, self._left = executor, executor.code, device, steps
+        self._executor, self._plain, self._device, self._left = executor, executor.code, executor.device, steps
         self._passes: list[list[tuple[int, _Mark]]] = []
         self._most_passes = 4 * steps  # some forward passes have no backward pass
         self._timed = executor.ticking(self._tick)
@@ -90,10 +90,10 @@ class PeakWatch:
         done: True once there is nothing left to wait for.
     """
 
-    def __init__(self, executor: Executor, device: torch.device) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.peak_bytes: int | None = None
         self.done = False
-        self._executor, self._plain, self._device = executor, executor.code, device
+        self._executor, self._plain, self._device = executor, executor.code, executor.device
         self._kept_bytes = self._forward_peak_bytes = 0
         executor.code = replace(self._plain, forward=self._forward, backward=self._backward)
 

@@ -80,7 +80,6 @@ class Improvement:
         self.plan = plan
         self._captured, self._executor = captured, executor
         self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
-        self._device = executor.device
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
         self._is_solved = plan.status == "optimal"  # with the costs that are known
@@ -88,7 +87,7 @@ class Improvement:
         self._watch: PeakWatch | None = None
         self._before: Swap | None = None  # to go back to
         if finds and executor.channels is None:  # else the time of an op would include waiting for copies
-            self._timer = OpTimer(executor, self._device, steps=_TIMED_STEPS)
+            self._timer = OpTimer(executor, steps=_TIMED_STEPS)
 
     def find(self, steps: int) -> Plan | None:
         """Return a plan that is to take the place of the one in use, if one has been found by now.
@@ -118,12 +117,12 @@ class Improvement:
         executor = self._make_executor(self._captured, plan)
         if self._timer is not None and not self._timer.done:
             self._timer.stop()
-            self._timer = OpTimer(executor, self._device, steps=_TIMED_STEPS)
+            self._timer = OpTimer(executor, steps=_TIMED_STEPS)
         self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
             plan, budget_bytes=self.plan.budget_bytes, measured_peak_bytes=None, eager=_of_another_plan(self.plan.eager)
         )
-        self._executor, self._watch = executor, PeakWatch(executor, self._device)
+        self._executor, self._watch = executor, PeakWatch(executor)
         return Swap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
 
     def over_bytes(self) -> int | None:

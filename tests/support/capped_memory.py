@@ -6,7 +6,6 @@ a cap. A process of its own for each check: what one front end asks of the C lib
 
 import io
 import multiprocessing
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -15,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from benchmarks.process_memory import reset_highest_rss, status_bytes
 from planner import tracing
 from planner.cli.main import main
 from planner.runtime.release import release_unused
@@ -300,11 +299,11 @@ def memory_of_planning() -> None:
     planner.compile(blocks(1), F.mse_loss, batch(8), budget="100%", compare_eager=False, wait=0)
     model, given = blocks(), batch()
     release_unused(torch.device("cpu"))
-    before = psutil.Process().memory_info().rss
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < before + 20 * _MB
+    before = status_bytes("VmRSS")
+    reset_highest_rss()
     step = planner.compile(model, F.mse_loss, given, budget=BUDGET, compare_eager=False, **QUICK)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    left = psutil.Process().memory_info().rss - before
+    most = status_bytes("VmHWM") - before
+    left = status_bytes("VmRSS") - before
     assert most <= PLAN_BYTES + 180 * _MB, f"{most / _MB:.0f} MB more while planning"
     assert left <= 120 * _MB, f"{left / _MB:.0f} MB more after planning"
     assert_as_eager(trained(model, step, [given]), [given])

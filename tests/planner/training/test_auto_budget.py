@@ -118,6 +118,7 @@ def test_auto_where_nothing_is_left_raises(monkeypatch: pytest.MonkeyPatch) -> N
         auto_budget_bytes(CPU, ())
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_the_backend_leaves_room_for_the_state_of_adamw(free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     from planner.torch_compile import shared_budget
 
@@ -126,7 +127,7 @@ def test_the_backend_leaves_room_for_the_state_of_adamw(free: Callable[[int], No
     in_bytes = shared_budget.budget_in_bytes
     monkeypatch.setattr(shared_budget, "budget_in_bytes", lambda *given: found.append(in_bytes(*given)) or found[-1])
     model, loss_fn, batch = workload()
-    step = torch.compile(model, backend="planner", options={"budget": "auto", "roofline": "cpu"})
+    step = torch.compile(model, backend="planner", dynamic=False, options={"budget": "auto", "roofline": "cpu"})
     loss_fn(step(batch[0]), batch[1]).backward()
     parameters = sum(p.nbytes for p in model.parameters())
     assert set(found) == {found[0]}

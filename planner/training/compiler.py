@@ -219,23 +219,22 @@ class Compiler:
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
-        """`plan` with how it compares with eager PyTorch in this process."""
-        if not self.compare_eager:
-            release_unused(executor.device)  # what the solve and the rehearsal have freed
-            return replace(plan, eager=None)
-        step = TrainingStep(self.wrapper.module, self.loss_fn)
-        with self.stages.stage(Stage.COMPARE):
-            eager = compare_with_eager(
-                captured,
-                executor,
-                step,
-                batch,
-                known=plan.eager,
-                allowed=bool(plan.differs),
-                lossy=plan.gradient_error is not None,
-            )
+        """Return `plan` with how it compares with eager PyTorch, if asked for; what planning has freed goes to the system."""
+        eager = None
+        if self.compare_eager:
+            step = TrainingStep(self.wrapper.module, self.loss_fn)
+            with self.stages.stage(Stage.COMPARE):
+                eager = compare_with_eager(
+                    captured,
+                    executor,
+                    step,
+                    batch,
+                    known=plan.eager,
+                    allowed=bool(plan.differs),
+                    lossy=plan.gradient_error is not None,
+                )
+        release_unused(executor.device)
         plan = replace(plan, eager=eager)
-        release_unused(next(step.parameters()).device)
         warn_of_differences(plan)
         return plan
 

@@ -115,9 +115,7 @@ class Improvement:
         """Let `plan` take the place of the one in use; the peak of its first step is watched."""
         gain = 1 - plan.time_s / self.plan.time_s
         executor = self._make_executor(self._captured, plan)
-        if self._timer is not None and not self._timer.done:
-            self._timer.stop()
-            self._timer = OpTimer(executor, steps=_TIMED_STEPS)
+        self._time_ops_of(executor)
         self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
             plan, budget_bytes=self.plan.budget_bytes, measured_peak_bytes=None, eager=_of_another_plan(self.plan.eager)
@@ -142,6 +140,7 @@ class Improvement:
         assert before is not None
         if self._watch is not None:
             self._watch.stop()
+        self._time_ops_of(before.executor)
         self._watch = self._before = None
         self._solved_bytes -= over_bytes
         self._end_solve()
@@ -198,6 +197,12 @@ class Improvement:
             bound_s = min(plan.bound_s, self.plan.time_s)
             self.plan = replace(self.plan, bound_s=max(bound_s, self.plan.bound_s or 0.0))
         return None
+
+    def _time_ops_of(self, executor: Executor) -> None:
+        """Begin again with the timed steps, by `executor`, unless their times have been taken."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = OpTimer(executor, steps=_TIMED_STEPS)
 
     def _take_times(self) -> None:
         """Correct the costs once the timed steps are over, and solve again with them."""

@@ -5,6 +5,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ from tests.support.steps import make
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 # What each can do besides: a head in chunks, masks in bits, a stand-in by another kernel, ops in place.
+BESIDES = {"gpt2_written": {"chunks", "pack", "kernels", "in place"}, "mutated": {"pack"}, "tied": {"kernels", "in place"}}
+LEAST_SEEDS, MOST_SEEDS = 3, 12
 STEPS = ("gpt2_written", "mutated", "tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "vit", "unet")))
 
 
@@ -72,9 +75,12 @@ def assert_within_its_bytes(executor: Executor, workload: Workload, captured: Ca
 def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> None:
     workload = make(name)
     eager = train(workload, None)
+    wanted = {f"{COMPUTE}@{SECOND}", f"device_to_{SECOND}", f"{SECOND}_to_device", "device_to_host", "host_to_device"}
+    wanted |= BESIDES.get(name, set())
     ways: set[str] = set()
-    for seed, names in enumerate(((SECOND,), (SECOND, "cpu"), (SECOND,))):
-        offered = with_everything(name, names)
+    seeds = count()
+    while (seed := next(seeds)) < LEAST_SEEDS or (not wanted <= ways and seed < MOST_SEEDS):  # what is offered depends on times
+        offered = with_everything(name, (SECOND, "cpu") if seed == 1 else (SECOND,))
         schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
         assert_same(eager, train(workload, (offered, schedule)))
         executor = Executor(offered, schedule, workload.model, workload.loss_fn)
@@ -82,9 +88,7 @@ def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> No
         ops = [offered.graph.ops[op] for op in schedule.computed]
         ways |= {option_of(op) if op.stream == COMPUTE else op.stream for op in ops if op.optional}
         ways |= {"in place"} if re.search(r"out=t|\w_\(t", executor.code.source) else set()
-    assert {f"{COMPUTE}@{SECOND}", f"device_to_{SECOND}", f"{SECOND}_to_device", "device_to_host", "host_to_device"} <= ways
-    wanted = {"gpt2_written": {"chunks", "pack", "kernels", "in place"}, "mutated": {"pack"}, "tied": {"kernels", "in place"}}
-    assert wanted.get(name, set()) <= ways
+    assert wanted <= ways
 
 
 def test_what_is_lossy_or_rounds_is_so_wherever_the_rest_runs() -> None:

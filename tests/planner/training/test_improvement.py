@@ -157,6 +157,25 @@ def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch
     assert step.plan.measured_peak_bytes is None or step.plan.measured_peak_bytes <= budget
 
 
+def test_ops_are_timed_where_a_plan_was_taken_back(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
+    worst_first(monkeypatch)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    first, backward = step.plan, PeakWatch._backward
+
+    def measured_above(watch: PeakWatch, *given: object) -> object:
+        returned = backward(watch, *given)  # type: ignore[arg-type]
+        watch.peak_bytes = first.budget_bytes + 1000
+        monkeypatch.setattr(at_once, "receive", lambda solve, most_s=0.0: None)  # nothing else is found
+        return returned
+
+    monkeypatch.setattr(PeakWatch, "_backward", measured_above)
+    for seed in range(5):
+        assert_trains_as_eager(step, model, batch, seed)
+    assert step.plan.schedule == first.schedule
+    assert step.plan.graph.provenance["times"] == "measured in training steps"
+
+
 def test_no_plan_is_swapped_where_nobody_wants_it(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()

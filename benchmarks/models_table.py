@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, MISSING, PLANNED, RAN, REFUSED, SHARES
+from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, SHARES
 from graphs.units import format_bytes
 from planner.report.tables import as_markdown
 
-_WHOLE = ("ops", "least_bytes", "keeping_bytes", "budget_bytes", "storages_bytes", "peak_bytes", "different")
+_WHOLE = ("ops", "least_bytes", "keeping_bytes", "budget_bytes", "storages_bytes", "peak_bytes", "different", "swaps")
 _PACKAGES = ("transformers", "timm", "torchvision", "diffusers", "peft")
 _NAME = ["source", "model"]
 _AT_SHARES = [f"{PLANNED} at {share:.0%}" for share in SHARES]
@@ -42,12 +42,15 @@ def summary(rows: pd.DataFrame) -> str:
     """What all models say together."""
     planned, tried = plans(rows), rows.drop_duplicates(_NAME)
     models = planned.drop_duplicates(_NAME)
+    last = ~planned["way"].str.endswith(FIRST)
     lines = [
         (
-            f"{len(tried)} models were tried, and {len(models)} of them planned: {len(planned)} plans, of which "
+            f"{len(tried)} models were tried, and {len(models)} of them planned at {last.sum()} budgets, and trained twice at "
+            f"each: from the first plan on that fits, and by the last one. Of these {len(planned)} runs "
             f"{(planned['different'] == 0).sum()} have eager PyTorch's losses, gradients, parameters, buffers and random state "
             f"to the last bit, {planned['storages_over'].sum()} took more than the budget in storages, counted as they come "
-            f"and go, and {planned['over'].sum()} with what kernels take for themselves."
+            f"and go, and {planned['over'].sum()} with what kernels take for themselves. A better plan took the place of the "
+            f"first at {(planned.loc[last, 'swaps'] > 0).sum()} budgets."
         ),
     ]
     for way in _AT_SHARES:

@@ -47,6 +47,17 @@ class Runner:
         left["random state"] = torch.get_rng_state()
         return StepOutcome(left)
 
+    def state(self) -> list[torch.Tensor]:
+        """Return copies of all parameters and buffers."""
+        return [tensor.detach().clone() for tensor in self._state()]
+
+    def restore(self, state: list[torch.Tensor]) -> None:
+        """Let parameters and buffers be as they were when `state` was made, and gradients be gone."""
+        self._clear()
+        with torch.no_grad():
+            for tensor, before in zip(self._state(), state, strict=True):
+                tensor.copy_(before)
+
     def storages_bytes(self, batch: Batch) -> int:
         """The most in storages at once in a forward and backward pass."""
         self._clear()
@@ -61,10 +72,13 @@ class Runner:
         static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}
         return measure_memory(self.step, batch, static_bytes=sum(static.values()), device=torch.device("cpu")).peak_bytes
 
-    def _there(self, batch: Batch) -> list[torch.Tensor]:
+    def _state(self) -> list[torch.Tensor]:
         whole = whole_step(self.workload)
+        return [*whole.parameters(), *whole.buffers()]
+
+    def _there(self, batch: Batch) -> list[torch.Tensor]:
         inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-        return [*whole.parameters(), *whole.buffers(), *inputs]
+        return [*self._state(), *inputs]
 
     def _clear(self) -> None:
         for parameter in self.parameters:

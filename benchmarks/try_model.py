@@ -34,6 +34,7 @@ _SOLVE_LIMIT_S = 10.0
 _TOLERANCE = 0.01
 
 EAGER, PLANNED, CHECKPOINTING, AT_ITS_PEAK = "eager", "planned", "checkpointing", "planned at its peak"
+FIRST = ", from the first plan on"
 RAN, REFUSED, FAILED, MISSING = "ran", "refused", "failed", "missing"
 
 
@@ -44,7 +45,8 @@ class Row:
     Attributes:
         source, model: where it is from, and its name.
         way: EAGER, CHECKPOINTING, ``planned at 50%`` of the way from the least budget to the peak, AT_ITS_PEAK, or PLANNED
-            where no budget is known to plan for.
+            where no budget is known to plan for. With FIRST at its end, from the first plan on that fits, while better ones
+            are looked for; without it, by the last plan.
         status: RAN; REFUSED with one clear line; FAILED in another way; MISSING: a package is not installed.
         message: of what was refused or failed.
         ops: of the captured step.
@@ -54,6 +56,7 @@ class Row:
         peak_bytes: the most of the allocator's, with what kernels take for themselves.
         different: how many of all losses, gradients, parameters, buffers and random states are not eager's to the last bit.
         first_difference: the name of one of them.
+        swaps: how often a better plan took the place of another until then.
         time_s: median of a forward and backward pass.
         ratio: median of the multiples of eager's time in the same turn.
         ratio_of_checkpointing: the same, of checkpointing's time.
@@ -73,6 +76,7 @@ class Row:
     peak_bytes: int | None = None
     different: int | None = None
     first_difference: str | None = None
+    swaps: int | None = None
     time_s: float | None = None
     ratio: float | None = None
     ratio_of_checkpointing: float | None = None
@@ -128,12 +132,27 @@ class Trial:
         return Runner(workload, whole_step(workload))
 
     def _planned(self, way: str, budget_bytes: int) -> None:
-        def compiled() -> Runner:
-            workload = self._fresh()
-            limits: dict[str, Any] = {"tolerance": _TOLERANCE, "time_limit_s": _SOLVE_LIMIT_S}
-            return Runner(workload, planner.compile(*workload, budget=budget_bytes, **limits))
+        """From the first plan on that fits, and by the last one that is found."""
+        workload, first = self._fresh(), f"{way}{FIRST}"
+        untrained = Runner(workload, whole_step(workload)).state()
+        row = replace(self._row, budget_bytes=budget_bytes)
 
-        self._measured(way, replace(self._row, budget_bytes=budget_bytes), compiled)
+        def begun() -> Runner:
+            limits: dict[str, Any] = {"tolerance": _TOLERANCE, "time_limit_s": _SOLVE_LIMIT_S}
+            return Runner(workload, planner.compile(*workload, budget=budget_bytes, wait=0, **limits))
+
+        def ended() -> Runner:
+            runner = self._runners.pop(first)
+            assert isinstance(runner.step, planner.PlannedStep)
+            runner.step.wait()
+            runner.restore(untrained)
+            return runner
+
+        self._measured(first, row, begun)
+        if first in self._runners:
+            self._measured(way, row, ended)
+        else:
+            self._say(way, self._rows[first])
 
     def _checkpointed(self) -> None:
         """Blocks of the level that takes the least memory, and a plan for as much; nothing where none saves any."""
@@ -166,6 +185,7 @@ class Trial:
                 first_difference=differences[0] if differences else None,
                 storages_bytes=runner.storages_bytes(self._batch),
                 peak_bytes=runner.peak_bytes(self._batch),
+                swaps=len(runner.step.history) - 1 if isinstance(runner.step, planner.PlannedStep) else None,
             )
             self._runners[way] = runner
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)

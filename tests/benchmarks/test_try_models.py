@@ -18,7 +18,7 @@ from benchmarks.models.parts import Residual
 from benchmarks.models_table import failures, table
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
-from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, MISSING, PLANNED, RAN, REFUSED, Row, Trial
+from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, Row, Trial
 from benchmarks.try_models import COLUMNS, main
 from graphs.zoo import Workload
 from planner.runtime.measure import loss_of
@@ -64,12 +64,15 @@ class Branching(nn.Module):
 def test_every_way_to_train_is_a_row() -> None:
     rows = tried(blocks)
     at_shares = [f"{PLANNED} at {share:.0%}" for share in try_model.SHARES]
-    assert list(rows) == [EAGER, *at_shares, CHECKPOINTING, AT_ITS_PEAK]
+    both = [f"{way}{which}" for way in (*at_shares, AT_ITS_PEAK) for which in (FIRST, "")]
+    assert list(rows) == [EAGER, *both[:-2], CHECKPOINTING, *both[-2:]]
     assert {row.status for row in rows.values()} == {RAN}
     assert {row.different for row in rows.values()} == {0}
-    for row in [rows[way] for way in (*at_shares, AT_ITS_PEAK)]:
+    for row in [rows[way] for way in both]:
         assert row.storages_bytes is not None and row.peak_bytes is not None and row.budget_bytes is not None
         assert row.storages_bytes <= row.peak_bytes <= row.budget_bytes
+        assert row.swaps is not None and (row.ratio is None) == row.way.endswith(FIRST)
+    for row in [rows[way] for way in (*at_shares, AT_ITS_PEAK)]:
         assert row.ratio is not None and row.ratio > 0
     assert rows[AT_ITS_PEAK].budget_bytes == rows[CHECKPOINTING].peak_bytes
     assert rows[AT_ITS_PEAK].ratio_of_checkpointing is not None
@@ -152,7 +155,7 @@ def test_what_must_not_be_is_said(tmp_path: Path) -> None:
 
 def test_the_table_counts(tmp_path: Path) -> None:
     text = table(written(tmp_path, *rows(), Row("tests", "last", PLANNED, REFUSED, message="it branches")))
-    assert "3 models were tried, and 2 of them planned: 2 plans, of which 1 have eager PyTorch's" in text
+    assert "3 models were tried, and 2 of them planned at 2 budgets" in text and "Of these 2 runs 1 have eager PyTorch's" in text
     assert "planned at 50% of the way from the least budget to the peak: 1.20 times eager's step in the median" in text
     assert "- tests/last, planned: refused: it branches" in text
 

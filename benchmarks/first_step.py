@@ -1,8 +1,9 @@
 """From the call of ``planner.compile`` to the end of the first step, with memory capped: ``make bench-first-step``.
 
 Each model is trained for 5 steps of SGD: by eager PyTorch without a cap, and then, with the memory of the process capped
-(RLIMIT_DATA) half way between the plan's budget and what eager PyTorch takes, by a plan, by eager PyTorch and by eager PyTorch
-with its blocks checkpointed. Each time in a process of its own, with one thread. Rows that are in the CSV are not made again.
+(RLIMIT_DATA) half way between the plan's budget and what eager PyTorch takes, by a plan, by a plan with large pages
+(THP_MEM_ALLOC_ENABLE=1), by eager PyTorch and by eager PyTorch with its blocks checkpointed. Each time in a process of its
+own, with one thread. Rows that are in the CSV are not made again.
 It fails if a plan does not train under the cap, or not to the bits of the run without one; memory and seconds that are over
 what they should be are marked in the table.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
 from benchmarks.first_step_cases import CASES
-from benchmarks.first_step_rows import FAILED, RAN, UNCAPPED, WAYS, Row, failures
+from benchmarks.first_step_rows import FAILED, LARGE_PAGES, RAN, UNCAPPED, WAYS, Row, failures
 from benchmarks.first_step_table import table
 from graphs.errors import OutputError
 from planner.studies.rows import read_rows, write_csv
@@ -67,6 +68,7 @@ def train_in_process(model: str, way: str, about: Mapping[str, object]) -> Row:
             words += ["--budget", str(row.budget_bytes), "--room", str(row.room_bytes)]
         # One thread: two that wait for each other double what other processes disturb. Nothing is downloaded.
         variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+        variables["THP_MEM_ALLOC_ENABLE"] = str(int(way == LARGE_PAGES))
         try:
             ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
-UNCAPPED, PLANNED, EAGER, CHECKPOINTING = "uncapped", "planned", "eager", "checkpointing"
-WAYS = (UNCAPPED, PLANNED, EAGER, CHECKPOINTING)
+UNCAPPED, PLANNED, LARGE_PAGES = "uncapped", "planned", "planned, large pages"
+EAGER, CHECKPOINTING = "eager", "checkpointing"
+WAYS = (UNCAPPED, PLANNED, LARGE_PAGES, EAGER, CHECKPOINTING)
 RAN, OUT_OF_MEMORY, REFUSED, FAILED = "ran", "out of memory", "refused", "failed"
 
 RSS_TOLERANCE = 0.05  # of the budget and what importing torch takes
@@ -19,7 +20,8 @@ class Row:
 
     Attributes:
         model: its name.
-        way: UNCAPPED (eager PyTorch without a cap), or under the cap PLANNED, EAGER or CHECKPOINTING.
+        way: UNCAPPED (eager PyTorch without a cap), or under the cap PLANNED, LARGE_PAGES (planned, with
+            THP_MEM_ALLOC_ENABLE=1), EAGER or CHECKPOINTING.
         status: RAN; OUT_OF_MEMORY; REFUSED with one clear error of the planner; FAILED in another way.
         message: the first line of the error.
         eager_peak_bytes: of a step of eager PyTorch, by the allocator, static bytes included.
@@ -86,6 +88,7 @@ class Trained:
 
     uncapped: Row
     planned: Row
+    large_pages: Row
     eager: Row
     checkpointing: Row
 
@@ -95,9 +98,14 @@ class Trained:
         return self.uncapped.model
 
     @property
+    def plans(self) -> tuple[Row, Row]:
+        """The rows of planned steps."""
+        return self.planned, self.large_pages
+
+    @property
     def same_bits(self) -> bool:
         """True if losses, parameters, buffers and the random state are those of eager PyTorch without a cap."""
-        return self.planned.status == RAN and self.planned.digest == self.uncapped.digest
+        return all(row.status == RAN and row.digest == self.uncapped.digest for row in self.plans)
 
     @property
     def allowed_rss_bytes(self) -> int | None:
@@ -135,9 +143,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
     bad = [row for row in rows if row.way == UNCAPPED and row.status != RAN]
     lines = [f"{row.model}: eager PyTorch without a cap: {row.status}: {row.message}" for row in bad]
     for trained in by_model(rows):
-        planned = trained.planned
-        if planned.status != RAN:
-            lines.append(f"{trained.model}: planned: {planned.status}: {planned.message}")
-        elif not trained.same_bits:
+        failed = [row for row in trained.plans if row.status != RAN]
+        lines += [f"{row.model}: {row.way}: {row.status}: {row.message}" for row in failed]
+        if not failed and not trained.same_bits:
             lines.append(f"{trained.model}: losses, parameters, buffers or random state are not those of eager PyTorch")
     return lines

@@ -18,7 +18,19 @@ import torch
 import planner
 from benchmarks.common import one_thread
 from benchmarks.first_step_cases import CASES, Case
-from benchmarks.first_step_rows import CHECKPOINTING, EAGER, FAILED, OUT_OF_MEMORY, PLANNED, RAN, REFUSED, UNCAPPED, WAYS, Row
+from benchmarks.first_step_rows import (
+    CHECKPOINTING,
+    EAGER,
+    FAILED,
+    LARGE_PAGES,
+    OUT_OF_MEMORY,
+    PLANNED,
+    RAN,
+    REFUSED,
+    UNCAPPED,
+    WAYS,
+    Row,
+)
 from benchmarks.process_memory import DataWatch, limit_data, reset_highest_rss, status_bytes
 from benchmarks.training_loop import Loop, batches
 from graphs.capture.signature import Batch
@@ -65,6 +77,7 @@ class Run:
         runs: dict[str, Callable[[], None]] = {
             UNCAPPED: self._uncapped,
             PLANNED: self._planned,
+            LARGE_PAGES: self._planned,
             EAGER: lambda: self._train(TrainingStep(model, loss_fn)),
             CHECKPOINTING: lambda: self._train(self._case.checkpointing(self._workload)),
         }

@@ -17,7 +17,9 @@ from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
 from planner.choices import with_recorded
+from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
+from planner.keeping_everything import why_it_does_not_fit
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.channels import Channels
@@ -30,7 +32,7 @@ from planner.search import Search
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from planner.training.improvement import Consultation, Improvement
+from planner.training.improvement import Consultation, Improvement, over_budget
 from planner.training.step import Improving, PlannedStep
 
 if TYPE_CHECKING:
@@ -118,11 +120,19 @@ class Compiler:
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The step of a profiled capture: solved until the measured peak is within the budget.
 
+        Where eager PyTorch does not fit, the peak is measured in the first training step: a step before it would take as long,
+        and the user waits for that one.
+
         Raises:
             InfeasibleError, LimitError: as ``planner.solve``.
             BudgetError: the measured peak stays above the budget.
         """
-        plan = self._first_plan(captured.graph, budget)
+        rehearses = self._rehearses(captured.graph)
+        plan = self._first_plan(captured.graph, budget, rehearses=rehearses)
+        if not rehearses:
+            executor = self._made_executor(captured, plan)
+            plan = self._compared(captured, batch, plan, executor)
+            return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
@@ -130,19 +140,9 @@ class Compiler:
                 solved_bytes = plan.budget_bytes
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 plan = self._compared(captured, batch, plan, executor)
-                return PlannedStep(
-                    plan,
-                    self.wrapper.wrapped(executor),
-                    captured.graph,
-                    refreshed=self._refresher(captured, budget),
-                    improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
-                )
+                return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with what its recording holds
-            over = (
-                f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(wanted_bytes)}, though "
-                f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA "
-                "graph's pool has lost some to fragments"
-            )
+            over = over_budget(plan, peak_bytes, wanted_bytes)
             if left:
                 try:
                     plan = self._first_plan(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
@@ -150,19 +150,40 @@ class Compiler:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
 
-    def _first_plan(self, graph: Graph, budget: str | int) -> Plan:
-        compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager else 0.0
-        self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s, Stage.COMPARE: compare_s})
+    def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
+        """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""
+        return PlannedStep(
+            plan,
+            self.wrapper.wrapped(executor),
+            captured.graph,
+            refreshed=self._refresher(captured, budget),
+            improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
+        )
+
+    def _first_plan(self, graph: Graph, budget: str | int, *, rehearses: bool = True) -> Plan:
+        compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager and rehearses else 0.0
+        self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
         if self.search.wait.seconds is not None:
             self.stages.expect({Stage.SOLVE: self.search.wait.seconds})
         with self.stages.stage(Stage.SOLVE) as stage:
             return self.search.first_plan(graph, budget, stage)
 
+    def _rehearses(self, graph: Graph) -> bool:
+        """Return whether a step is run in planning, to measure its peak."""
+        if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
+            return True  # a plan that takes too much would stay
+        return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
+
+    @property
+    def _swaps(self) -> bool:
+        """True if the plans of steps are swapped while they train."""
+        return self.search.goes_on and self.recorder is None and not self.other_devices
+
     def _improving(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
     ) -> Improving | None:
         """Return what makes the plan better while the step trains; None where plans are not swapped."""
-        if not self.search.goes_on or self.recorder is not None or executor.devices is not None:
+        if not self._swaps:
             return None
         improvement = Improvement(
             captured,

@@ -1,7 +1,8 @@
 """Better plans for a step while it trains: solved in a process of its own, swapped in between two steps.
 
 The first steps are timed op by op, in context; where costs differ from those that were measured alone, the solve is repeated
-with the corrected ones. The first step of a plan that is swapped in is watched: one whose peak is over the budget is taken back.
+with the corrected ones. The first step of a plan whose peak has not been measured is watched: one that is over the budget is
+taken back.
 Bits do not depend on which plan runs.
 """
 
@@ -13,8 +14,10 @@ from weakref import WeakSet
 
 from graphs.capture.lower import Capture
 from graphs.eager import EagerComparison
+from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.plan import Plan
+from graphs.units import format_bytes
 from planner.background import BackgroundSolve
 from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
@@ -84,10 +87,10 @@ class Improvement:
         self._candidate: Plan | None = None
         self._is_solved = plan.status == "optimal"  # with the costs that are known
         self._timer: OpTimer | None = None
-        self._watch: PeakWatch | None = None
         self._before: Swap | None = None  # to go back to
         if finds and executor.channels is None:  # else the time of an op would include waiting for copies
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
+        self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 
     def find(self, steps: int) -> Plan | None:
         """Return a plan that is to take the place of the one in use, if one has been found by now.
@@ -135,18 +138,33 @@ class Improvement:
         return watch.peak_bytes - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> Swap:
-        """Return to the plan before the one whose peak was over the budget by so much; what is solved for is lowered by that."""
-        before = self._before
-        assert before is not None
+        """Return to the plan before the one whose peak was over the budget by so much; what is solved for is lowered by that.
+
+        Raises:
+            InfeasibleError: it was the first plan, and none is found that takes as much less.
+        """
         if self._watch is not None:
             self._watch.stop()
-        self._time_ops_of(before.executor)
-        self._watch = self._before = None
+        before, self._watch, self._before = self._before, None, None
         self._solved_bytes -= over_bytes
         self._end_solve()
         self._is_solved = False
+        if before is None:
+            return self._begin_anew(self.plan.budget_bytes + over_bytes)
+        self._time_ops_of(before.executor)
         self.plan, self._executor = before.plan, before.executor
         return before
+
+    def _begin_anew(self, peak_bytes: int) -> Swap:
+        """Return a plan that takes the place of the first one, which has taken `peak_bytes`."""
+        try:
+            found = self._search.first_plan(self._captured.graph, self._solved_bytes)
+        except BudgetError as error:
+            over = over_budget(self.plan, peak_bytes, self.plan.budget_bytes)
+            raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
+        swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
+        self._before = None
+        return swap
 
     def stop(self) -> None:
         """Look for nothing any more."""
@@ -259,6 +277,15 @@ class Consultation:
             measured = self.improvement.plan.measured_peak_bytes
             self.improvement.plan = replace(in_use, measured_peak_bytes=measured)
         return None if found is None else self.improvement.adopt(found)
+
+
+def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
+    """Return what is to be said where `plan` has taken more than the budget."""
+    return (
+        f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
+        f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA graph's "
+        "pool has lost some to fragments"
+    )
 
 
 def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:

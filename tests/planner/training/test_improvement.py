@@ -1,5 +1,6 @@
 """Better plans are swapped in while a step trains: same bits, within the budget, and nothing is left behind."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import PlannerError
+from graphs.errors import InfeasibleError, PlannerError
 from graphs.io.formats import read_plan
 from graphs.ir import Graph
 from graphs.plan import Plan
@@ -22,7 +23,7 @@ from planner.runtime.measure import outcome
 from planner.runtime.observation import PeakWatch
 from planner.search import Search, Wait
 from planner.solving import solve
-from planner.training import improvement
+from planner.training import compare_eager, compiler, improvement
 from planner.training.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
@@ -96,6 +97,19 @@ def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: B
     assert wanted.differences(outcome(step, model, batch, seed=seed)) == ()
 
 
+def above_by(excess_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next peak be measured as one above the budget."""
+    backward = PeakWatch._backward
+
+    def measured(watch: PeakWatch, *given: object) -> object:
+        returned = backward(watch, *given)  # type: ignore[arg-type]
+        watch.peak_bytes = budget_bytes + excess_bytes
+        monkeypatch.setattr(PeakWatch, "_backward", backward)
+        return returned
+
+    monkeypatch.setattr(PeakWatch, "_backward", measured)
+
+
 def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()
@@ -138,17 +152,9 @@ def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch
     model, batch = model_and_batch()
     step = planned(model, batch)
     first, budget = step.plan, step.plan.budget_bytes
-    backward = PeakWatch._backward
-
-    def measured_above(watch: PeakWatch, *given: object) -> object:
-        returned = backward(watch, *given)  # type: ignore[arg-type]
-        watch.peak_bytes = budget + 1000
-        return returned
-
-    monkeypatch.setattr(PeakWatch, "_backward", measured_above)
+    above_by(1000, budget, monkeypatch)
     assert_trains_as_eager(step, model, batch, 1)
     assert step.plan.schedule != first.schedule
-    monkeypatch.setattr(PeakWatch, "_backward", backward)
     assert_trains_as_eager(step, model, batch, 2)
     assert step.plan.schedule == first.schedule
     assert step.history[-1].reason == "the peak of the next one was over the budget"
@@ -161,19 +167,60 @@ def test_ops_are_timed_where_a_plan_was_taken_back(at_once: type[Solved], monkey
     worst_first(monkeypatch)
     model, batch = model_and_batch()
     step = planned(model, batch)
-    first, backward = step.plan, PeakWatch._backward
-
-    def measured_above(watch: PeakWatch, *given: object) -> object:
-        returned = backward(watch, *given)  # type: ignore[arg-type]
-        watch.peak_bytes = first.budget_bytes + 1000
-        monkeypatch.setattr(at_once, "receive", lambda solve, most_s=0.0: None)  # nothing else is found
-        return returned
-
-    monkeypatch.setattr(PeakWatch, "_backward", measured_above)
-    for seed in range(5):
+    first = step.plan
+    above_by(1000, first.budget_bytes, monkeypatch)
+    assert_trains_as_eager(step, model, batch, 0)
+    assert step.plan.schedule != first.schedule
+    monkeypatch.setattr(at_once, "receive", lambda solve, most_s=0.0: None)  # nothing else is found
+    for seed in range(1, 5):
         assert_trains_as_eager(step, model, batch, seed)
     assert step.plan.schedule == first.schedule
     assert step.plan.graph.provenance["times"] == "measured in training steps"
+
+
+@pytest.fixture
+def eager_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (compiler, compare_eager):
+        monkeypatch.setattr(module, "why_it_does_not_fit", lambda graph, device: "it needs more")
+
+
+@pytest.mark.usefixtures("eager_does_not_fit")
+def test_where_eager_does_not_fit_the_first_step_measures_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "measured_peak", None)  # no step is run before
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)  # nor is another plan looked for
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    assert step.plan.measured_peak_bytes is None and step.plan.eager is None
+    for seed in range(2):
+        assert_trains_as_eager(step, model, batch, seed)
+    assert len(step.history) == 1
+    assert step.plan.measured_peak_bytes == step.plan.peak_bytes <= step.plan.budget_bytes
+
+
+@pytest.mark.usefixtures("eager_does_not_fit")
+def test_a_first_plan_over_the_budget_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    budget = step.plan.budget_bytes
+    above_by(1000, budget, monkeypatch)
+    for seed in range(3):
+        assert_trains_as_eager(step, model, batch, seed)
+    assert [(use.step, use.reason) for use in step.history][1] == (2, "the peak of the first one was over the budget")
+    assert step.history[1].plan.peak_bytes <= budget - 1000
+    assert step.plan.budget_bytes == budget
+    assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= budget - 1000
+
+
+@pytest.mark.usefixtures("eager_does_not_fit")
+def test_a_first_plan_over_the_budget_that_nothing_can_replace_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    above_by(9 * step.plan.budget_bytes // 10, step.plan.budget_bytes, monkeypatch)
+    assert_trains_as_eager(step, model, batch, 0)
+    with pytest.raises(
+        InfeasibleError, match=r"over the budget of .*; nothing is found that takes as much less: raise the budget"
+    ):
+        step(*batch)
 
 
 def test_no_plan_is_swapped_where_nobody_wants_it(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:

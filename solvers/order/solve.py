@@ -69,7 +69,9 @@ def solve_in_best_order(solve: Solver, request: Request) -> Solved:
         took = clock.now - began
         search.wait(max(_SEARCH_LEAST, took))
     if first.result.schedule is not None:
-        return first if search.better is None else _again(first, search.better, took, solve, request)
+        if search.better is not None:
+            return _again(first, search.better, took, solve, request)
+        return _faster(first, solve_in(program, solve, request)) if patience.gave_up else first
     if _fits_in_no_order(request):
         return first
     order = search.found or reordered(request.graph, clock.part(SEARCH_SHARE * clock.limit), request.interrupted)
@@ -77,7 +79,13 @@ def solve_in_best_order(solve: Solver, request: Request) -> Solved:
         proved = first.result.status is Status.INFEASIBLE
         second = solve_in(order, solve, request)
         return second if proved else _also_in_program_order(second, solve, request)
-    return solve_in(program, solve, request) if patience.is_over() else first
+    return solve_in(program, solve, request) if patience.gave_up else first
+
+
+def _faster(first: Solved, second: Solved) -> Solved:
+    """Return `second`, a longer solve in the same order, unless the schedule of `first` is faster."""
+    times_s = [math.inf if solved.result.time_s is None else solved.result.time_s for solved in (first, second)]
+    return first if times_s[0] < times_s[1] else second
 
 
 def _can_gain(result: Result, request: Request) -> bool:
@@ -126,9 +134,14 @@ def _also_in_program_order(solved: Solved, solve: Solver, request: Request) -> S
 
 
 class _Patience:
-    """Passes progress on, and knows whether a solve has been without a schedule for too long."""
+    """Passes progress on, and knows whether a solve has been without a schedule for too long.
+
+    Attributes:
+        gave_up: True once it has been; a schedule may have been found at the end of that solve all the same.
+    """
 
     def __init__(self, request: Request, limit: float) -> None:
+        self.gave_up = False
         self._request = request
         self._until = request.clock.now + limit
         self._found = False
@@ -138,4 +151,5 @@ class _Patience:
         self._request.tell(progress.activity, progress.best_s, progress.bound_s)
 
     def is_over(self) -> bool:
-        return not self._found and self._request.clock.now > self._until
+        self.gave_up = self.gave_up or (not self._found and self._request.clock.now > self._until)
+        return self.gave_up

@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[2] / "results" / "offload"
 def case(*budgets: str) -> Case:
     choices = choices_of(["offload"], "2GB/s", "1GB")
     assert choices is not None
-    return Case("suite", "step", random_training_step(5, 20), choices, budgets, limit_s=3.0, tolerance=1e-3)
+    return Case("suite", "step", random_training_step(5, 20), choices, budgets, limit_s=1.0, tolerance=1e-3)
 
 
 def test_both_are_no_worse_than_either_and_rows_say_how_each_ended() -> None:

@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parents[2] / "results" / "placement"
 def test_both_devices_are_no_worse_than_the_main_one() -> None:
     main = training_chain(3)
     pair = Pair(main, OtherDevice("other", tuple(0.5 + op.id % 2 for op in main.ops), 4.0))
-    rows = list(compare("chain", MODELLED, chain(), pair, [NO_LIMIT, "75%"], limit_s=10.0))
+    rows = list(compare("chain", MODELLED, chain(), pair, [NO_LIMIT, "75%"], limit_s=2.0))
     assert [(row["budget"], row["method"]) for row in rows] == [(b, method) for b in (NO_LIMIT, "75%") for method in METHODS]
     assert all(row.keys() == set(COLUMNS) for row in rows)
     alone, second, serial, overlapped = rows[:4]
@@ -56,7 +56,7 @@ def test_what_is_found_on_threads_is_run() -> None:
     name = next(iter(MEASURED))
     pair = pair_of(step, name)
     quick = replace(pair.second, times_s=tuple(s and 1e-9 for s in pair.second.times_s), bytes_per_s=1e12, latency_s=0.0)
-    rows = list(compare("linear", name, step, replace(pair, second=quick), [NO_LIMIT], limit_s=10.0))
+    rows = list(compare("linear", name, step, replace(pair, second=quick), [NO_LIMIT], limit_s=2.0))
     assert torch.get_num_threads() == before
     for row in rows[2:]:
         assert row["placed"] and row["executed_s"] > 0 and row["kept_s"] > 0  # type: ignore[operator]

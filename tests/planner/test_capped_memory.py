@@ -35,18 +35,19 @@ def run_alone(check: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("check", ["compiled", "commands", "torch_compile", "lightning", "hugging_face"])
+@pytest.mark.parametrize(
+    "check", ["compiled", "commands", "torch_compile", "lightning", "hugging_face", "inductor", "offloading"]
+)
 def test_training_under_a_cap(check: str) -> None:
     run_alone(check)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["offloading", "traced", "checkpoint", *_COMPILING])
+@pytest.mark.parametrize("check", ["traced", "checkpoint", "torch_compile_inductor"])
 def test_more_training_under_a_cap(check: str) -> None:
     run_alone(check)
 
 
-@pytest.mark.slow
 def test_training_on_two_processes_under_a_cap(tmp_path: Path) -> None:
     on_two((capped_memory.two_processes,), tmp_path)
 

@@ -143,7 +143,7 @@ def offloading() -> None:
     with capped():
         model, given = blocks(), batch()
         asked = {"options": ["offload"], "link": "100GB/s", "host_budget": host_bytes}
-        step = planner.compile(model, F.mse_loss, given, budget=BUDGET, **asked, **QUICK)
+        step = planner.compile(model, F.mse_loss, given, budget=BUDGET, **asked, **{**QUICK, "wait": "5%"})
         found = trained(model, step, [given, given])
     assert 0 < step.plan.pool_peaks_bytes["host"] <= host_bytes
     assert_as_eager(found, [given, given])

@@ -103,6 +103,7 @@ def test_other_options_raise(graph: Graph) -> None:
         advise_graph(graph, options=["chunks"], time_limit_s=1.0)
 
 
+@pytest.mark.slow
 def test_advice_on_a_large_graph_ends_in_time() -> None:
     graph = transformer(TransformerSize(layers=24))
     began = time.monotonic()

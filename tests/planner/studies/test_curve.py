@@ -81,7 +81,7 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
     graph = random_training_step(5, 30)
     choices = choices_of(["offload"], link=10e9, host_budget=10**12)
     assert choices is not None
-    found = curve(graph, 3, choices=choices, tolerance=0.02, time_limit_s=4.0)
+    found = curve(graph, 3, choices=choices, tolerance=0.02, time_limit_s=1.5)
     assert found.options == ("offload",) and found.without is not None and found.without.without is None
     judged(choices.offered(graph), found)
     judged(graph, found.without)

@@ -114,6 +114,24 @@ def test_without_a_schedule_in_program_order_another_takes_over() -> None:
     assert clock.now < 40
 
 
+def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
+    graph = training_chain(6)
+    budget_bytes, calls = int(0.8 * store_all_peak_bytes(graph)), 0
+
+    def solve(request: Request) -> Result:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            while not request.stopped():
+                request.clock.spend(1.0)
+            rough = get_solver("chen-sqrt")(Request(graph, budget_bytes)).schedule
+            return Result(graph, budget_bytes, Status.FEASIBLE, rough, None, "windows", 1.0)
+        return get_solver("windows")(replace(request, should_stop=None))
+
+    found = solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(1e-3), WorkClock(100.0)))
+    assert calls == 2 and found.result.status is Status.OPTIMAL
+
+
 def test_solves_that_count_work_come_to_the_same_twice() -> None:
     graph = random_training_step(11, 30)
     for share in (0.6, 0.8):

@@ -139,11 +139,11 @@ def compiled() -> None:
 
 def offloading() -> None:
     """``planner.compile`` with tensors that go to the host, which is the same memory here."""
-    host_bytes = 40 * _MB
+    budget_bytes, host_bytes = 100 * _MB, 100 * _MB
     with capped():
         model, given = blocks(), batch()
-        asked = {"options": ["offload"], "link": "100GB/s", "host_budget": host_bytes}
-        step = planner.compile(model, F.mse_loss, given, budget=BUDGET, **asked, **{**QUICK, "wait": "5%"})
+        asked = {"options": ["offload"], "link": "100GB/s", "host_budget": host_bytes, "tolerance": 0.05, "wait": "4 work"}
+        step = planner.compile(model, F.mse_loss, given, budget=budget_bytes, **asked)
         found = trained(model, step, [given, given])
     assert 0 < step.plan.pool_peaks_bytes["host"] <= host_bytes
     assert_as_eager(found, [given, given])

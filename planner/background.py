@@ -19,7 +19,7 @@ _NICE = 10  # steps of priority below the training that it runs beside
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is solved.
+    """A solve: a graph, a budget and settings.
 
     Attributes:
         graph, budget_bytes, settings: arguments of ``planner.solving.solve``.

@@ -1,4 +1,4 @@
-"""Whether a step that keeps everything fits into the memory that is free, as plain eager PyTorch needs it."""
+"""The memory that a step needs which keeps everything, as plain eager PyTorch does, and whether that is free."""
 
 import torch
 

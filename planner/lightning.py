@@ -34,7 +34,7 @@ class PlannedTraining(pl.Callback):
     """
 
     def __init__(self, budget: str | int | None = None, *, max_overhead: str | float | None = None, **options: Any) -> None:
-        """What it plans with.
+        """Plan with these settings.
 
         Args:
             budget, max_overhead: as in ``planner.compile``; one of them.
@@ -83,7 +83,7 @@ class PlannedTraining(pl.Callback):
 
 
 def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callable[[Any, int], Any]:
-    """What stands for the ``training_step`` of a module."""
+    """Return the function that takes the place of a module's ``training_step``."""
     shown = LoggingView(logging.getLogger(f"{pl.__name__}.planner"), stages=False)
 
     def training_step(batch: Any, batch_idx: int) -> Any:
@@ -126,7 +126,7 @@ class _Step(nn.Module):
             del vars(self.module)["log"]
 
     def options_of_logs(self, batch: Any) -> dict[str, dict[str, Any]]:
-        """How each value is logged. Called inside ``recording``."""
+        """Return the options that each value is logged with. Called inside ``recording``."""
         if self._options is None:
             with torch.no_grad(), unchanged(self, (batch,)):
                 self(batch)
@@ -136,7 +136,7 @@ class _Step(nn.Module):
 
 
 class _Logs:
-    """What a step logs.
+    """The values that a step logs.
 
     Attributes:
         values: of the step that is run.

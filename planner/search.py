@@ -1,4 +1,4 @@
-"""How long a plan is solved for: until it is good enough to begin with, and then beside the training."""
+"""Solves of a step: until the plan is good enough to begin with, and then while it trains."""
 
 import math
 import re
@@ -23,7 +23,7 @@ _GAP, _SECONDS = 0.01, 3.0  # what is waited for by default, whichever comes fir
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How good a plan must be before ``planner.compile`` returns; a schedule that fits is there in any case.
+    """The quality that a plan must have before ``planner.compile`` returns; it fits in any case.
 
     Attributes:
         gap: of the plan; None: any.
@@ -64,7 +64,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How the graphs of a step are solved.
+    """Settings for the solves of a step.
 
     Attributes:
         settings: keyword arguments of ``planner.solving.solve``.

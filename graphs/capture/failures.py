@@ -14,7 +14,7 @@ from graphs.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
 
 
 def why(error: Exception, step: TrainingStep, batch: Batch, branches: Branches | None) -> str:
-    """What stopped the capture, in one line."""
+    """Return what stopped the capture, in one line."""
     if known := own_message(error) or (branches and branches.refusal):
         return known
     try:

@@ -74,7 +74,7 @@ _PATTERNS = (
 
 
 def explain(part: str, local: Scope, scope: Scope) -> str:
-    """What a guard that does not hold says, in words."""
+    """Return the reason of a guard that does not hold, in words."""
     code = code_of(part)
     for pattern, words in _PATTERNS:
         if (found := re.fullmatch(pattern, code, re.DOTALL)) is None:

@@ -235,7 +235,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
 
 
 def _settings(stack: ExitStack) -> None:
-    """How steps are traced."""
+    """Enter the settings that steps are traced with."""
     stack.enter_context(torch.enable_grad())
     stack.enter_context(
         dynamo_config.patch(

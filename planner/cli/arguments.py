@@ -1,4 +1,4 @@
-"""What the commands share: how they parse and print, and their exit codes.
+"""Arguments, output and exit codes that the commands share.
 
 What a command needs is imported when it runs: ``--help`` answers at once.
 """
@@ -79,7 +79,7 @@ def add_quiet(parser: Parser) -> None:
 
 
 def add_workers(parser: Parser, *, said: str) -> None:
-    """How many are solved at a time, or where; `said` is what they are."""
+    """Add the options for how many are solved at a time, or where; `said` is what they are."""
     workers = parser.add_mutually_exclusive_group()
     workers.add_argument("--jobs", type=options.count, metavar="N", help=f"{said} at a time (default: {JOBS})")
     workers.add_argument(
@@ -90,7 +90,7 @@ def add_workers(parser: Parser, *, said: str) -> None:
 
 
 def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
-    """Whether the ops may be put into a better order; `said` is what the help says of the default."""
+    """Add the option for another order of the ops; `said` is what the help says of the default."""
     parser.add_argument(
         "--reorder",
         action=argparse.BooleanOptionalAction,
@@ -132,7 +132,7 @@ def add_choices(parser: Parser) -> None:
 
 
 def add_copying(parser: Parser) -> None:
-    """What is said of the machine for options that copy."""
+    """Add the options that describe the machine where tensors are copied."""
     parser.add_argument(
         "--link",
         type=options.rate,
@@ -165,7 +165,7 @@ def add_how_to_trace(parser: Parser) -> None:
 
 
 def tracing(arguments: argparse.Namespace) -> Tracing:
-    """What the options of ``add_how_to_trace`` say."""
+    """Return what the options of ``add_how_to_trace`` say."""
     return Tracing(
         device=arguments.device,
         roofline=arguments.roofline,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """How models are built and traced.
+    """Settings for building and tracing models.
 
     Attributes:
         device, seed: as in ``workload.load``.

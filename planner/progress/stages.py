@@ -43,7 +43,7 @@ _LEAST_FRACTION = 0.05  # of a stage, from which its speed is extrapolated
 
 
 class Event(StrEnum):
-    """Why a progress is reported."""
+    """The reason for a report."""
 
     BEGIN = "begin"  # a stage begins
     ADVANCE = "advance"  # it has advanced
@@ -92,7 +92,7 @@ View: TypeAlias = Callable[[Progress], object]
 
 
 class StageReport:
-    """What the code of one stage reports to."""
+    """The reports of one stage."""
 
     def __init__(self, report: Callable[["StageReport"], None], activity: str, began_s: float) -> None:
         self.activity = activity

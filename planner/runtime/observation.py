@@ -1,4 +1,4 @@
-"""What is measured in real training steps: the time of each op in context, and the peak of a step. Bits do not change."""
+"""Measurements in real training steps: the time of each op in context, and the peak of a step. Bits do not change."""
 
 import time
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ _MARGIN = 0.01  # of a budget that is advised: for what no plan counts
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """What a planned step holds in memory, by the judge's prediction.
+    """The memory of a planned step, by the judge's prediction.
 
     Attributes:
         graph: that was planned.

@@ -1,4 +1,4 @@
-"""Which budget to take, as advice has it. Never imports torch."""
+"""Advice on which budget to take. Never imports torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from graphs.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a budget costs.
+    """The overhead at a budget.
 
     Attributes:
         budget_bytes: of the whole step, static memory included.
@@ -28,7 +28,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class OptionAdvice:
-    """What an option would add, alone.
+    """The gain from one option alone.
 
     Attributes:
         name: as ``planner.solve`` takes it.
@@ -49,7 +49,7 @@ class OptionAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Which budget to take.
+    """The budget to take.
 
     Attributes:
         budget_bytes: None where no plan is needed, or none is known to fit.
@@ -66,7 +66,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a training step needs, and which budget to take. ``print`` shows it as a table.
+    """The memory that a training step needs, and the budget to take. ``print`` shows it as a table.
 
     Attributes:
         graph: the step; its ``store_all_peak_bytes`` is what plain eager PyTorch needs, as predicted.
@@ -92,7 +92,7 @@ class Advice:
 
     @property
     def eager_peak_bytes(self) -> int:
-        """What plain eager PyTorch needs, as predicted."""
+        """The predicted peak of plain eager PyTorch."""
         return self.graph.store_all_peak_bytes
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What makes planned steps of one model: captures, profiles, solves, and measures what came of it."""
+"""Planned steps of one model: capture, profile, solve, and measure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -197,7 +197,7 @@ class Compiler:
         return Improving(Consultation(self.wrapper.ranks, improvement), self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
-        """What makes the step anew with variances that are measured on a batch; None where nothing is lossy."""
+        """Return the function that plans again with variances measured on a batch; None where nothing is lossy."""
         if SENSITIVITY not in captured.graph.provenance or type(self.wrapper) is not Unwrapped:
             return None
 

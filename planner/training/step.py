@@ -1,4 +1,4 @@
-"""What is called in the training loop."""
+"""The step that a training loop calls."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from planner.training.improvement import Consultation, Swap
 
 @dataclass(frozen=True, slots=True)
 class Improving:
-    """What makes the plan of a step better while it trains.
+    """The search for better plans while a step trains.
 
     Attributes:
         consultation: says between two steps whether another plan is to run.

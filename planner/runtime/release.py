@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,6 +13,8 @@ import torch
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _MOST_MMAP_THRESHOLD_BYTES = 2**25  # DEFAULT_MMAP_THRESHOLD_MAX
 _LARGE_BYTES = 2**20
+_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # with it PyTorch asks for pages of 2 MB
+_LOG = logging.getLogger(__name__)
 
 _returns_large_blocks = False
 
@@ -28,13 +32,19 @@ def return_large_blocks() -> None:
     """Make the C library return each block of 1 MB or more to the system when it is freed, from now on.
 
     By default it keeps freed blocks of up to 32 MB for later, in a heap with holes: a process then holds a quarter more than
-    its tensors take. To take a block again costs time, so this is for steps that need the memory.
+    its tensors take. To take a block again costs time, so this is for steps that need the memory. The first call logs that.
     """
     global _returns_large_blocks  # as the C library's own setting, one for the process
-    _returns_large_blocks = True
     if (libc := _glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.malloc_trim(0)
+        if not _returns_large_blocks and os.environ.get(_LARGE_PAGES) != "1":
+            _LOG.warning(
+                "memory is tight: freed memory goes back to the system at once, and steps are slower than predicted. Set "
+                "%s=1 before Python starts, and they are less so.",
+                _LARGE_PAGES,
+            )
+    _returns_large_blocks = True
 
 
 @contextmanager

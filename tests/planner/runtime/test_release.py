@@ -1,0 +1,46 @@
+"""Freed memory goes back to the system, and what that costs is said once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from planner.runtime import release
+from planner.runtime.release import return_large_blocks
+from tests.support.logs import lines_of
+
+_HELD = """
+import torch
+from benchmarks.process_memory import status_bytes
+from planner.runtime.release import return_large_blocks
+{setting}
+blocks = [torch.ones(2**20) for _ in range(32)]  # of 4 MB
+between = [torch.ones(2**12) for _ in blocks]
+before = status_bytes("VmRSS")
+del blocks[1::2]
+print(before - status_bytes("VmRSS"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as on Linux")
+def test_large_blocks_are_returned_when_they_are_freed() -> None:
+    code = _HELD.format(setting="return_large_blocks()")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 15 * 2**22
+
+
+def test_what_it_costs_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Libc:
+        def mallopt(self, parameter: int, value: int) -> None: ...
+
+        def malloc_trim(self, pad: int) -> None: ...
+
+    monkeypatch.setattr(release, "_glibc", Libc)
+    for setting, said in (("0", 1), ("1", 0)):
+        monkeypatch.setattr(release, "_returns_large_blocks", False)
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", setting)
+        with lines_of(release.__name__) as messages:
+            return_large_blocks()
+            return_large_blocks()
+        assert len(messages) == said
+        assert all("Set THP_MEM_ALLOC_ENABLE=1 before Python starts" in message for message in messages)

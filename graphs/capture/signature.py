@@ -1,7 +1,7 @@
 """How a training step is called and what it returns: nests of tensors, taken apart and put together."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,19 @@ Batch = Sequence[object] | Mapping[str, object]
 
 
 def arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Positional and keyword arguments of the step."""
-    return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    """Return the positional and keyword arguments of the step.
+
+    Raises:
+        TraceError: `batch` is neither a sequence nor a mapping.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, torch.Tensor | str) or not isinstance(batch, Iterable):
+        given = "None" if batch is None else f"a {type(batch).__name__}"
+        raise TraceError(
+            f"the batch is {given}: give what the step is called with, as in (inputs, targets), or by name in a dict"
+        )
+    return tuple(batch), {}
 
 
 def leaves(batch: Batch) -> list[object]:

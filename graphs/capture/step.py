@@ -6,9 +6,18 @@ import torch
 from torch import nn
 
 from graphs.capture.signature import take_apart, target_names
+from graphs.errors import TraceError
 from graphs.torch_private.core import pytree
 
 LossFn = Callable[..., object]
+
+
+def check_module(model: object) -> None:
+    """Raise a TraceError unless `model` is a module that can be called."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        given = "None" if model is None else kind
+        raise TraceError(f"the model is {given}, and must be a torch.nn.Module: give an object of such a class")
 
 
 class TrainingStep(nn.Module):

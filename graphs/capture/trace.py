@@ -22,7 +22,7 @@ from graphs.capture.outputs import fix_outputs
 from graphs.capture.redraw import generator_of
 from graphs.capture.signature import Batch, Signature, leaves
 from graphs.capture.statics import StaticTensors, allocated_bytes
-from graphs.capture.step import LossFn, TrainingStep
+from graphs.capture.step import LossFn, TrainingStep, check_module
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.optimizers import OPTIMIZERS
@@ -56,6 +56,7 @@ def capture(
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
     step = _step(model, loss_fn, optimizer)
+    device = device_of(model, batch)
     joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda)
     graph = joint.graph_module.graph
     conditions = branches.guards(graph, step, batch) if branches else None
@@ -66,7 +67,6 @@ def capture(
     fix_outputs(graph)
     if not as_on_cuda:
         dropout_as_eager(graph)
-    device = device_of(model, batch)
     planned_device = torch.device("cuda") if as_on_cuda else device
     statics = _statics(step, batch, planned_device, optimizer, accumulate=accumulate)
     provenance = _provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
@@ -112,6 +112,7 @@ def capture_kernels(
 
 
 def _step(model: nn.Module, loss_fn: LossFn | None, optimizer: str) -> TrainingStep:
+    check_module(model)
     if optimizer not in OPTIMIZERS:
         raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
     if torch.is_inference_mode_enabled():

@@ -103,8 +103,10 @@ def profile(
         on_op: told how far measuring is, and of how far; ops that are measured already count as well.
 
     Raises:
-        PlannerError: an op can be neither executed nor modelled.
+        PlannerError: an op can be neither executed nor modelled, or `passes` is below 1.
     """
+    if passes < 1:
+        raise PlannerError(f"passes is {passes}: must be at least 1")
     device = static[0].device
     with isolated(device):
         profiler = _Profiler(capture, static, device, passes, model, on_op)

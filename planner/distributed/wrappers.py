@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
-from graphs.capture.step import LossFn
+from graphs.capture.step import LossFn, check_module
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Graph, Kind
 from planner.distributed.ranks import Ranks, SingleProcess
@@ -189,13 +189,14 @@ class Sharded(Unwrapped):
 
 
 def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
-    """How `model` is trained, if it does not say so itself.
+    """Return how `model` is trained, if it does not say so itself.
 
     Raises:
-        TraceError: it is wrapped in a way that is not planned; says what is.
+        TraceError: it is no module, or is wrapped in a way that is not planned; says what is.
     """
     if isinstance(model, Unwrapped):
         return model
+    check_module(model)
     if isinstance(model, DistributedDataParallel):
         return Replicated(model)
     if isinstance(model, FSDPModule):

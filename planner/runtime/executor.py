@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from graphs.capture.lower import Capture
@@ -243,9 +242,13 @@ class _Step(torch.autograd.Function):
         return (loss, *extras)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         executor: Executor = ctx.executor
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of a planned step have no graph, and create_graph=True asks for one: compute what needs gradients of "
+                "gradients (a penalty) with model(...) itself"
+            )
         if ctx.alive is None:
             raise RuntimeError("backward() was called twice on one planned step: its tensors are freed after the first")
         if ctx.versions != [ctx.alive[i]._version for i in executor.code.returned]:

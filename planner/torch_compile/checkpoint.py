@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.capture.joint import logging_methods
+from graphs.capture.step import check_module
 from graphs.errors import PlannerError
 from graphs.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
 from planner.budgets import budget_in_bytes
@@ -54,6 +55,7 @@ def checkpoint(
             not go with another, or inputs have come in too many sizes.
         InfeasibleError, LimitError: as ``planner.solve``, when the model is called.
     """
+    check_module(model)
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise PlannerError(
             f"planner.checkpoint is given a model in {type(model).__name__}: call it with the model itself, before it is wrapped"

@@ -30,6 +30,8 @@ class PlanCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not os.fspath(folder):
+            raise OutputError("cache is '': name a folder, as in '~/.cache/remat-planner', or leave it out")
         self._folder = Path(folder).expanduser()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

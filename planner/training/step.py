@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -100,6 +100,12 @@ class PlannedStep:
             self._steps += 1
             self._take(self._improving.consultation.before_step())
         return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> NoReturn:
+        raise PlannerError(
+            "a planned step is compiled for its model, and is neither copied nor pickled: copy the model, and call "
+            "planner.compile for it (cache= keeps the plan)"
+        )
 
     @property
     def improves(self) -> bool:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from graphs.capture.program import Program
-from graphs.capture.redraw import LOCK
 from graphs.ir import Graph
 from graphs.torch_private.core import backward_comes_again, foreach_copy_, set_version_counter
 from planner.runtime.codegen import Code
+from planner.runtime.random_state import RandomState
 
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
@@ -41,7 +41,8 @@ class _Undo:
     def __init__(self, graph: Graph, program: Program, code: Code, *, versions_follow: bool) -> None:
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written = [i for i, source in enumerate(program.sources) if source.tensor in overwritten]
-        self._random = RandomState(program.namespace[program.generator]) if any(op.random for op in graph.ops) else None
+        drawn_from: Any = program.namespace[program.generator] if any(op.random for op in graph.ops) else None
+        self._generator: torch.Generator | None = drawn_from
         self._increment = int(versions_follow)
         self._code = code
         self._unused: list[_HostCopies] = []  # of steps that are over: to allocate takes longer than to copy
@@ -57,7 +58,7 @@ class _Undo:
         return returned
 
     def _forward(self, static: Sequence[Any]) -> "tuple[_Returned, _Before]":
-        before = _Before([static[i] for i in self._written], self._random, self._unused)
+        before = _Before([static[i] for i in self._written], self._generator, self._unused)
         try:
             return self._code.forward(static), before
         except BaseException:
@@ -77,22 +78,6 @@ class _Undo:
         return gradients
 
 
-class RandomState:
-    """The state of a generator that steps draw from."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator: torch.Generator = generator
-
-    def get(self) -> Any:
-        """Return the state; a copy, for on the CPU a tensor would count as memory of the step."""
-        return self._generator.get_state().numpy().copy()
-
-    def set(self, state: Any) -> None:
-        """Set the state to what ``get`` has returned."""
-        with LOCK:
-            self._generator.set_state(torch.from_numpy(state))
-
-
 class _Before:
     """What some tensors held before the step, the versions that autograd knew them by, and the random state.
 
@@ -100,27 +85,26 @@ class _Before:
         copies: what they held.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], random: RandomState | None, unused: "list[_HostCopies]") -> None:
-        self._tensors, self._random = tensors, random
+    def __init__(self, tensors: list[torch.Tensor], generator: torch.Generator | None, unused: "list[_HostCopies]") -> None:
+        self._tensors, self._generator = tensors, generator
         self._versions = [_version(tensor) for tensor in tensors]
         try:
             self.copies = unused.pop()
         except IndexError:  # other threads take them too
             self.copies = _HostCopies(tensors)
         self.copies.take(tensors)
-        self._state: Any = None if random is None else random.get()
+        self._state = self._drawn = None if generator is None else RandomState.of(generator)
 
     def note_written(self, increment: int) -> None:
         """Note that the forward pass has written and drawn all that it does, but for an `increment` of the versions."""
         self._written = [_version(tensor) + increment for tensor in self._tensors]
-        self._drawn: Any = None if self._random is None else self._random.get()
+        if self._generator is not None:
+            self._drawn = RandomState.of(self._generator)
 
     def note_drawn(self) -> None:
         """Note that the backward pass begins: if others have drawn since the forward pass, that is where it leads back to."""
-        if self._random is not None:
-            now = self._random.get()
-            if now.tobytes() != self._drawn.tobytes():
-                self._state = self._drawn = now
+        if self._generator is not None and (now := RandomState.of(self._generator)) != self._drawn:
+            self._state = self._drawn = now
 
     def write_back(self, *, only_unwritten: bool = False) -> None:
         """Let the tensors hold it again; if `only_unwritten`, those that nobody has written since the step did."""
@@ -129,8 +113,8 @@ class _Before:
                 self.copies.write_back(i, tensor)
                 if not tensor.is_inference():
                     set_version_counter((tensor,), (self._versions[i],))
-        if self._random is not None:
-            self._random.set(self._state)
+        if self._generator is not None and self._state is not None:
+            self._state.restore(self._generator)
 
 
 class _HostCopies:

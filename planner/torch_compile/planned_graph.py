@@ -24,8 +24,8 @@ from graphs.torch_private.capture import boxed_nop
 from graphs.torch_private.core import backward_comes_again
 from planner.runtime.channels import Channels
 from planner.runtime.out_of_memory import PlannedMemory
+from planner.runtime.random_state import RandomState
 from planner.runtime.step_lines import StepLines
-from planner.runtime.undo import RandomState
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes, writes_over_kept
 
@@ -183,7 +183,7 @@ class PlannedOps(PlannedGraph):
         super().__init__(captured, device_of(module), tangents=tangents, slots=slots, outputs=outputs)
         self._module, self._channels = module, channels
         draws = any(op.random for op in captured.graph.ops)
-        self._random = RandomState(generator_of(self._device)) if draws else None
+        self._generator = generator_of(self._device) if draws else None
 
     def passes(self, schedule: Schedule) -> Passes:
         """See ``PlannedGraph``."""
@@ -191,15 +191,15 @@ class PlannedOps(PlannedGraph):
             self._module, self.captured, schedule, self._channels, forward_outputs=self.outputs, slots=self.slots
         )
         run, backward = boxed_nop(first.module, []), boxed_nop(second.module, [])
-        known, random = self.outputs + len(self.slots), self._random
+        known, generator = self.outputs + len(self.slots), self._generator
 
         def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
-            state = None if random is None else random.get()
+            state = None if generator is None else RandomState.of(generator)
             try:
                 returned = run(args)
             except BaseException:
-                if random is not None:
-                    random.set(state)
+                if generator is not None and state is not None:
+                    state.restore(generator)
                 raise
             return returned[:known], returned[known:]
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
+from graphs.capture.batch_norms import batch_norms_as_eager
 from graphs.capture.layouts import writes_noted
 from graphs.capture.products import products_as_eager
 from graphs.errors import TraceError
@@ -54,9 +55,8 @@ _AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _DECOMPOSED = {
     # The fused kernel, which draws and rounds as eager PyTorch's three ops do and keeps a quarter of the bytes.
     aten.dropout.default,
-    # Their schemas do not say that they write the running statistics.
+    # Its schema does not say that it writes the running statistics.
     aten.native_batch_norm.default,
-    aten.cudnn_batch_norm.default,
     # Eager PyTorch looks at the values first, to check them, which no static graph can. The results are the same.
     aten.one_hot.default,
     aten.istft.default,
@@ -72,6 +72,7 @@ def ops_as_eager() -> Iterator[None]:
             if decompositions and op not in _DECOMPOSED:
                 stack.callback(_restore, op, decompositions)
                 _remove(op, decompositions)
+        stack.enter_context(batch_norms_as_eager())
         stack.enter_context(products_as_eager())
         stack.enter_context(_dynamo_as_eager())
         stack.enter_context(writes_noted())

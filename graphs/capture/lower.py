@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.capture.batch_norms import ignored_inputs
 from graphs.capture.conditions import DataGuards
 from graphs.capture.guards import Guards
-from graphs.capture.outputs import fake, first_backward, ignored_inputs, is_random, outputs, storage
+from graphs.capture.outputs import fake, first_backward, is_random, outputs, storage
 from graphs.capture.program import Call, Program, variable
 from graphs.capture.redraw import LOCK
 from graphs.capture.render import Renderer

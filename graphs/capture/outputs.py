@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.capture.batch_norms import ignored_inputs
 from graphs.errors import TraceError
 from graphs.torch_private.capture import (
     AOTInput,
@@ -27,13 +28,6 @@ from graphs.torch_private.capture import (
 from graphs.torch_private.core import OpOverload, detect_fake_mode, pytree
 
 aten = torch.ops.aten
-
-# Their statistics arguments are neither read nor needed to repeat them in training mode: position of
-# the training flag, positions of the running statistics.
-BATCH_NORMS = {
-    aten._native_batch_norm_legit_functional.default: (5, (3, 4)),
-    aten.native_batch_norm_backward.default: (7, (3, 4)),
-}
 
 # Raise an error by what they read, and return nothing.
 CHECKS = (aten._linalg_check_errors.default,)
@@ -95,20 +89,6 @@ def items(node: fx.Node, path: str) -> Iterator[fx.Node]:
     for user in node.users:
         if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
             yield from items(user, path[len(step) :])
-
-
-def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
-    """Inputs that do not influence what `node` is recomputed for: running statistics in training mode.
-
-    The forward op updates them, though: those that another op has made are inputs of its first execution.
-    """
-    if node.target not in BATCH_NORMS:
-        return frozenset()
-    training, statistics = BATCH_NORMS[node.target]
-    if not node.args[training]:
-        return frozenset()
-    backward = node.target is aten.native_batch_norm_backward.default
-    return frozenset(a for i in statistics if isinstance(a := node.args[i], fx.Node) and (backward or a.op == "placeholder"))
 
 
 def is_random(node: fx.Node) -> bool:

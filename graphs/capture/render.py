@@ -6,9 +6,9 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from graphs.capture.batch_norms import ignored_inputs
 from graphs.capture.eager_ops import called
 from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
-from graphs.capture.outputs import ignored_inputs
 from graphs.capture.redraw import drawing_from
 from graphs.errors import TraceError
 from graphs.torch_private.core import OpOverload

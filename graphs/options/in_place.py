@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from graphs.capture.batch_norms import ignored_inputs
 from graphs.capture.lower import Capture
-from graphs.capture.outputs import fake, ignored_inputs, is_random, storage
+from graphs.capture.outputs import fake, is_random, storage
 from graphs.capture.program import Call, Launches
 from graphs.capture.render import LAID_OUT
 from graphs.ir import Kind, Op

@@ -11,10 +11,10 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
+from graphs.capture.batch_norms import without_statistics
 from graphs.capture.eager_ops import called
 from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.lower import Capture
-from graphs.capture.outputs import ignored_inputs
 from graphs.capture.program import Call, Composed, variable
 from graphs.ir import Op
 from graphs.overwriting import Overwriting, Pairs
@@ -26,9 +26,6 @@ from planner.runtime.copying import UnderWay
 from planner.runtime.host_tensor import HostTensor
 
 aten = torch.ops.aten
-
-# Where a batch norm returns its new running statistics; one that has none of its own does not.
-_NEW_STATISTICS = ("[3]", "[4]")
 
 
 class Emitter:
@@ -191,13 +188,13 @@ class Emitter:
         else:
             made = self._called(node)
         made.meta = dict(node.meta)
+        gone = without_statistics(node)[2] if self.after_forward and not over else ()
         for tensor, path in call.outputs:
-            gone = made.target is called(aten._native_batch_norm_legit.no_stats) and path in _NEW_STATISTICS
-            if tensor not in self.env and not gone:
+            if tensor not in self.env and path not in gone:
                 self.env[tensor] = self._item(made, path)
 
     def _called(self, node: fx.Node) -> fx.Node:
-        target, given = _without_statistics(node) if self.after_forward else (node.target, node.args)
+        target, given, _ = without_statistics(node) if self.after_forward else (node.target, node.args, ())
         args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node)))
         if drawn := drawn_in_place(node):
             target, args = drawn[0], (self.graph.call_function(to_be_filled, (args[0], tuple(drawn[1]))), *args[1:])
@@ -272,15 +269,3 @@ def _function(composed: Composed) -> Callable[..., Any]:
 
 def _held(_: object) -> None:
     pass
-
-
-def _without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...]]:
-    """What to call, with which arguments, when the forward pass has ended.
-
-    The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a
-    second execution needs them.
-    """
-    ignored = ignored_inputs(node)
-    if ignored and node.target is aten._native_batch_norm_legit_functional.default:
-        return aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[5:])
-    return node.target, tuple(None if isinstance(arg, fx.Node) and arg in ignored else arg for arg in node.args)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphs.capture.batch_norms import ignored_inputs
 from graphs.capture.eager_ops import separate_biases
 from graphs.capture.layouts import layouts_as_eager
 from graphs.capture.lower import Capture, lower
-from graphs.capture.outputs import ignored_inputs, items, outputs
+from graphs.capture.outputs import items, outputs
 from graphs.capture.program import file_of
 from graphs.capture.random_ops import drawn_once
 from graphs.capture.signature import Signature

@@ -159,6 +159,7 @@ def state() -> dict[str, object]:
             torch.backends.cuda.math_sdp_enabled(),
             torch.backends.cuda.cudnn_sdp_enabled(),
         ),
+        "torch.backends.cudnn.benchmark": torch.backends.cudnn.is_available() and torch.backends.cudnn.benchmark,
         "the number of hooks on all modules": tuple(map(len, hooks)),
     }
 

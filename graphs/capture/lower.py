@@ -10,6 +10,7 @@ from torch import fx
 
 from graphs.capture.batch_norms import ignored_inputs
 from graphs.capture.conditions import DataGuards
+from graphs.capture.convolutions import chosen_by_timing, warn_not_recomputed
 from graphs.capture.guards import Guards
 from graphs.capture.outputs import fake, first_backward, is_random, outputs, storage
 from graphs.capture.program import Call, Program, variable
@@ -68,6 +69,8 @@ def lower(
     """
     lowering = _Lowering(graph, statics, generator)
     ops, program, nodes = lowering.run(provenance)
+    if timed := sum(node is not None and chosen_by_timing(node) for node in nodes):
+        warn_not_recomputed(timed)
     return Capture(ops, program, signature, nodes, expressions=lowering.expressions)
 
 
@@ -236,7 +239,9 @@ class _Lowering:
                 time_s=0.0,
                 phase=phase,
                 # What is computed from an input that the step overwrites is right only before the write.
-                recomputable=not mutates and not self.written.intersection(inputs) and not node.target._schema.is_mutable,
+                recomputable=not (
+                    mutates or self.written.intersection(inputs) or node.target._schema.is_mutable or chosen_by_timing(node)
+                ),
                 random=state is not None,
                 mutates=mutates,
                 module=self._module(node),

@@ -21,6 +21,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.devices import DEVICES, Device, device_called, get_device, op_time_s, workspace_bytes
+from graphs.cost.kernel_settings import SETTINGS, described, kernel_settings
 from graphs.cost.op_call import OpCall, Run
 from graphs.cost.roofline import modelled_composed
 from graphs.cost.sizes import ALLOCATED, with_sizes
@@ -174,6 +175,7 @@ class _Profiler:
             for source, value in zip(sources, self.static, strict=True)
         }
         self._of_this_capture: dict[_Key, OpCost] = {}
+        self._settings = (torch.get_num_threads(), *kernel_settings(self.device).values())
 
     def measure(self) -> None:
         """Measure each distinct op that is not known yet, in an order in which the layouts of its inputs are."""
@@ -223,7 +225,7 @@ class _Profiler:
 
     def _look_at(self, call: OpCall, new: dict[_Key, MeasuredOp]) -> None:
         specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._known[t] for t in call.reads))
-        key = (call.source, call.identity, specs, self.device, *_settings())
+        key = (call.source, call.identity, specs, self.device, *self._settings)
         self.keys[call.op.id] = key
         if key in new:
             outputs = new[key].outputs
@@ -332,6 +334,7 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
         "times": "measured",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        SETTINGS: described(kernel_settings(device)),
         "passes": passes,
         "torch": torch.__version__,
     }
@@ -355,16 +358,6 @@ def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
     if spec is None or spec.device.type != device.type:
         return 0
     return allocated_bytes(spec.elements * spec.dtype.itemsize, device)
-
-
-def _settings() -> tuple[object, ...]:
-    """Return the settings of PyTorch that kernels are chosen by."""
-    return (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        torch.get_float32_matmul_precision(),
-    )
 
 
 def _timed(run: Run, arguments: Sequence[torch.Tensor], device: torch.device) -> tuple[float, tuple[torch.Tensor | None, ...]]:

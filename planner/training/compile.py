@@ -12,6 +12,7 @@ from torch import nn
 from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn
+from graphs.cost.kernel_settings import kernel_settings
 from graphs.errors import PlannerError
 from graphs.options import DEFAULTS, Setting, check_goes_with
 from planner.budgets import allowed_overhead, budget_or_overhead, cache_key
@@ -287,5 +288,6 @@ def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
         "graph": captured.graph.fingerprint,
         "static_bytes": captured.graph.static_bytes,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device_name(device),
+        "settings": kernel_settings(device),
         "torch": torch.__version__,
     }

@@ -71,6 +71,18 @@ def test_another_number_of_threads_needs_another_plan(tmp_path: Path, solves: li
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_another_precision_of_products_needs_another_plan(tmp_path: Path, solves: list[object]) -> None:
+    precision = torch.get_float32_matmul_precision()
+    try:
+        for wanted in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(wanted)
+            compiled(tmp_path)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert len(solves) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def spoil_fingerprint(text: str) -> str:
     data = json.loads(text)
     data["graph"]["fingerprint"] = "0" * 32

@@ -1,0 +1,29 @@
+"""Convolutions whose algorithm cuDNN chooses by timing (``torch.backends.cudnn.benchmark``).
+
+What it has found is known to one thread (ATen/native/cudnn/Conv_v8.cpp), and the backward pass runs in another one. A convolution
+that is recomputed there may therefore get another algorithm, which rounds otherwise.
+"""
+
+import warnings
+
+import torch
+from torch import fx
+
+_DEVICE_TYPE = "cuda"
+
+
+def chosen_by_timing(node: fx.Node) -> bool:
+    """Return True if `node` is a convolution that may get another algorithm where it is recomputed."""
+    if node.target is not torch.ops.aten.convolution.default:
+        return False
+    return node.meta["val"].device.type == _DEVICE_TYPE and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
+
+
+def warn_not_recomputed(count: int) -> None:
+    """Say that so many convolutions are not recomputed, and why."""
+    warnings.warn(
+        f"torch.backends.cudnn.benchmark is True: cuDNN times its algorithms in each thread, so that a convolution recomputed in "
+        f"the backward pass may round otherwise. {count} convolutions are not recomputed. Set it to False for plans that "
+        "recompute them and need less memory",
+        stacklevel=2,
+    )

@@ -1,0 +1,75 @@
+"""Settings of PyTorch and of the process that kernels are chosen by: times, workspaces and roundings hold under the same ones."""
+
+import os
+from typing import Any, cast
+
+import torch
+
+SETTINGS = "settings"  # in the provenance of a graph
+
+_ENVIRONMENT = {
+    "cpu": ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR"),
+    "cuda": ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
+}
+
+
+def kernel_settings(device: torch.device) -> dict[str, str]:
+    """Return the settings for kernels on `device`, each by its name in PyTorch or in the environment.
+
+    The precision of products is named by the interface of each library (``fp32_precision``), which the others set too:
+    ``torch.set_float32_matmul_precision`` and ``allow_tf32``.
+    """
+    settings = _cuda_settings() if device.type == "cuda" else _cpu_settings()
+    settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    settings |= {name: os.environ[name] for name in _ENVIRONMENT.get(device.type, ()) if name in os.environ}
+    return {name: str(value) for name, value in settings.items()}
+
+
+def described(settings: dict[str, str]) -> str:
+    """Return the settings on one line."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _cpu_settings() -> dict[str, object]:
+    mkldnn: Any = torch.backends.mkldnn
+    return {
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": mkldnn.enabled,
+        "mkldnn.matmul": _precision(mkldnn.matmul),
+        "mkldnn.conv": _precision(mkldnn.conv),
+        "mkldnn.rnn": _precision(mkldnn.rnn),
+    }
+
+
+def _cuda_settings() -> dict[str, object]:
+    cuda, cudnn = torch.backends.cuda, cast("Any", torch.backends.cudnn)
+    products = cuda.matmul
+    return {
+        "matmul": _precision(products),
+        "matmul.allow_fp16_accumulation": products.allow_fp16_accumulation,
+        "matmul.allow_fp16_reduced_precision_reduction": products.allow_fp16_reduced_precision_reduction,
+        "matmul.allow_bf16_reduced_precision_reduction": products.allow_bf16_reduced_precision_reduction,
+        "blas": cuda.preferred_blas_library(),
+        "cudnn": cudnn.enabled and cudnn.version(),
+        "cudnn.conv": _precision(cudnn.conv),
+        "cudnn.rnn": _precision(cudnn.rnn),
+        "cudnn.deterministic": cudnn.deterministic,
+        "cudnn.benchmark": cudnn.benchmark,
+        "attention": "+".join(name for name, enabled in _attention().items() if enabled),
+        "CUDA": torch.version.cuda,
+    }
+
+
+def _precision(of: Any) -> str:
+    """Return the precision of float32 products; where none was set they are those of IEEE 754."""
+    return str(of.fp32_precision).replace("none", "ieee")
+
+
+def _attention() -> dict[str, bool]:
+    cuda = torch.backends.cuda
+    return {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+    }

@@ -5,11 +5,22 @@ from dataclasses import dataclass
 from graphs.units import format_bytes, format_seconds
 
 _NAMED = 3
+_TIMES_OWN_ERROR = 3.0  # errors of two pairs of runs differ by chance
 
 
 def slower_than(other: str, overhead: float) -> str:
     """Return a relative difference of times in words: ``4.1% slower than eager``, ``2.0% faster than eager``."""
     return f"{100 * abs(overhead):.1f}% {'faster' if overhead < 0 else 'slower'} than {other}"
+
+
+def within_own_error(error: float | None, own_error: float | None) -> bool:
+    """Return True if gradients differ by about as much as eager PyTorch's differ from its own of another run.
+
+    Args:
+        error: Euclidean distance of all gradients from eager PyTorch's, over the length of these.
+        own_error: the same of a second run of eager PyTorch; None where that has the same bits.
+    """
+    return error is not None and own_error is not None and error <= _TIMES_OWN_ERROR * own_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +67,19 @@ class EagerComparison:
     Attributes:
         differences: what is not equal to the last bit, or does not come at all.
         first_op: where the differences begin; None where there are none, or where each op's result is one of eager's.
-        reproducible: eager PyTorch equals itself, where it was run again because something differed.
         peak_bytes: of an eager step, with all that is there throughout.
         time_s: seconds of an eager step, the median of several.
         planned_time_s: `time_s` times the median ratio of a planned step to the eager step of the same turn; 0 where it was not
             measured, as for a plan that has taken the place of the one that was compared.
         spread: half of the range in which the middle half of these ratios lies.
         failure: why eager PyTorch was not run, or could not be; "" where it was. Then nothing else is known.
-        gradient_error: norm of the difference of all gradients as a part of their norm; None where it was not asked for.
+        gradient_error: Euclidean distance of all gradients from eager's, over the length of these; None if not measured.
+        eager_error: the same of a second run of eager PyTorch, where something differed; None where that has the same bits.
         beside: what it is that the plan stands beside: ``torch.compile`` where the kernels are Inductor's.
     """
 
     differences: tuple[Difference, ...] = ()
     first_op: DifferingOp | None = None
-    reproducible: bool = True
     peak_bytes: int = 0
     time_s: float = 0.0
     planned_time_s: float = 0.0
@@ -77,6 +87,7 @@ class EagerComparison:
     failure: str = ""
     beside: str = "eager"
     gradient_error: float | None = None
+    eager_error: float | None = None
 
     @property
     def identical(self) -> bool:
@@ -107,5 +118,18 @@ class EagerComparison:
         named = "; ".join(map(str, self.differences[:_NAMED]))
         more = f" and {len(self.differences) - _NAMED} more" if len(self.differences) > _NAMED else ""
         where = "" if self.first_op is None else f", from {self.first_op} on"
-        again = "" if self.reproducible else f"; but {self.beside} itself does not make the same numbers twice"
-        return f"differs from {self.beside} in {named}{more}{where}{again}"
+        return f"differs from {self.beside} in {named}{more}{where}{self._beside_its_own()}"
+
+    @property
+    def within_own_error(self) -> bool:
+        """True if all that differs does so about as much as in two runs of eager PyTorch, which has no bits to be equal to."""
+        return within_own_error(self.gradient_error, self.eager_error)
+
+    def _beside_its_own(self) -> str:
+        if self.eager_error is None:
+            return ""
+        error = "not known" if self.gradient_error is None else f"{self.gradient_error:.1e}"
+        return (
+            f", by a gradient error of {error}; {self.beside} run twice differs from itself by {self.eager_error:.1e} "
+            "(torch.use_deterministic_algorithms(True) asks for kernels that repeat their bits)"
+        )

@@ -9,6 +9,7 @@ from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.unchanged import unchanged
 from graphs.cost.replay import written_by
+from graphs.eager import within_own_error
 from graphs.options import without_options
 from graphs.options.traced import with_graph
 from graphs.plan import Plan
@@ -24,7 +25,7 @@ from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.tracing import as_recorded, capture_step
 from solvers.policies.store_all import store_all
 
-_PLANNED, _KEEPING, _EAGER = "the plan", "keeping everything", "eager PyTorch"
+_PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,13 @@ class RunReport:
         differences: what does not, and by how much where the plan may differ.
         eager_differences: what is not equal to plain eager PyTorch, likewise.
         differs: what may differ, by the options that the plan was solved with.
-        predicted_gradient_error, measured_gradient_error: of a lossy plan, the error of the gradients as a part of their norm;
-            None for others.
+        predicted_gradient_error: of a lossy plan, the error of the gradients as a part of their norm; None for others.
+        measured_gradient_error: the same, measured; also where eager PyTorch does not repeat its bits.
+        eager_error: the same of two runs of plain eager PyTorch, where the plan differs from it; None where they have the same
+            bits.
         not_compared: why the plan was not compared with keeping everything and plain PyTorch: they do not fit into the free
             memory. What comes of the comparison is None then: measured_ratio, eager_ratio, identical, differences,
-            eager_differences, measured_gradient_error. Empty if it was.
+            eager_differences, measured_gradient_error, eager_error. Empty if it was.
         timeline: (seconds, bytes) at each event of the CPU allocator.
         predicted_pools_bytes, measured_pools_bytes: most in the memory of each other device, by its name.
     """
@@ -73,7 +76,16 @@ class RunReport:
     measured_pools_bytes: Mapping[str, int] = field(default_factory=dict)
     predicted_gradient_error: float | None = None
     measured_gradient_error: float | None = None
+    eager_error: float | None = None
     not_compared: str = ""
+
+    @property
+    def is_exact(self) -> bool | None:
+        """True if the bits are those of eager PyTorch, or differ no more than its own do; None where nothing was compared."""
+        if self.identical is None:
+            return None
+        same = self.identical and not self.eager_differences
+        return same or within_own_error(self.measured_gradient_error, self.eager_error)
 
 
 def run(
@@ -138,6 +150,9 @@ def _run(
             with reporting(f"running {name}"):
                 outcomes[name] = measure.outcome(step, model, batch, seed=seed, written=written)
             stage.advance(done + 1, len(steps) + 1)
+        if not not_compared and outcomes[_EAGER].differences(outcomes[_PLANNED]) and not plan.differs:
+            with reporting(f"running {_EAGER} again"):
+                outcomes[_EAGER_AGAIN] = measure.outcome(eager, model, batch, seed=seed, written=written)
         with reporting("measuring the peak of the plan"):
             memory = measured_peak(captured, planned, eager, batch)
     with (
@@ -169,15 +184,19 @@ def _run(
 
 def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, float]) -> RunReport:
     """Return `report` with what comes of the comparison."""
-    result, kept, much = outcomes[_PLANNED], outcomes[_KEEPING], bool(report.differs)
+    result, kept, eager, much = outcomes[_PLANNED], outcomes[_KEEPING], outcomes[_EAGER], bool(report.differs)
+    again = outcomes.get(_EAGER_AGAIN, eager)
+    eager_error = eager.gradient_error(again) if eager.differences(again) else None
+    error = kept.gradient_error(result) if report.predicted_gradient_error is not None else None
     return replace(
         report,
         measured_ratio=times[_PLANNED] / times[_KEEPING],
         eager_ratio=times[_EAGER] / times[_KEEPING],
         identical=not kept.differences(result),
         differences=_differences(kept, result, much=much),
-        eager_differences=_differences(outcomes[_EAGER], result, much=much),
-        measured_gradient_error=None if report.predicted_gradient_error is None else kept.gradient_error(result),
+        eager_differences=_differences(eager, result, much=much),
+        measured_gradient_error=error if eager_error is None else eager.gradient_error(result),
+        eager_error=eager_error,
     )
 
 

@@ -63,13 +63,13 @@ class _DifferingOp(Struct, forbid_unknown_fields=True):
 class _Eager(Struct, forbid_unknown_fields=True):
     differences: tuple[_Difference, ...]
     first_op: _DifferingOp | None
-    reproducible: bool
     peak_bytes: Natural
     time_s: Seconds
     planned_time_s: Seconds
     failure: str
     beside: str = "eager"
     gradient_error: Seconds | UnsetType = UNSET
+    eager_error: Seconds | UnsetType = UNSET
     spread: Seconds | UnsetType = UNSET
 
 

@@ -66,6 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verdict(report: "RunReport") -> int:
     """Wrong results weigh more than too much memory; what the plan says that differs is not wrong."""
-    if not report.differs and (report.identical is False or report.eager_differences):
+    if not report.differs and report.is_exact is False:
         return DIFFERENT
     return OVER_BUDGET if report.measured_peak_bytes > report.budget_bytes else DONE

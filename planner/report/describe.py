@@ -139,6 +139,7 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "differs": list(report.differs),
         "predicted_gradient_error": report.predicted_gradient_error,
         "measured_gradient_error": report.measured_gradient_error,
+        "eager_error": report.eager_error,
         "not_compared": report.not_compared,
     }
 
@@ -164,8 +165,9 @@ def run_text(report: "RunReport") -> str:
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{reserved}",
             *_times_beside(report),
             *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
-            *_compared("keeping everything", report.differences, allowed=bool(report.differs)),
-            *_compared("plain PyTorch", report.eager_differences, allowed=bool(report.differs)),
+            *_compared("keeping everything", report.differences, allowed=bool(report.differs or report.is_exact)),
+            *_compared("plain PyTorch", report.eager_differences, allowed=bool(report.differs or report.is_exact)),
+            *_beside_eager_itself(report),
         )
     )
 
@@ -190,6 +192,14 @@ def _compared(reference: str, differences: Sequence[str] | None, *, allowed: boo
         f"{'different' if allowed else 'DIFFERENT'} from {reference}:",
         *(f"  {visible(difference)}" for difference in differences),
     ]
+
+
+def _beside_eager_itself(report: "RunReport") -> list[str]:
+    if report.eager_error is None or report.measured_gradient_error is None:
+        return []
+    own, error = report.eager_error, report.measured_gradient_error
+    line = f"plain PyTorch run twice differs from itself: gradient error {own:.1e}, and that of the plan is {error:.1e}"
+    return [f"{line}. Under torch.use_deterministic_algorithms(True) bits can be compared"]
 
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:

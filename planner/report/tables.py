@@ -26,7 +26,7 @@ COLUMNS = (
 
 def kept(report: "RunReport") -> bool:
     """Return whether the run kept what its plan promised: the budget, and, if they were compared, the results bit by bit."""
-    return report.measured_peak_bytes <= report.budget_bytes and report.identical is not False
+    return report.measured_peak_bytes <= report.budget_bytes and report.is_exact is not False
 
 
 def run_row(plan: Plan, report: "RunReport") -> tuple[str, ...]:

@@ -1,11 +1,12 @@
 """The command, called in this process."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from planner.cli.main import main
+from planner.running import RunReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +33,23 @@ def refused(said: Said, code: int, *words: str) -> None:
         assert word in said.err
 
 
-@dataclass(frozen=True)
-class FakeReport:
-    """What ``planner.running.run`` returns."""
-
-    identical: bool | None
-    differences: tuple[str, ...] | None = ()
-    budget_bytes: int = 2000
-    predicted_peak_bytes: int = 1990
-    measured_peak_bytes: int = 1980
-    predicted_time_s: float = 0.011
-    measured_time_s: float = 0.012
-    predicted_ratio: float = 1.1
-    measured_ratio: float | None = 1.2
-    eager_ratio: float | None = 1.05
-    reserved_bytes: int | None = None
-    predicted_host_bytes: int | None = None
-    measured_host_bytes: int | None = None
-    eager_differences: tuple[str, ...] | None = ()
-    differs: tuple[str, ...] = ()
-    predicted_pools_bytes: Mapping[str, int] = field(default_factory=dict)
-    measured_pools_bytes: Mapping[str, int] = field(default_factory=dict)
-    predicted_gradient_error: float | None = None
-    measured_gradient_error: float | None = None
-    not_compared: str = ""
+def run_report(*, identical: bool | None, **changes: Any) -> RunReport:
+    """Return what ``planner.running.run`` might, with `changes`."""
+    usual = RunReport(
+        budget_bytes=2000,
+        predicted_peak_bytes=1990,
+        measured_peak_bytes=1980,
+        reserved_bytes=None,
+        predicted_host_bytes=None,
+        measured_host_bytes=None,
+        predicted_time_s=0.011,
+        measured_time_s=0.012,
+        predicted_ratio=1.1,
+        timeline=(),
+        measured_ratio=1.2,
+        eager_ratio=1.05,
+        identical=identical,
+        differences=(),
+        eager_differences=(),
+    )
+    return replace(usual, **changes)

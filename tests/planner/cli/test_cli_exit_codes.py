@@ -14,9 +14,10 @@ from graphs.errors import OutOfMemoryError
 from graphs.io.formats import read_plan, write_graph, write_plan
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.running import RunReport
 from planner.solving import solve
 from planner.studies.comparison_rows import read_rows
-from tests.support.command import FakeReport, Said, call, refused
+from tests.support.command import Said, call, refused, run_report
 from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, start
 
 
@@ -27,7 +28,7 @@ def plan_file(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-NOT_COMPARED = FakeReport(
+NOT_COMPARED = run_report(
     identical=None,
     differences=None,
     eager_differences=None,
@@ -37,7 +38,7 @@ NOT_COMPARED = FakeReport(
 )
 
 
-def ran(report: FakeReport, plan_file: Path, capsys: Any, monkeypatch: Any, *options: str) -> Said:
+def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *options: str) -> Said:
     """What ``planner run`` says where the run came to `report`."""
     import planner
 
@@ -51,25 +52,47 @@ def ran(report: FakeReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opt
 @pytest.mark.parametrize(
     ("report", "code", "said"),
     [
-        (FakeReport(identical=True), 0, "within the budget"),
-        (FakeReport(identical=True, measured_peak_bytes=2000), 0, "within the budget"),
-        (FakeReport(identical=True, measured_peak_bytes=2001), 5, "OVER the budget"),
-        (FakeReport(identical=False, differences=("loss",)), 6, "DIFFERENT from keeping everything"),
-        (FakeReport(identical=True, eager_differences=("gradient of 'w'",)), 6, "DIFFERENT from plain PyTorch"),
-        (FakeReport(identical=False, differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
-        (FakeReport(identical=True, eager_differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
+        (run_report(identical=True), 0, "within the budget"),
+        (run_report(identical=True, measured_peak_bytes=2000), 0, "within the budget"),
+        (run_report(identical=True, measured_peak_bytes=2001), 5, "OVER the budget"),
+        (run_report(identical=False, differences=("loss",)), 6, "DIFFERENT from keeping everything"),
+        (run_report(identical=True, eager_differences=("gradient of 'w'",)), 6, "DIFFERENT from plain PyTorch"),
+        (run_report(identical=False, differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
+        (run_report(identical=True, eager_differences=("loss",), measured_peak_bytes=2001), 6, "OVER the budget"),
         (
-            FakeReport(identical=False, differences=("loss by up to 1e-7",), differs=("rounding: x",)),
+            run_report(identical=False, differences=("loss by up to 1e-7",), differs=("rounding: x",)),
             0,
             "may differ, as the plan says",
         ),
-        (FakeReport(identical=False, differs=("rounding: x",), measured_peak_bytes=2001), 5, "OVER the budget"),
+        (run_report(identical=False, differs=("rounding: x",), measured_peak_bytes=2001), 5, "OVER the budget"),
+        (
+            run_report(
+                identical=False,
+                differences=("loss",),
+                eager_differences=("loss",),
+                eager_error=1e-7,
+                measured_gradient_error=2e-7,
+            ),
+            0,
+            "plain PyTorch run twice differs from itself: gradient error 1.0e-07, and that of the plan is 2.0e-07",
+        ),
+        (
+            run_report(
+                identical=False,
+                differences=("loss",),
+                eager_differences=("loss",),
+                eager_error=1e-7,
+                measured_gradient_error=1e-3,
+            ),
+            6,
+            "DIFFERENT from plain PyTorch",
+        ),
         (NOT_COMPARED, 0, "not run to compare with, it needs 3.00 kB, and there is room for 2.50 kB"),
         (replace(NOT_COMPARED, measured_peak_bytes=2001), 5, "OVER the budget"),
     ],
 )
 def test_a_run_has_codes_of_its_own(
-    report: FakeReport, code: int, said: str, plan_file: Path, capsys: Any, monkeypatch: Any
+    report: RunReport, code: int, said: str, plan_file: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     text = ran(report, plan_file, capsys, monkeypatch)
     assert (text.code, text.err) == (code, "")

@@ -12,8 +12,9 @@ from graphs.io.formats import read_graph, read_plan
 from graphs.ir import Graph
 from planner.models.workload import parse_spec
 from planner.progress import LineView
+from planner.running import RunReport
 from tests.support.budgets import between
-from tests.support.command import FakeReport, call, refused
+from tests.support.command import call, refused, run_report
 from tests.support.command_process import ROOT, chain
 
 
@@ -29,9 +30,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         module.calls.append((len(workload), options))
         return chain()
 
-    def run(plan: object, *workload: object, on_progress: LineView, **options: object) -> FakeReport:
+    def run(plan: object, *workload: object, on_progress: LineView, **options: object) -> RunReport:
         module.calls.append((len(workload), options))
-        return FakeReport(identical=options["seed"] == 0, differences=() if options["seed"] == 0 else ("gradient of 'w'",))
+        return run_report(identical=options["seed"] == 0, differences=() if options["seed"] == 0 else ("gradient of 'w'",))
 
     module.trace, module.run = trace, run  # type: ignore[attr-defined]
     for name in ("tracing", "running"):

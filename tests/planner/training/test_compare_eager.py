@@ -1,5 +1,6 @@
 """What planner.compile finds beside plain eager PyTorch: bits, time and peak, in the plan, in words, and as a warning."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from graphs.io.formats import write_plan
 from graphs.zoo import Workload
 from planner.runtime.executor import Executor
 from planner.training import compare_eager
-from planner.training.compare_eager import compare_with_eager
+from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from solvers.policies.store_all import store_all
 from tests.support.eager_comparison import DIFFERS, compiled, gpt2, plain
 from tests.support.steps import random_schedule
@@ -84,7 +85,7 @@ def wrong(target: torch._ops.OpOverload, instead: Callable[[torch.Tensor], torch
 def test_what_differs_is_named_with_the_op_that_it_comes_from() -> None:
     workload, found = wrong(torch.ops.aten.sin.default, lambda x: torch.sin(x) * (1 + 1e-3))
     assert not found.identical
-    assert found.reproducible
+    assert found.eager_error is None
     by_name = {difference.name: difference for difference in found.differences}
     assert by_name.keys() == {"loss", *(f"gradient of {name}" for name, _ in workload.model.named_parameters())}
     assert all(d.max_abs is not None and 0 < d.max_abs < 0.1 and 0 < (d.relative or 0) < 1 for d in found.differences)
@@ -107,30 +108,40 @@ def test_a_difference_is_measured() -> None:
     assert "differs from eager in loss; gradient of first.weight" in str(found)
 
 
-class Replaced(nn.Module):
-    """Its second call in a process computes something else: eager PyTorch itself does not repeat its numbers."""
+class Noisy(nn.Module):
+    """A step of eager PyTorch that does not repeat its bits, as where a kernel adds up in no particular order."""
 
-    calls = 1
+    calls = 0
 
-    def __init__(self) -> None:
+    def __init__(self, offset: float) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 3)
+        self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            vars(Replaced)  # read, so that it is no constant
-            setattr(Replaced, "calls", Replaced.calls + 1)  # noqa: B010
-            x = x * Replaced.calls
+            vars(Noisy)  # read, so that it is no constant
+            setattr(Noisy, "calls", Noisy.calls + 1)  # noqa: B010
+            x = x * (1 + self.offset + 1e-5 * (Noisy.calls % 2))
         return self.linear(x)
 
 
-def test_eager_that_does_not_repeat_itself_is_said() -> None:
-    workload = Workload(Replaced(), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
+@pytest.mark.parametrize(("offset", "within"), [(0.0, True), (0.01, False)])
+def test_where_eager_does_not_repeat_its_bits_errors_are_compared(offset: float, within: bool) -> None:
+    workload = Workload(Noisy(offset), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
     captured = capture(*workload)
     executor = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+    Noisy.calls = 0  # the plan computes what the even calls do
     found = compare_with_eager(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch)
-    assert not found.reproducible
-    assert "but eager itself does not make the same numbers twice" in str(found)
+    assert not found.identical
+    assert found.first_op is None
+    assert found.eager_error is not None and 0 < found.eager_error < 1e-4
+    assert found.within_own_error == within
+    assert "eager run twice differs from itself by" in str(found)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EagerWarning)
+        warn_of_differences(replace(compiled(plain(), compare_eager=False).plan, eager=found))
+    assert any("the planned step differs from eager" in str(warning.message) for warning in caught) != within
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,8 @@ def test_a_kept_plan_is_compared_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.identical
     assert compiled(plain(), cache=tmp_path, compare_eager=False).plan.eager is None
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(compare_eager.StepOutcome, "differences", lambda *_: ("loss",))
+    found_names = iter((("loss",), ()))  # beside the plan, and beside another run of eager PyTorch
+    monkeypatch.setattr(compare_eager.StepOutcome, "differences", lambda *_: next(found_names))
     write_plan(first.plan, path)
     with pytest.warns(EagerWarning, match="differs from eager in loss"):
         assert not compiled(plain(), cache=tmp_path).plan.eager.identical

@@ -25,7 +25,8 @@ def plan() -> Plan:
 def test_a_difference_is_a_warning(plan: Plan) -> None:
     said = (
         r"the planned step differs from eager in loss by up to 5.0e-01, 2.5e-01 of its largest element; buffer mean; gradient of "
-        r"0 by up to 1.0e-07 and 2 more, from op 'mm_3' \(aten.mm.default\) in h.0 on; but eager itself"
+        r"0 by up to 1.0e-07 and 2 more, from op 'mm_3' \(aten.mm.default\) in h.0 on, by a gradient error of 2.0e-06; "
+        r"eager run twice"
     )
     with pytest.warns(EagerWarning, match=said):
         warn_of_differences(replace(plan, eager=replace(DIFFERS, peak_bytes=10**6)))
@@ -68,7 +69,7 @@ def test_the_comparison_is_kept_in_files(plan: Plan, eager: EagerComparison | No
             r"eager.differences\[0\]: object missing required field `relative`",
         ),
         ({"first_op": {"name": "a"}}, r"eager.first_op: object missing required field `target`"),
-        ({"reproducible": 1}, r"eager.reproducible is 1: expected `bool`, got `int`"),
+        ({"eager_error": -1.0}, r"eager.eager_error is -1.0: expected `float` >= 0.0"),
     ],
 )
 def test_a_comparison_that_is_none_is_refused(plan: Plan, change: dict[str, object], said: str) -> None:

@@ -73,7 +73,7 @@ class CheckmateModel:
         self.size = [size / self.memory_unit for size in problem.sizes]
         self.last_stage = _last_stages(problem.graph)
         self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
-        self.variable: Callable[..., Any] = getattr(self.program, "add_variable", pulp.LpVariable)
+        self.variable: Callable[..., Any] = self.program.add_variable
         self.R: dict[tuple[int, int], Any] = {}
         self.S: dict[tuple[int, int], Any] = {}
         self.rows = 0
@@ -234,14 +234,14 @@ class CheckmateModel:
 
     def at_most(self, terms: Sequence[Weighted], limit: float) -> None:
         """Add the row: sum of `terms` <= `limit`."""
-        self._add(terms, pulp.LpConstraintLE, limit)
+        self._add(_sum(terms) <= limit)
 
     def equal(self, terms: Sequence[Weighted], value: float) -> None:
         """Add the row: sum of `terms` = `value`."""
-        self._add(terms, pulp.LpConstraintEQ, value)
+        self._add(_sum(terms) == value)
 
-    def _add(self, terms: Sequence[Weighted], sense: int, limit: float) -> None:
-        self.program.addConstraint(pulp.LpConstraint(_sum(terms), sense, rhs=limit), f"c{self.rows}")
+    def _add(self, row: Any) -> None:
+        self.program.addConstraint(row, f"c{self.rows}")
         self.rows += 1
 
 
@@ -251,13 +251,13 @@ def value_of(term: Term) -> float:
 
 
 def _sum(terms: Sequence[Weighted]) -> Any:
-    constant, weights = 0.0, dict[Any, float]()
+    total = pulp.lpSum([])  # PuLP 3 and 4 have no constructor in common
     for term, weight in terms:
         if isinstance(term, int):
-            constant += term * weight
+            total.constant += term * weight
         else:
-            weights[term] = weights.get(term, 0.0) + weight
-    return pulp.LpAffineExpression(weights, constant)
+            total.addterm(term, weight)
+    return total
 
 
 def _last_stages(graph: Graph) -> list[int]:

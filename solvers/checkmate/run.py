@@ -16,12 +16,28 @@ from solvers.request import Request
 
 HIGHS = "HiGHS"
 _TELL_S = 0.2  # how often progress is told between better solutions
-_OUTCOMES = {
-    pulp.LpSolutionOptimal: Outcome.OPTIMAL,
-    pulp.LpSolutionIntegerFeasible: Outcome.STOPPED,
-    pulp.LpSolutionNoSolutionFound: Outcome.STOPPED,
-    pulp.LpSolutionInfeasible: Outcome.INFEASIBLE,
-    pulp.LpSolutionUnbounded: Outcome.FAILED,  # never: every variable has bounds
+OUTCOMES = {  # of the words that PuLP has for how a solve ended
+    # PuLP 4
+    "Optimal": Outcome.OPTIMAL,
+    "GapLimit": Outcome.OPTIMAL,
+    "Infeasible": Outcome.INFEASIBLE,
+    "TimeLimit": Outcome.STOPPED,
+    "MemoryLimit": Outcome.STOPPED,
+    "NodeLimit": Outcome.STOPPED,
+    "IterationLimit": Outcome.STOPPED,
+    "SolutionLimit": Outcome.STOPPED,
+    "Interrupted": Outcome.STOPPED,
+    "Stopped": Outcome.STOPPED,
+    "NotSolved": Outcome.STOPPED,
+    "Unbounded": Outcome.FAILED,  # never: every variable has bounds
+    "Undefined": Outcome.FAILED,
+    "NumericalError": Outcome.FAILED,
+    # PuLP 3, the newest for Python 3.11
+    "Optimal Solution Found": Outcome.OPTIMAL,
+    "Solution Found": Outcome.STOPPED,
+    "No Solution Found": Outcome.STOPPED,
+    "No Solution Exists": Outcome.INFEASIBLE,
+    "Solution is Unbounded": Outcome.FAILED,
 }
 
 
@@ -127,9 +143,11 @@ def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> 
     status, info = engine.getModelStatus(), engine.getInfo()
     outcome, detail = highs.OUTCOMES[status], engine.modelStatusToString(status)
     found = info.primal_solution_status == highspy.kSolutionStatusFeasible and outcome is not Outcome.INFEASIBLE
-    values = engine.getSolution().col_value
-    for variable in model.program.variables():
-        variable.varValue = values[variable.index] if found else None
+    if found:
+        # PuLP 4 has variables besides the columns: those that are in no row.
+        columns = getattr(model.program, "exported_variables", model.program.variables)()
+        for variable, value in zip(columns, engine.getSolution().col_value, strict=True):
+            variable.varValue = value
     if model.is_mip:
         bound_s = seconds(info.mip_dual_bound)
     else:
@@ -143,12 +161,16 @@ def _run_other(model: CheckmateModel, name: str, absolute_gap: float, request: R
     accepted = inspect.signature(type(pulp.getSolver(name, msg=False)).__init__).parameters
     solver = pulp.getSolver(name, **{option: value for option, value in wanted.items() if option in accepted})
     try:
-        model.program.solve(solver)
+        stats = model.program.solve(solver)
     except pulp.PulpSolverError as error:
         return PulpAnswer(Outcome.FAILED, False, None, str(error))
-    outcome = _OUTCOMES[model.program.sol_status]
-    found = model.program.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    if isinstance(stats, int):  # of PuLP 3, which keeps the rest in the program
+        status = model.program.sol_status
+        word, found = pulp.LpSolution[status], status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    else:
+        word, found = stats.status.name, stats.has_solution
+    outcome = OUTCOMES[word]
     bound_s = None
     if outcome is Outcome.OPTIMAL:
         bound_s = model.solution_s() - absolute_gap * model.time_unit
-    return PulpAnswer(outcome, found, bound_s, pulp.LpSolution[model.program.sol_status])
+    return PulpAnswer(outcome, found, bound_s, word)

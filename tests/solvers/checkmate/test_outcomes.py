@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pulp
 import pytest
 
 from graphs.errors import PlannerError
@@ -10,7 +11,7 @@ from graphs.synthetic.small import chain, diamond, training_chain
 from solvers import checkmate
 from solvers.checkmate import CheckmateParams, solve, write_model
 from solvers.checkmate.model import CheckmateModel
-from solvers.checkmate.run import PulpAnswer
+from solvers.checkmate.run import OUTCOMES, PulpAnswer
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.registry import get_solver
@@ -125,6 +126,12 @@ def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status:
     result = solve(ask(training_chain(4), 4))
     assert result.status is status
     assert "its own word" in result.message
+
+
+def test_every_word_of_pulp_has_an_outcome() -> None:
+    pulp4 = getattr(pulp, "LpSolveStatus", None)
+    words = pulp4.__members__ if pulp4 is not None else pulp.LpSolution.values()
+    assert len(words) > 4 and set(words) <= set(OUTCOMES)
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,10 @@ from graphs.capture.products import products_as_eager
 from graphs.errors import TraceError
 from graphs.torch_private.capture import (
     InstructionTranslatorBase,
-    TensorVariable,
     TorchInGraphFunctionVariable,
     VariableTracker,
     dynamo_config,
+    tensor_method,
 )
 from graphs.torch_private.core import (
     BypassDispatchCache,
@@ -115,8 +115,8 @@ def dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], s
     handlers = TorchInGraphFunctionVariable._get_handlers()
     stack.callback(handlers.__setitem__, torch.addcdiv, handlers[torch.addcdiv])
     handlers[torch.addcdiv] = _whole_where(wanted, handlers[torch.addcdiv])
-    for name in ("method_addcmul_", "method_addcdiv_"):
-        stack.enter_context(patch.object(TensorVariable, name, _whole_where(wanted, getattr(TensorVariable, name))))
+    for holder, name in map(tensor_method, ("addcmul_", "addcdiv_")):
+        stack.enter_context(patch.object(holder, name, _whole_where(wanted, getattr(holder, name))))
 
 
 def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,6 +98,15 @@ FOLLOWS_COPIES = torch.__version__ >= "2.13"
 GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}
 
 
+def tensor_method(name: str) -> tuple[Any, str]:
+    """Return the object, and the name of its attribute, that captures ``torch.Tensor.name`` in a way of its own.
+
+    Torch 2.14 has a table of them, those before a method of the class for each.
+    """
+    table = getattr(TensorVariable, "tp_methods", {})
+    return (table[name], "handler") if name in table else (TensorVariable, f"method_{name}")
+
+
 @contextmanager
 def dynamo_phase(name: str) -> Iterator[None]:
     """What Dynamo's functions must be called in.

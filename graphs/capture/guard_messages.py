@@ -63,7 +63,7 @@ _PATTERNS = (
         "{name} is not as it was when the step was planned: {planned}",
     ),
     (
-        r"expected type of '(?P<source>.+)' to be a tensor type.*",
+        r"expected type of '(?P<source>.+)' to be (?:a tensor type|<class '.+'>).*",  # torch 2.14 names the class
         "{name} was a tensor when the step was planned, and is {now} now",
     ),
     (

@@ -97,6 +97,7 @@ CHANGES = {
     "a forward of its own": (lambda m, b: setattr(m.first, "forward", lambda x: x), "model.first.forward was set"),
     "another tensor": (lambda m, b: setattr(m, "scale", torch.zeros(4)), r"model.scale is another tensor .*\(model.scale.copy_"),
     "another global tensor": (lambda m, b: globals().__setitem__("WEIGHTS", torch.zeros(4)), "WEIGHTS is another tensor"),
+    "no tensor any more": (lambda m, b: globals().__setitem__("WEIGHTS", [0.5]), r"WEIGHTS was a tensor .* and is \[0.5\] now"),
 }
 
 

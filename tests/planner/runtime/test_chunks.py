@@ -97,4 +97,6 @@ def test_attention_in_chunks_of_heads_is_exact_where_the_kernels_are() -> None:
     assert len(ops) == 2 and all(op.exact for op in ops)
     wanted, kept_bytes = executed(capture, schedule_with(capture.graph, ()), workload)
     found, peak_bytes = executed(capture, schedule_with(capture.graph, ops), workload)
-    assert wanted.differences(found) == () and peak_bytes < 0.7 * kept_bytes
+    assert wanted.differences(found) == ()
+    # One of the tensors of scores less; before torch 2.14 two, since dropout at 0 is captured as a copy.
+    assert kept_bytes - peak_bytes >= max(tensor.size_bytes for tensor in capture.graph.tensors)

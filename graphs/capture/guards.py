@@ -168,6 +168,8 @@ def _matters(guard: Guard) -> bool:
     kind, name = guard.create_fn_name(), guard.name
     if kind in _AMBIENT or kind in _FIXED or name.startswith(("G['__builtins_dict__", "__import__(")):
         return False
+    if name.endswith("._validate_args"):  # of distributions, which raise errors by it, and compute the same
+        return False
     if name.startswith(("L['args']", "L['kwargs']")):
         return kind in _OF_ARGUMENTS
     if kind == "DUPLICATE_INPUT":  # modules are often known under several names

@@ -22,7 +22,7 @@ from graphs.capture.guards import Guards, build_guards, guarded_names
 from graphs.capture.outputs import CHECKS
 from graphs.capture.signature import Batch, arguments, call, leaves
 from graphs.capture.step import TrainingStep
-from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags
+from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags, unchecked_distributions
 from graphs.capture.unchanged import restored
 from graphs.errors import TraceError
 from graphs.torch_private.capture import (
@@ -218,6 +218,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
             dynamo.enter_context(no_python_draws())
             dynamo.enter_context(gradients_asked_for())
             dynamo.enter_context(no_cudnn_flags(device_of(step, batch)))
+            dynamo.enter_context(unchecked_distributions())
             if branches:
                 dynamo.enter_context(branches.taken())
             effects = dynamo.enter_context(recording_effects())

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 from graphs.torch_private.capture import SETATTR
 
@@ -38,6 +39,16 @@ def no_cudnn_flags(device: torch.device) -> Iterator[None]:
         return nullcontext()
 
     with patch.object(torch.backends.cudnn, "flags", flags) if device.type == "cpu" else nullcontext():
+        yield
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Inside, ``torch.distributions`` do not look at the values they are given, which no graph can, unless they are told to.
+
+    ``torch.compile`` switches that off for the whole process.
+    """
+    with patch.object(Distribution, "_validate_args", False):
         yield
 
 

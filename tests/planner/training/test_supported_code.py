@@ -1,0 +1,63 @@
+"""Code that models are written with besides layers: each is trained by a plan that recomputes, with eager PyTorch's bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributions, nn
+
+import planner
+from tests.support.training_beside_eager import check_trains_as_eager
+
+_INPUTS, _TARGETS = torch.randn(2, 4, 96, 32, generator=torch.Generator().manual_seed(1)).unbind()
+
+
+def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return _INPUTS[number], _TARGETS[number]
+
+
+class Between(nn.Module):
+    """Two perceptrons, and whatever is called between them; its further attributes are set by keyword."""
+
+    def __init__(self, call: Callable[[Any, torch.Tensor], torch.Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
+        self.after = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.call = call
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.call(self, self.before(x)))
+
+
+SAMPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda x: distributions.Normal(x, F.softplus(x)).rsample(),
+    "independent": lambda x: distributions.Independent(distributions.Laplace(x, 1.0), 1).rsample(),
+    "gumbel": lambda x: distributions.Gumbel(x, 1.0).rsample(),
+    "gamma": lambda x: distributions.Gamma(F.softplus(x) + 0.1, 1.0).rsample(),
+    "multivariate": lambda x: distributions.MultivariateNormal(x, scale_tril=0.3 * torch.eye(32)).rsample(),
+    "categorical": lambda x: x * distributions.Categorical(logits=x).sample().unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_distributions_are_sampled_as_in_eager_mode(name: str) -> None:
+    assert distributions.Distribution._validate_args
+    check_trains_as_eager(lambda: Between(lambda _, x: SAMPLED[name](x)), F.mse_loss, batch_of)
+    assert distributions.Distribution._validate_args
+
+
+def test_a_plan_outlives_a_switch_of_the_validation_of_distributions() -> None:
+    model = Between(lambda _, x: SAMPLED["normal"](x))
+    step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1, compare_eager=False)
+    try:
+        distributions.Distribution.set_default_validate_args(value=False)  # as torch.compile does
+        step(*batch_of(0)).backward()
+    finally:
+        distributions.Distribution.set_default_validate_args(value=True)

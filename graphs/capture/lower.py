@@ -93,11 +93,10 @@ class _Lowering:
 
     def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         boundary = first_backward(self.graph)
-        self.written = {
-            self.statics.find(target.meta["desc"])
+        self.written = self.statics.in_memory_of(
+            self.statics.find(_node(node.args[0]).meta["desc"])
             for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-            if isinstance(target := node.args[0], fx.Node)
-        }
+        )
         phase = Phase.FORWARD
         for node in self.graph.nodes:
             if node is boundary:
@@ -168,7 +167,7 @@ class _Lowering:
                 f"the step calls {node.target}, which a static graph cannot hold: shapes and control flow must not depend on data"
             )
         if node.target is torch.ops.aten.copy_.default:
-            self._add(node, phase, [], mutates=(self.owner[storage(fake(_node(node.args[0])))],))
+            self._add(node, phase, [], mutates=(self.statics.find(_node(node.args[0]).meta["desc"]),))
             return
         made = list(_storages(node.meta["val"]))
         if not made or any(isinstance(size, torch.SymInt) for _, t in made for size in t.shape):
@@ -218,7 +217,9 @@ class _Lowering:
     ) -> None:
         ignored = ignored_inputs(node)
         read = [t for arg in node.all_input_nodes if arg not in ignored for _, t in _storages(arg.meta["val"])]
-        inputs = (*dict.fromkeys(self.owner[storage(t)] for t in read), *(() if state is None else (state,)))
+        bases = dict.fromkeys(self.owner[storage(t)] for t in read)
+        shared = (other for base in bases for other in sorted(self.statics.in_memory_of((base,))))
+        inputs = (*dict.fromkeys(shared), *(() if state is None else (state,)))
         expression = self.render.call(node)
         results = []
         for path, value in made:

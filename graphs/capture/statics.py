@@ -1,5 +1,7 @@
 """The tensors that are in memory throughout a step: parameters, buffers, inputs, and what is reserved."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -8,7 +10,7 @@ from graphs.capture.program import TANGENT, Source
 from graphs.capture.signature import Batch, leaves
 from graphs.errors import TraceError
 from graphs.ir import Kind, Tensor
-from graphs.torch_private.capture import AOTInput, BufferAOTInput, ParamAOTInput, PlainAOTInput
+from graphs.torch_private.capture import AOTInput, BufferAOTInput, ParamAOTInput, PlainAOTInput, ViewBaseAOTInput
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -29,7 +31,7 @@ class StaticTensors:
         self.sources: list[Source] = []
         self._by_name: dict[tuple[Kind, str], int] = {}
         self._by_object: dict[int, int] = {}
-        self._counted: set[int] = set()
+        self._in_storage: dict[int, set[int]] = {}
         self._objects: list[torch.Tensor] = []
         for name, parameter in step.named_parameters(remove_duplicate=False):
             self.add(Kind.PARAMETER, name, parameter)
@@ -45,9 +47,9 @@ class StaticTensors:
             cdata = storage(value)
             # An input may be a slice of a data set: only its own bytes are the step's.
             size = value.numel() * value.element_size() if kind is Kind.INPUT else value.untyped_storage().nbytes()
-            size = 0 if cdata in self._counted else allocated_bytes(size, self.device)
+            size = 0 if cdata in self._in_storage else allocated_bytes(size, self.device)
             self._by_object[id(value)] = self._append(kind, name, size, value)
-            self._counted.add(cdata)
+            self._in_storage.setdefault(cdata, set()).add(self._by_object[id(value)])
             self._objects.append(value)  # keeps id() and storage identities valid
         self._by_name[kind, name] = self._by_object[id(value)]
         return self._by_object[id(value)]
@@ -66,7 +68,18 @@ class StaticTensors:
                 return self._by_name[Kind.BUFFER, name]
             case PlainAOTInput(idx=index):
                 return self._by_name[Kind.INPUT, str(index)]
+            case ViewBaseAOTInput(base_of=view):
+                overlapping = sorted(self.in_memory_of((self.find(view),)))
+                raise TraceError(
+                    f"{' and '.join(map(self._shown, overlapping))} overlap in memory, and the step writes to one of them: keep "
+                    "one tensor of them all, and take the others as views of it in the forward pass"
+                )
         raise TraceError(f"the step has an input {desc!r}, a kind that is not supported: pass plain tensors")
+
+    def in_memory_of(self, tensors: Iterable[int]) -> set[int]:
+        """Return `tensors`, and all that share a storage with one of them."""
+        given = set(tensors)
+        return given.union(*(sharing for sharing in self._in_storage.values() if not sharing.isdisjoint(given)))
 
     def tangent(self, value: torch.Tensor) -> int:
         """The id of the gradient of the loss, which autograd holds during the backward pass."""
@@ -74,6 +87,11 @@ class StaticTensors:
             size = allocated_bytes(value.numel() * value.element_size(), self.device)
             self._by_name[Kind.INPUT, TANGENT] = self._append(Kind.INPUT, TANGENT, size, value)
         return self._by_name[Kind.INPUT, TANGENT]
+
+    def _shown(self, tensor: int) -> str:
+        """Return how messages call a static tensor."""
+        name = self.tensors[tensor].name
+        return name.removeprefix("model.") if self.tensors[tensor].kind is not Kind.INPUT else name.replace("_", " ")
 
     def _append(self, kind: Kind, name: str, size_bytes: int, value: torch.Tensor | None) -> int:
         tensor = len(self.tensors)

@@ -69,6 +69,7 @@ from torch._functorch._aot_autograd.descriptors import (  # what the inputs and 
     PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     TangentAOTInput,
+    ViewBaseAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors  # forward and backward pass in one graph
 from torch._functorch.aot_autograd import (

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import distributions, nn
 
 import planner
+from graphs.errors import TraceError
 from tests.support.training_beside_eager import check_trains_as_eager
 
 _INPUTS, _TARGETS = torch.randn(2, 4, 96, 32, generator=torch.Generator().manual_seed(1)).unbind()
@@ -61,3 +62,43 @@ def test_a_plan_outlives_a_switch_of_the_validation_of_distributions() -> None:
         step(*batch_of(0)).backward()
     finally:
         distributions.Distribution.set_default_validate_args(value=True)
+
+
+def halves() -> dict[str, torch.Tensor]:
+    low, high = torch.rand(2, 32).unbind()
+    return {"low": low, "high": high}
+
+
+def shift_halves(module: Any, x: torch.Tensor) -> torch.Tensor:
+    shifted = module.low.sin() * x + module.high
+    with torch.no_grad():
+        module.low.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        module.high += 1
+    return shifted + module.high.cos()
+
+
+def test_buffers_that_share_a_storage_are_read_and_written_apart() -> None:
+    model = Between(shift_halves, **halves())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    planner.trace(model, F.mse_loss, batch_of(0), passes=1)
+    assert [name for name, value in before.items() if not torch.equal(value, model.get_buffer(name))] == []
+    check_trains_as_eager(lambda: Between(shift_halves, **halves()), F.mse_loss, batch_of)
+
+
+def test_overlapping_buffers_that_are_written_have_a_way_out() -> None:
+    def shift(module: Any, x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            module.both.mul_(0.9)
+        return x * module.both[0] + second
+
+    def overlapping() -> nn.Module:
+        both = torch.rand(2, 32)
+        return Between(lambda module, x: shift(module, x, module.second), both=both, second=both[1])
+
+    with pytest.raises(
+        TraceError, match=r"both and second overlap in memory.*: keep one tensor of them all, and take the others"
+    ):
+        planner.trace(overlapping(), F.mse_loss, batch_of(0))
+    check_trains_as_eager(
+        lambda: Between(lambda module, x: shift(module, x, module.both[1]), both=torch.rand(2, 32)), F.mse_loss, batch_of
+    )

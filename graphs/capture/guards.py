@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from traceback import FrameSummary
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,17 +53,17 @@ _HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A tensor that the step reads, and that is neither a parameter nor a buffer nor an input: an attribute, a global.
+    """A tensor or array that the step reads, and that is neither a parameter nor a buffer nor an input: an attribute, a global.
 
     Attributes:
         name: where it is, as Dynamo writes it.
         find: finds it there.
-        tensor: the one that was captured.
+        value: the one that was captured: a tensor, or what NumPy has made.
     """
 
     name: str
     find: Callable[[Scope, Scope], object]
-    tensor: torch.Tensor
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,13 @@ class Guards:
             if not self.manager.guard_manager.check(local):
                 raise self._error(local)
         for outside in self.outside:
-            if outside.find(local, self.scope) is not outside.tensor:
+            if outside.find(local, self.scope) is not outside.value:
                 name = readable(outside.name, local, self.scope)
+                tensor = isinstance(outside.value, torch.Tensor)
+                kind, change = ("tensor", f"{name}.copy_(...)") if tensor else ("array", f"{name}[...] = ...")
                 raise MismatchError(
-                    f"{name} is another tensor than when the step was planned",
-                    f": change that one in place ({name}.copy_(...)), or {WAYS_OUT}",
+                    f"{name} is another {kind} than when the step was planned",
+                    f": change that one in place ({change}), or {WAYS_OUT}",
                 )
         if self.state != (now := state()):
             name = next(name for name, value in self.state.items() if value != now[name])
@@ -180,13 +183,14 @@ def _matters(guard: Guard) -> bool:
 def _outside(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[Outside]:
     """Of the graph's inputs those that a program holds as constants."""
     known = {id(tensor) for tensor in (*step.parameters(), *step.buffers())}
-    for name in sources:
-        if name.startswith(("L['args']", "L['kwargs']")):
+    for source in sources:
+        if source.startswith(("L['args']", "L['kwargs']")):
             continue
+        name = source.removeprefix("___from_numpy(").removesuffix(")") if source.startswith("___from_numpy(") else source
         find = eval(f"lambda L, G: {name}", {})
-        tensor = find(local, scope)
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
-            yield Outside(name, find, tensor)
+        value = find(local, scope)
+        if isinstance(value, torch.Tensor | np.ndarray | np.generic) and id(value) not in known:
+            yield Outside(name, find, value)
 
 
 def _where(stack: Iterable[FrameSummary] | None) -> str:

@@ -232,7 +232,8 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
         with kept_in_graphs(CHECKS):
             made = make(stack, module, args, kwargs)
-        return made, _guards(output, effects, step, batch)
+        with disable_current_modes():  # what guards look at is real
+            return made, _guards(output, effects, step, batch)
 
 
 def _settings(stack: ExitStack) -> None:
@@ -269,7 +270,7 @@ def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, ba
             "pass it with the batch as a tensor"
         ) from error
     for outside in guards.outside:
-        if outside.tensor.requires_grad:
+        if isinstance(outside.value, torch.Tensor) and outside.value.requires_grad:
             name = readable(outside.name, local, scope)
             raise TraceError(
                 f"{name} requires a gradient, and is no parameter of the model: a plan would give it none; make it one of the "

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,6 +30,16 @@ def arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
             f"the batch is {given}: give what the step is called with, as in (inputs, targets), or by name in a dict"
         )
     return tuple(batch), {}
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise a TraceError if there is something in `batch` that no step is captured with."""
+    given = arguments(batch)
+    for name, leaf in zip(_names(given), pytree.tree_leaves(given), strict=True):
+        if isinstance(leaf, np.ndarray | np.generic):
+            raise TraceError(
+                f"{name} is a numpy.{type(leaf).__name__}, which a step cannot be given: pass a tensor (torch.as_tensor), or a plain number"
+            )
 
 
 def leaves(batch: Batch) -> list[object]:

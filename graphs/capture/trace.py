@@ -20,7 +20,7 @@ from graphs.capture.layouts import layouts_as_eager
 from graphs.capture.lower import Capture, lower
 from graphs.capture.outputs import fix_outputs
 from graphs.capture.redraw import generator_of
-from graphs.capture.signature import Batch, Signature, leaves
+from graphs.capture.signature import Batch, Signature, check_batch, leaves
 from graphs.capture.statics import StaticTensors, allocated_bytes
 from graphs.capture.step import LossFn, TrainingStep, check_module
 from graphs.errors import TraceError
@@ -55,7 +55,7 @@ def capture(
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
-    step = _step(model, loss_fn, optimizer)
+    step = _step(model, loss_fn, batch, optimizer)
     device = device_of(model, batch)
     joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda)
     graph = joint.graph_module.graph
@@ -97,7 +97,7 @@ def capture_kernels(
     from graphs.capture.kernels.halves import compile_halves  # importing Inductor takes a second
     from graphs.capture.kernels.lower import lower_step
 
-    step = _step(model, loss_fn, optimizer)
+    step = _step(model, loss_fn, batch, optimizer)
     begin = time.perf_counter()
     halves, guards, conditions = compiled_graph(
         step, batch, lambda export: partial(compile_halves, variant=variant, export=export)
@@ -111,8 +111,9 @@ def capture_kernels(
     return replace(lowered, guards=guards, conditions=conditions, whole=halves.called_as(step))
 
 
-def _step(model: nn.Module, loss_fn: LossFn | None, optimizer: str) -> TrainingStep:
+def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str) -> TrainingStep:
     check_module(model)
+    check_batch(batch)
     if optimizer not in OPTIMIZERS:
         raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
     if torch.is_inference_mode_enabled():

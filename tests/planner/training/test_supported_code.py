@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributions, nn
 
 import planner
-from graphs.errors import TraceError
+from graphs.errors import MismatchError, TraceError
 from tests.support.training_beside_eager import check_trains_as_eager
 
 _INPUTS, _TARGETS = torch.randn(2, 4, 96, 32, generator=torch.Generator().manual_seed(1)).unbind()
@@ -64,6 +65,38 @@ def test_a_plan_outlives_a_switch_of_the_validation_of_distributions() -> None:
         distributions.Distribution.set_default_validate_args(value=True)
 
 
+TABLE = np.linspace(0, 1, 32, dtype=np.float32)
+ARRAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "global": lambda _, x: x * torch.from_numpy(TABLE) + torch.tensor(TABLE),
+    "attribute": lambda module, x: x * torch.as_tensor(module.table),
+    "made in the step": lambda _, x: x * torch.from_numpy(np.arange(32, dtype=np.float32)) + np.pi,
+    "scalar": lambda module, x: x * module.scalar,
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_numpy_are_constants(name: str) -> None:
+    check_trains_as_eager(lambda: Between(ARRAYS[name], table=TABLE.copy(), scalar=np.float64(0.3)), F.mse_loss, batch_of)
+
+
+def test_an_array_that_is_changed_in_place_is_read_anew_and_another_is_refused() -> None:
+    model = Between(ARRAYS["attribute"], table=TABLE.copy())
+    step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1, compare_eager=False)
+    model.table[...] *= 0.5
+    inputs, targets = batch_of(0)
+    assert torch.equal(step(inputs, targets), F.mse_loss(model(inputs), targets))
+    model.table = TABLE.copy()
+    with pytest.raises(
+        MismatchError, match=r"model.table is another array than .*: change that one in place \(model.table\[\.\.\.\] ="
+    ):
+        step(inputs, targets)
+
+
+def test_an_array_in_the_batch_is_refused_with_a_way_out() -> None:
+    with pytest.raises(TraceError, match=r"input 0 is a numpy.ndarray, .*: pass a tensor \(torch.as_tensor\)"):
+        planner.trace(Between(lambda _, x: x), F.mse_loss, (TABLE, batch_of(0)[1]))
+
+
 def halves() -> dict[str, torch.Tensor]:
     low, high = torch.rand(2, 32).unbind()
     return {"low": low, "high": high}
@@ -95,9 +128,7 @@ def test_overlapping_buffers_that_are_written_have_a_way_out() -> None:
         both = torch.rand(2, 32)
         return Between(lambda module, x: shift(module, x, module.second), both=both, second=both[1])
 
-    with pytest.raises(
-        TraceError, match=r"both and second overlap in memory.*: keep one tensor of them all, and take the others"
-    ):
+    with pytest.raises(TraceError, match=r"both and second overlap in memory.*: keep one tensor of them all"):
         planner.trace(overlapping(), F.mse_loss, batch_of(0))
     check_trains_as_eager(
         lambda: Between(lambda module, x: shift(module, x, module.both[1]), both=torch.rand(2, 32)), F.mse_loss, batch_of

@@ -288,7 +288,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: C
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes
             found = f"{format_bytes(sending.peak_bytes)}, with {format_bytes(host_bytes)} on the host"
-            said += f" With --options offload a schedule is known for {found}."
+            said += f" With the option offload a schedule is known for {found}."
     return said
 
 

@@ -215,7 +215,7 @@ def describe_need(graph: Graph, need: Need) -> str:
     return f"op {graph.ops[need.op].name!r} holds {listed} at once"
 
 
-WAY_OUT = "Raise --budget, or lower the batch size (planner info model.json shows the largest ops)."
+WAY_OUT = "Raise the budget, or lower the batch size."
 
 
 def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> str:

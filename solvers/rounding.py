@@ -163,7 +163,7 @@ class _Rounding:
         if self.best is not None and self.bound_s is not None:
             return status_of(self.best[0], self.bound_s, request.tolerance.first), None, ""
         budget, spent = format_bytes(request.budget_bytes), format_seconds(request.clock.seconds)
-        way_out = "Raise --budget, or use the solver windows"
+        way_out = "Raise the budget, or use the solver windows"
         if self.end is not None and self.end.outcome is Outcome.FAILED:
             return Status.ERROR, None, f"the solver gave up after {spent}: {self.end.detail}"
         if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:

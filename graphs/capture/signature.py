@@ -38,7 +38,7 @@ def check_batch(batch: Batch) -> None:
     for name, leaf in zip(_names(given), pytree.tree_leaves(given), strict=True):
         if isinstance(leaf, np.ndarray | np.generic):
             raise TraceError(
-                f"{name} is a numpy.{type(leaf).__name__}, which a step cannot be given: pass a tensor (torch.as_tensor), or a plain number"
+                f"{name} is a numpy.{type(leaf).__name__}, which no step takes: pass a tensor (torch.as_tensor) or a plain number"
             )
 
 

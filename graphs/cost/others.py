@@ -61,5 +61,5 @@ def known_devices(said: Mapping[str, object]) -> tuple[OtherDevice, ...]:
     except (msgspec.ValidationError, GraphError) as error:
         raise MismatchError(
             f"what is said of other devices is not what a trace measures ({error}): the file was edited; trace the step again "
-            "with --other-devices"
+            "with other_devices= (--other-devices)"
         ) from None

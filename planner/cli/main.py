@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _close_stdout()
     except InfeasibleError as error:
         code = INFEASIBLE
-        complain(error)
+        complain(f"{error} (planner info shows the largest ops of a graph)")
     except LimitError as error:
         code = LIMIT
         complain(error)

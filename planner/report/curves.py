@@ -189,7 +189,7 @@ def _remarks(answer: LargestSize, wanted: Wanted) -> list[str]:
         remarks.append("the largest that was tried: raise --limit")
     if answer.undecided is not None and answer.complete:
         remarks.append(
-            f"not decided in time at {wanted.named(answer.undecided // wanted.unit)}, taken as too large: raise --time-limit"
+            f"not decided in time at {wanted.named(answer.undecided // wanted.unit)}, taken as too large: raise the time limit"
         )
     if answer.extrapolated:
         remarks.append("its sizes and times were extrapolated from smaller ones: there was not enough memory to measure them")

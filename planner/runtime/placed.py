@@ -222,7 +222,8 @@ def _moved_call(graph: Graph, program: Program, devices: Devices, stand_in: Op, 
     if call is None:
         raise GraphError(
             f"op {stand_in.name!r} cannot be called elsewhere than on {devices.places[0]}: it names another device, or what is "
-            "only there, or is no one call of a kernel of eager PyTorch; trace the step with --other-devices, which finds out"
+            "only there, or is no one call of a kernel of eager PyTorch; to trace the step with other_devices= (--other-devices) "
+            "finds out"
         )
     return call
 

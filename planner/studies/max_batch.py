@@ -211,8 +211,8 @@ def _refusal(answer: LargestSize, wanted: Wanted) -> InfeasibleError | LimitErro
         return LimitError(f"stopped before any {wanted.varies} was found to fit {budget}")
     if result.status is not Status.INFEASIBLE and answer.undecided is None and wanted.max_overhead is not None:
         over = f"with an overhead of at most {format_ratio(wanted.max_overhead)}"
-        return InfeasibleError(f"not even {least} fits {budget} {over}: raise --budget or --max-overhead")
+        return InfeasibleError(f"not even {least} fits {budget} {over}: raise the budget or the allowed overhead")
     if result.time_s is not None:
-        return LimitError(f"whether {least} fits {budget} fast enough was not decided in time: raise --time-limit")
+        return LimitError(f"whether {least} fits {budget} fast enough was not decided in time: raise the time limit")
     said = f"not even {least}: {result.message}"
     return InfeasibleError(said) if result.status is Status.INFEASIBLE else LimitError(said)

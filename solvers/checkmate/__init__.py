@@ -149,7 +149,7 @@ def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdi
             None,
             f"no schedule that executes {known_class(model.graph, CLASS)}, fits {budget}: Checkmate's program is infeasible "
             f"({answer.detail}). "
-            "Others may fit: use the solver windows, or raise --budget",
+            "Others may fit: use the solver windows, or raise the budget",
             Reason.MEMORY,
         )
     if answer.outcome is Outcome.STOPPED:
@@ -158,7 +158,7 @@ def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdi
             None,
             bound_s,
             f"no schedule within {budget} was found in {spent} (limit {clock.amount(clock.limit)}): {answer.detail}. "
-            "Raise --time-limit or --budget, or use the solver windows",
+            "Raise the time limit or the budget, or use the solver windows",
             Reason.TIME,
         )
     return Verdict(Status.ERROR, None, None, f"the solver gave up after {spent}: {answer.detail}")

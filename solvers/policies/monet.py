@@ -198,7 +198,7 @@ def solve(request: Request) -> Result:
         budget = format_bytes(request.budget_bytes)
         none = f"no schedule that executes {known_class(graph, CLASS)}, fits {budget}"
         why = none if memory else "MONeT's program found nothing in time"
-        why += f" ({answer.detail}): raise --budget{'' if memory else ' or --time-limit'}, or use the solver windows"
+        why += f" ({answer.detail}): raise the budget{'' if memory else ' or the time limit'}, or use the solver windows"
         return _result(request, Status.LIMIT, message=why, reason=Reason.MEMORY if memory else Reason.TIME)
     schedule = program.schedule(answer.values)
     found = simulate(graph, schedule)

@@ -44,5 +44,5 @@ def online_result(
         return answer(request, solver, trials, what=solver, settings=settings)
     # With more time, or a larger step allowed, it might have ended; out of memory it cannot.
     nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
-    why = f"{solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise --budget, or use the solver windows"
+    why = f"{solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise the budget, or use the solver windows"
     return failure(request, solver, why, nearest.reason, settings=settings)

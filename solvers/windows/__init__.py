@@ -67,11 +67,11 @@ def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, 
         )
     if search.best is not None:
         return status_of(search.best.time_s, search.bound_s, settled), ""
-    limit = "--work-limit" if clock.counts_work else "--time-limit"
+    limit = "work limit" if clock.counts_work else "time limit"
     return Status.LIMIT, (
         f"no schedule within {format_bytes(budget_bytes)} was found in {clock.amount(clock.now)} (limit "
         f"{clock.amount(clock.limit)}), nor proved not to exist in the order of the ops that was tried. "
-        f"{_bracket(search, least_bytes)} Raise {limit} or --budget."
+        f"{_bracket(search, least_bytes)} Raise the {limit} or the budget."
     )
 
 

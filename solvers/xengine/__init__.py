@@ -164,10 +164,10 @@ def _too_large(placement: Placement) -> str:
 def _nothing(request: Request, answer: Answer, *, overlapped: bool) -> Result:
     budget = format_bytes(request.budget_bytes)
     if answer.outcome is Outcome.INFEASIBLE:
-        why = f"no schedule of XEngine's class fits {budget} and the other memories ({answer.detail}): raise --budget"
+        why = f"no schedule of XEngine's class fits {budget} and the other memories ({answer.detail}): raise the budget"
         return _result(request, why, Reason.MEMORY, overlapped=overlapped)
     limit = request.clock.amount(request.clock.limit)
-    why = f"XEngine's program found nothing within {limit} ({answer.detail}): raise --time-limit or --budget"
+    why = f"XEngine's program found nothing within {limit} ({answer.detail}): raise the time limit or the budget"
     return _result(request, why, Reason.TIME, overlapped=overlapped)
 
 

@@ -67,7 +67,7 @@ def test_messages_say_what_and_how_much() -> None:
     )
     message = too_small_message(graph, 8 * 10**9, least)
     assert message.startswith("budget 8.00 GB is below 8.41 GB, the least any schedule of this graph needs: op 'mm_37' holds")
-    assert "Raise --budget" in message
+    assert "Raise the budget" in message
 
 
 def two_gradients() -> Graph:

@@ -65,7 +65,7 @@ def solve(request: Request) -> Result:
             failed = failed or error
     if trials or failed is None:
         return answer(request, "delta", trials, what="DELTA", settings=asdict(params))
-    why = f"delta fails at {format_bytes(request.budget_bytes)}: {failed}. Raise --budget, or use the solver windows"
+    why = f"delta fails at {format_bytes(request.budget_bytes)}: {failed}. Raise the budget, or use the solver windows"
     return failure(request, "delta", why, failed.reason, settings=asdict(params))
 
 

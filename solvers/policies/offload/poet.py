@@ -58,10 +58,10 @@ def solve(request: Request) -> Result:
         if found.values is not None:
             trials.append(Candidate(carried_out(model, found.values, request.budget_bytes), {"power": power}))
         elif found.outcome is Outcome.INFEASIBLE:
-            why = "POET's program is infeasible at this budget: raise --budget, or use the solver windows"
+            why = "POET's program is infeasible at this budget: raise the budget, or use the solver windows"
             return failure(request, "poet", why, Reason.MEMORY, settings=asdict(params))
     if not trials:
-        why = f"POET's program found nothing within {request.clock.amount(request.clock.limit)}: raise --time-limit"
+        why = f"POET's program found nothing within {request.clock.amount(request.clock.limit)}: raise the time limit"
         return failure(request, "poet", why, Reason.TIME, settings=asdict(params))
     return answer(request, "poet", trials, what="POET", settings=asdict(params))
 

@@ -145,7 +145,7 @@ def test_with_guesses_only_the_sizes_next_to_them_are_traced() -> None:
 def test_a_budget_too_small_for_one_is_refused() -> None:
     with pytest.raises(InfeasibleError, match=r"not even a batch of 1: budget 1\.10 kB is below"):
         max_batch(chain, Wanted(1100))
-    with pytest.raises(InfeasibleError, match=r"overhead of at most 1.00%: raise --budget or --max-overhead"):
+    with pytest.raises(InfeasibleError, match=r"overhead of at most 1.00%: raise the budget or the allowed overhead"):
         max_batch(chain, Wanted(1500, 0.01))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.errors import PlannerError
+from graphs.errors import InfeasibleError, PlannerError
 
 X, Y = torch.randn(16, 8), torch.randn(16, 8)
 
@@ -75,3 +75,9 @@ def test_gradients_of_gradients_raise() -> None:
         torch.autograd.grad(step(x, Y), x, create_graph=True)
     (gradient,) = torch.autograd.grad(step(x, Y), x)
     assert gradient.shape == x.shape and not gradient.requires_grad
+
+
+def test_a_budget_that_is_too_small_is_not_spoken_of_as_an_option_of_the_command() -> None:
+    with pytest.raises(InfeasibleError, match=r"Raise the budget, or lower the batch size\.") as refused:
+        planner.compile(model(), F.mse_loss, (X, Y), budget="1kB")
+    assert "--" not in str(refused.value)

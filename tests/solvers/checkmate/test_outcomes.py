@@ -57,7 +57,7 @@ def test_time_is_up_before_anything_is_found(time_limit_s: float) -> None:
     graph = random_training_step(0, 40)
     result = solve(ask(graph, budget_at(graph, 0.1), time_limit_s=time_limit_s))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
-    assert "Raise --time-limit" in result.message
+    assert "Raise the time limit" in result.message
 
 
 @pytest.mark.parametrize("after", [1, 30, 60])

@@ -116,7 +116,7 @@ def test_it_takes_graphs_that_offer_kernels_and_none_that_copy() -> None:
 def test_what_does_not_fit_and_what_is_too_large_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = training_chain(4)
     found = get_solver("monet")(Request(graph, least_budget_bound(graph).budget_bytes - 1))
-    assert (found.status, found.reason) == (Status.LIMIT, Reason.MEMORY) and "raise --budget" in found.message
+    assert (found.status, found.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in found.message
     monkeypatch.setattr(monet, "MOST_ENTRIES", 3)
     found = get_solver("monet")(Request(graph, simulate(graph, store_all(graph)).peak_bytes))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.SIZE) and "more than 3" in found.message

@@ -56,7 +56,7 @@ def test_a_stop_before_anything_is_found() -> None:
     graph = training_chain(30)
     result = solve(ask(graph, 5, should_stop=lambda: True))
     assert result.status is Status.LIMIT
-    assert "Raise --time-limit or --budget" in result.message
+    assert "Raise the time limit or the budget" in result.message
 
 
 def test_a_time_limit_that_has_passed() -> None:

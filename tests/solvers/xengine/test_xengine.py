@@ -205,10 +205,10 @@ def test_graphs_that_it_is_not_for() -> None:
     result = solved(offered, 1000)
     assert result.reason is Reason.SIZE and "40,000 variables" in result.message
     tight = solved(two_branches(), 1)
-    assert (tight.status, tight.reason) == (Status.LIMIT, Reason.MEMORY) and "raise --budget" in tight.message
+    assert (tight.status, tight.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in tight.message
 
 
 @pytest.mark.parametrize("name", ["xengine", "xengine-overlapped"])
 def test_without_time_nothing_is_found(name: str) -> None:
     result = get_solver(name)(ask(two_branches(), 100, time_limit_s=1e-9))
-    assert (result.status, result.reason) == (Status.LIMIT, Reason.TIME) and "--time-limit" in result.message
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.TIME) and "time limit" in result.message

@@ -56,7 +56,7 @@ _PATTERNS = (
     (r"len\((?P<source>.+)\) == (?P<planned>\d+)", "{name} had {planned} items when the step was planned, and has {length} now"),
     (
         r"tensor '(?P<source>.+)' requires_grad mismatch\. expected requires_grad=(?P<planned>\d).*",
-        "{name}.requires_grad was {planned_flag} when the step was planned, and is not now",
+        "{name}.requires_grad was {planned_flag} when the step was planned, and is {other_flag} now",
     ),
     (
         r"tensor '(?P<source>.+)' (?P<planned>.+? mismatch.*?)(?:\. Guard failed.*)?",
@@ -86,9 +86,10 @@ def explain(part: str, local: Scope, scope: Scope) -> str:
             name=readable(found["source"], local, scope),
             planned=planned,
             planned_flag=planned == "1",
+            other_flag=planned != "1",
             now=_shown(now),
             type=f"{type(now).__module__}.{type(now).__qualname__}",
-            length=len(now) if hasattr(now, "__len__") else "none",
+            length=_length(now),
         )
         return text + (" (train() or eval() was called)" if is_mode(part) else "")
     return f"{readable(code, local, scope)} does not hold any more, as it did when the step was planned"
@@ -97,6 +98,13 @@ def explain(part: str, local: Scope, scope: Scope) -> str:
 def _shown(value: object) -> str:
     text = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _length(value: Any) -> object:
+    try:
+        return len(value)
+    except TypeError:  # no container; a tensor without dimensions says that it is one
+        return "none"
 
 
 def _value(name: str, local: Scope, scope: Scope) -> Any:

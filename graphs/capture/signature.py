@@ -162,7 +162,7 @@ class Signature:
                 f"the batch has {names}, but the step was planned for {', '.join(self.names)}: pass what it was planned with"
             ) from None
         for name, value, leaf in zip(self.names, self.values, flat, strict=True):
-            if value is not None and (type(leaf) is not type(value[0]) or leaf != value[0]):
+            if value is not None and not _is_same(leaf, value[0]):
                 raise MismatchError(
                     f"{name} is {leaf!r}, but the step was planned for {value[0]!r}, which is part of its graph: "
                     "make another plan for this value, or pass it as a tensor"
@@ -172,6 +172,11 @@ class Signature:
     def unflatten(self, results: Sequence[torch.Tensor]) -> object:
         """What the step returns, from the loss and the other tensors."""
         return put_together(*pytree.tree_unflatten(results, self.returned))
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Return whether both are one value; NaN is one, though it equals nothing."""
+    return type(value) is type(other) and bool(value == other or (value != value and other != other))
 
 
 def _names(given: tuple[tuple[object, ...], dict[str, object]]) -> tuple[str, ...]:

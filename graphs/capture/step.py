@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphs.capture.signature import take_apart, target_names
 from graphs.errors import TraceError
@@ -18,6 +19,20 @@ def check_module(model: object) -> None:
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         given = "None" if model is None else kind
         raise TraceError(f"the model is {given}, and must be a torch.nn.Module: give an object of such a class")
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Raise a TraceError if `model` has parameters or buffers that cannot be trained as they are."""
+    for path, module in model.named_modules():
+        name = f"{path or 'the model'} ({type(module).__name__})"
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if is_lazy(tensor):
+                raise TraceError(
+                    f"{name} has no values before the model is called for the first time: call the model once on a batch, and "
+                    "plan it then"
+                )
+            if isinstance(tensor, nn.Parameter) and tensor.is_inference():
+                raise TraceError(f"{name} was made under torch.inference_mode(), and cannot be trained: make it outside")
 
 
 class TrainingStep(nn.Module):

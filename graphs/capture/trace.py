@@ -22,7 +22,7 @@ from graphs.capture.outputs import fix_outputs
 from graphs.capture.redraw import generator_of
 from graphs.capture.signature import Batch, Signature, check_batch, leaves
 from graphs.capture.statics import StaticTensors, allocated_bytes
-from graphs.capture.step import LossFn, TrainingStep, check_module
+from graphs.capture.step import LossFn, TrainingStep, check_module, check_tensors
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.optimizers import OPTIMIZERS
@@ -113,6 +113,7 @@ def capture_kernels(
 
 def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str) -> TrainingStep:
     check_module(model)
+    check_tensors(model)
     check_batch(batch)
     if optimizer not in OPTIMIZERS:
         raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")

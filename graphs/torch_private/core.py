@@ -45,6 +45,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._sympy.interp import sympy_interp  # a condition on numbers, for other numbers
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's arithmetic
 
+# Which transform of torch.func (vmap, grad) code runs under.
+current_transform = torch._C._functorch.peek_interpreter_stack
 # What autograd has saved is read by the node that runs.
 current_autograd_node = torch._C._current_autograd_node
 # What a backward pass may write over, where it does not come again.

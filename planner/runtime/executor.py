@@ -11,12 +11,13 @@ from graphs.capture.lower import Capture
 from graphs.capture.program import Launches, Source
 from graphs.capture.signature import put_together
 from graphs.capture.step import TrainingStep
-from graphs.errors import MismatchError
+from graphs.errors import MismatchError, PlannerError
 from graphs.ir import Graph, Kind, Tensor
 from graphs.options.placement import is_placed
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
+from graphs.torch_private.core import current_transform
 from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.codegen import Code, compile_schedule
 from planner.runtime.copying import check_runnable
@@ -140,7 +141,9 @@ class Executor:
 
         Raises:
             MismatchError: as calling the step does.
+            PlannerError: it is called under a transform of ``torch.func``.
         """
+        check_no_transform("a planned step is called")
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
         if self._guards is not None:
@@ -264,6 +267,15 @@ class _Step(torch.autograd.Function):
         except Exception as error:
             executor.memory.raise_if_out_of_memory(error, "backward")
             raise
+
+
+def check_no_transform(what: str) -> None:
+    """Raise a PlannerError that begins with `what` under a transform of ``torch.func``, such as ``vmap``."""
+    if transform := current_transform():
+        raise PlannerError(
+            f"{what} under torch.func.{transform.key().name.lower()}, which transforms what PyTorch calls, and a plan is no such "
+            "call: use model(...) itself there"
+        )
 
 
 def _channels(graph: Graph, device: torch.device) -> Channels | None:

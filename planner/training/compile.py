@@ -22,6 +22,7 @@ from planner.plan_check import check_sizes
 from planner.progress import LoggingView, Stages, View
 from planner.progress.describe import plan_line
 from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.executor import check_no_transform
 from planner.runtime.graphed_step import Recorder
 from planner.runtime.measure import device_name
 from planner.search import Search, Wait
@@ -130,6 +131,7 @@ def compile(  # noqa: A001
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
+    check_no_transform("planner.compile is called")
     optimizer = optimizer if isinstance(optimizer, str) else optimizer_kind(optimizer)
     settings: dict[str, Any] = {"solver": solver, "tolerance": tolerance, "time_limit_s": time_limit_s, "reorder": reorder}
     wrapper = unwrap(model)

@@ -63,7 +63,8 @@ def test_a_work_limit_gives_the_same_plan_each_time(graph_file: Path, tmp_path: 
 
 
 def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, "solve", graph_file, "--budget", "2kB"), 3, "budget 2.00 kB is below", "op 'op", "Raise the budget", "planner info")
+    said = "budget 2.00 kB is below", "op 'op", "Raise the budget", "planner info"
+    refused(call(capsys, "solve", graph_file, "--budget", "2kB"), 3, *said)
     limit = call(capsys, "solve", graph_file, "--budget", "90%", "--solver", "store_all")
     refused(limit, 4, "keeping everything needs")
     assert list(graph_file.parent.iterdir()) == [graph_file]

@@ -81,3 +81,66 @@ def test_a_budget_that_is_too_small_is_not_spoken_of_as_an_option_of_the_command
     with pytest.raises(InfeasibleError, match=r"Raise the budget, or lower the batch size\.") as refused:
         planner.compile(model(), F.mse_loss, (X, Y), budget="1kB")
     assert "--" not in str(refused.value)
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(32), nn.LazyBatchNorm1d()])
+def test_a_lazy_module_is_planned_once_it_was_called(lazy: nn.Module) -> None:
+    given = nn.Sequential(lazy, nn.GELU(), nn.LazyLinear(8))
+    with pytest.raises(PlannerError, match=r"0 \(Lazy\w+\) has no values before .*: call the model once on a batch"):
+        compiled(given)
+    given(X)
+    compiled(given)(X, Y).backward()
+
+
+def test_parameters_of_inference_mode_raise() -> None:
+    with torch.inference_mode():
+        given = model()
+    with pytest.raises(PlannerError, match=r"0 \(Linear\) was made under torch.inference_mode\(\), .*: make it outside"):
+        compiled(given)
+
+
+def test_transforms_of_functions_raise() -> None:
+    given = model()
+    step = compiled(given, (X[:1], Y[:1]))
+    for transform, name in ((torch.func.vmap, "vmap"), (torch.func.grad, "grad")):
+        batch = (X.unsqueeze(1), Y.unsqueeze(1)) if name == "vmap" else (X[:1], Y[:1])
+        with pytest.raises(PlannerError, match=rf"a planned step is called under torch.func.{name}, .*: use model\(\.\.\.\)"):
+            transform(step)(*batch)
+    with pytest.raises(PlannerError, match=r"planner.compile is called under torch.func.vmap"):
+        torch.func.vmap(lambda x, y: compiled(given, (x, y))(x, y))(X.unsqueeze(1), Y.unsqueeze(1))
+
+
+def test_nan_is_a_value_like_others() -> None:
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, filled: float) -> torch.Tensor:
+            return self.inner(x).nan_to_num(0.0 if filled != filled else filled)
+
+    step = compiled(Filled(), (X, float("nan"), Y))
+    step(X, float("nan"), Y).backward()
+    with pytest.raises(PlannerError, match=r"input 1 is 1.0, but the step was planned for nan"):
+        step(X, 1.0, Y)
+
+
+SCALE = torch.tensor(0.5)
+
+
+def test_a_global_number_that_starts_to_require_grad_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * SCALE
+
+    step = compiled(Scaled())
+    try:
+        SCALE.requires_grad_()
+        with pytest.raises(PlannerError, match=r"SCALE.requires_grad was False when the step was planned, and is True now"):
+            step(X, Y)
+    finally:
+        SCALE.requires_grad_(requires_grad=False)

@@ -16,6 +16,7 @@ from graphs.cost.exactness import needs_comparison, with_exactness
 from graphs.cost.link import MEASURED_LINK
 from graphs.cost.others import DEVICES_KEY, recorded_devices
 from graphs.cost.profile import profile
+from graphs.cost.repeatable import as_recorded_once, custom_ops_once
 from graphs.cost.replay import RealStep, real_static
 from graphs.cost.roofline import model_times
 from graphs.cost.sensitivity import with_measured_variances, with_modelled_variances
@@ -108,7 +109,7 @@ def trace(
                 device = get_device(roofline)
                 cuda = device.name != "cpu"
                 captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=cuda, name=name)
-                captured = with_traced(captured, options)
+                captured = with_traced(custom_ops_once(captured), options)
             captured = without_needless(replace(captured, graph=model_times(captured, device)))
         stages.finish()
     return captured.graph
@@ -230,6 +231,6 @@ def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Se
         captured: what ``capture_step`` returned.
         options: that the plan was made with.
     """
-    captured = with_recorded_sizes(captured, provenance)
+    captured = as_recorded_once(with_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return offered_as(with_recorded_sizes(with_traced(captured, options), provenance), provenance)

@@ -29,6 +29,9 @@ from graphs.torch_private.core import OpOverload, detect_fake_mode, pytree
 
 aten = torch.ops.aten
 
+# Namespaces of operators whose tags say whether they draw random numbers.
+KNOWN_NAMESPACES = {"aten", "inductor", "mkldnn", "onednn", "planner", "prims", "quantized"}
+
 # Raise an error by what they read, and return nothing.
 CHECKS = (aten._linalg_check_errors.default,)
 

@@ -1,15 +1,14 @@
 """Capturing and running a training step so that nothing of it stays."""
 
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from graphs.capture.python_state import PythonState
+from graphs.capture.random_states import random_states_kept
 from graphs.capture.signature import Batch, leaves
 from graphs.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter, pytree
 
@@ -50,13 +49,11 @@ def restored(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] =
         stack.callback(state.restore)
         for generator in state.generators:
             stack.callback(generator.set_state, generator.get_state())
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002  # what the model may draw from
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 stack.enter_context(kept(tensor))
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        stack.enter_context(torch.random.fork_rng(devices))
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        stack.enter_context(random_states_kept(gpus))
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphs.capture.lower import Capture
+from graphs.capture.outputs import KNOWN_NAMESPACES
 from graphs.capture.program import Call, Program, load, variable
 from graphs.ir import Op
 from graphs.torch_private.core import OpOverload
@@ -74,6 +75,8 @@ def _names(source: str, namespace: Mapping[str, object]) -> list[str]:
 
 def _token(value: Any) -> tuple[str, bool]:
     """Return a text that tells `value` from others, and whether it does so in other captures too."""
+    if isinstance(value, OpOverload) and value.namespace not in KNOWN_NAMESPACES:
+        return f"{value} {id(value)}", False  # another one may be defined in its place
     if isinstance(value, OpOverload | torch.dtype | torch.device | torch.layout | torch.memory_format | float | complex):
         return str(value), True
     if isinstance(value, torch.Generator):

@@ -18,11 +18,13 @@ import torch
 from torch import fx
 
 from graphs.capture.lower import Capture
+from graphs.capture.random_states import RandomStates, random_states_kept
 from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.cost.allocator import Mark, segment_peaks
 from graphs.cost.devices import DEVICES, Device, device_called, get_device, op_time_s, workspace_bytes
 from graphs.cost.kernel_settings import SETTINGS, described, kernel_settings
 from graphs.cost.op_call import OpCall, Run
+from graphs.cost.repeatable import checksums, draws_unknown, executed_once, is_custom, warn_of_draws
 from graphs.cost.roofline import modelled_composed
 from graphs.cost.sizes import ALLOCATED, with_sizes
 from graphs.cost.synthetic_inputs import TensorSpec
@@ -41,11 +43,13 @@ class OpCost:
         time_s: of a typical execution.
         workspace_bytes: memory besides inputs and outputs.
         outputs: layout of each output; None for what is no tensor.
+        repeats: False if a second execution would make other bits.
     """
 
     time_s: float
     workspace_bytes: int
     outputs: tuple[TensorSpec | None, ...]
+    repeats: bool = True
 
 
 _Key = tuple[object, ...]
@@ -60,7 +64,7 @@ class MeasuredOp:
         call: the op.
         run: its function.
         inputs: for each tensor that it reads, by id, a real one, or the layout of a synthetic one.
-        time_s, rise_bytes, outputs: what was measured; `rise_bytes` is by how much memory rises while it runs.
+        time_s, rise_bytes, outputs, repeats: what was measured; `rise_bytes` is by how much memory rises while it runs.
     """
 
     call: OpCall
@@ -69,6 +73,7 @@ class MeasuredOp:
     time_s: float = 0.0
     rise_bytes: int = 0
     outputs: tuple[TensorSpec | None, ...] = ()
+    repeats: bool = True
 
     def tensors(self) -> dict[int, torch.Tensor]:
         """Return what it reads by id: synthetic tensors, and the real ones as they are, but copies of those it overwrites."""
@@ -112,7 +117,9 @@ def profile(
     with isolated(device):
         profiler = _Profiler(capture, static, device, passes, model, on_op)
         profiler.measure()
-    return _with_costs(capture, profiler.costs, device, passes)
+    once = [op for op in capture.graph.program if (cost := profiler.costs.get(op.id)) is not None and not cost.repeats]
+    warn_of_draws(once)
+    return executed_once(_with_costs(capture, profiler.costs, device, passes), {op.id for op in once})
 
 
 def distinct_ops(
@@ -139,13 +146,12 @@ def distinct_ops(
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Execute ops inside without recording, casting or tracing them; the random state is restored at the end."""
-    devices = [device] if device.type == "cuda" else []
     with (
         disable_current_modes(),
         no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        torch.random.fork_rng(devices),
+        random_states_kept(_gpus(device)),
     ):
         yield
 
@@ -203,7 +209,8 @@ class _Profiler:
         self._measure_workspaces(list(new.values()))
         for key, measured in new.items():
             output_bytes = sum(_bytes_of(spec, self.device) for spec in measured.outputs)
-            cost = OpCost(measured.time_s, max(0, measured.rise_bytes - output_bytes), measured.outputs)
+            workspace = max(0, measured.rise_bytes - output_bytes)
+            cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats)
             known = _COSTS if measured.call.is_shared else self._of_this_capture
             known[key] = cost
         for number, key in self.keys.items():
@@ -251,9 +258,17 @@ class _Profiler:
         """Execute the op once for the layouts of its outputs, then again for its time; long ones in ``_measure_workspaces``."""
         arguments = measured.arguments()
         times: list[float] = []
+        states = RandomStates(_gpus(self.device))
         first_s, made = _timed(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
+        measured.repeats = not draws_unknown(measured.call.op, states, self.device)
+        sums = checksums(made) if measured.repeats and is_custom(self.capture, measured.call.op) else None
         del made
+        if sums is not None:
+            states.restore()
+            del arguments
+            arguments = measured.arguments()
+            measured.repeats = sums == checksums(measured.run(*arguments))
         while first_s < _LONG_S and len(times) < self.passes and sum(times) < _LONG_S:
             times.append(_timed(measured.run, arguments, self.device)[0])
         measured.time_s = self._typical(times or [first_s])
@@ -302,7 +317,7 @@ class _Profiler:
         target = (node.target, args, kwargs, node.meta["val"], model)
         paths = [path for _, path in self.capture.program.calls[op.id].outputs]
         outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
-        return OpCost(op_time_s(*target), workspace_bytes(*target), outputs)
+        return OpCost(op_time_s(*target), workspace_bytes(*target), outputs, repeats=not is_custom(self.capture, op))
 
     def _device_model(self, call: OpCall, error: Exception) -> Device:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -372,6 +387,10 @@ def _timed(run: Run, arguments: Sequence[torch.Tensor], device: torch.device) ->
     start = time.perf_counter()
     made = run(*arguments)
     return time.perf_counter() - start, made
+
+
+def _gpus(device: torch.device) -> tuple[int, ...]:
+    return (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 
 
 def _pick(value: Any, path: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 
 from graphs.capture.lower import Capture
 from graphs.capture.program import load
+from graphs.capture.random_states import random_states_kept
 from graphs.capture.signature import Batch, leaves
 from graphs.capture.unchanged import kept
 from graphs.capture.writer import Writer
@@ -70,11 +71,11 @@ class RealStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run inside: nothing is recorded or cast, and parameters, buffers and random state are afterwards as before."""
-        devices = [self.device] if self.device.type == "cuda" else []
+        gpus = [self.device.index or 0] if self.device.type == "cuda" else []
         with ExitStack() as stack:
             for tensor in self._written:
                 stack.enter_context(kept(tensor))
-            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(random_states_kept(gpus))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             yield

@@ -15,6 +15,7 @@ import torch
 
 from graphs.capture.lower import Capture
 from graphs.capture.program import load, variable
+from graphs.capture.random_states import random_states_kept
 from graphs.capture.writer import Writer
 from graphs.cost.replay import RealStep
 from graphs.ir import Graph, Phase
@@ -82,7 +83,7 @@ class _Passes:
     def gradients(self, instead: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Of the parameters, with some tensors replaced in the backward pass."""
         alive = [instead.get(t, value) for t, value in zip(self._code.alive, self._alive, strict=True)]
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        with random_states_kept([self._device.index or 0] if self._device.type == "cuda" else []):
             return self._code.backward(self._static, alive)
 
     def squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:

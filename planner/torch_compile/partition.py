@@ -23,6 +23,7 @@ from graphs.capture.signature import Signature
 from graphs.capture.statics import StaticTensors
 from graphs.cost.devices import Device
 from graphs.cost.profile import profile
+from graphs.cost.repeatable import custom_ops_once
 from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Phase
@@ -77,11 +78,15 @@ def capture_joint(
     signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
     lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on)
     prepare_for_tight_memory(lowered.graph, where)
-    captured = with_traced(drawn_once(lowered), options)
+    captured = drawn_once(lowered)
     if measure:
         known: dict[str, Any] = {node.name: node.meta["val"] for node in placeholders} | dict(captured.program.namespace)
-        captured = profile(captured, [known[source.name] for source in captured.program.sources], model=device, on_op=on_op)
+        static = [known[source.name] for source in captured.program.sources]
+        captured = profile(captured, static, model=device, on_op=on_op)
+        if options:
+            captured = profile(with_traced(captured, options), static, model=device)
     else:
+        captured = with_traced(custom_ops_once(captured), options)
         captured = replace(captured, graph=model_times(captured, device))
     return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
 

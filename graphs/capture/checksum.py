@@ -1,0 +1,34 @@
+"""Checksums of the bits of tensors, to find out whether a tensor still holds what it held."""
+
+from functools import cache
+
+import torch
+
+_BLOCK_ELEMENTS = 2**18  # at a time, so that a checksum takes some MB, whatever the size of the tensor
+_FACTOR = 6364136223846793005  # odd, so that no bit of an earlier block is lost
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number (int64, on the device of `tensor`) that changes with any bit of the elements, and with their order.
+
+    Blocks b of elements x with odd weights w: the sum of w[i] * x[i] over each, added up as s = s * factor + sum(b), mod 2**64.
+    Two tensors that differ in few elements have the same checksum with a probability of about 2**-60.
+    """
+    dense = tensor.detach()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    flat = dense.resolve_neg().contiguous().flatten().view(_INTEGERS[dense.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = _weights(tensor.device)
+    for block in flat.split(_BLOCK_ELEMENTS):
+        total = total * _FACTOR + torch.mul(block, weights[: block.numel()]).sum()
+    return total
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (_BLOCK_ELEMENTS,), generator=generator)
+    return (2 * drawn + 1).to(device)

@@ -90,13 +90,23 @@ def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callabl
         with step.recording():
             options = step.options_of_logs(batch)
             accumulate = trainer.accumulate_grad_batches > 1
-            step_of_size = plans.step(None, (batch,), optimizer=trainer.optimizers[0], accumulate=accumulate, on_progress=shown)
+            optimizer = trainer.optimizers[0]
+            step_of_size = plans.step(None, (batch,), optimizer=optimizer, accumulate=accumulate, on_progress=shown)
+            if not accumulate and _zeroes_as_usual(trainer, step.module):
+                optimizer.zero_grad()  # Lightning does so between the forward and the backward pass
             returned = step_of_size(batch)
         for name, value in returned.pop(_LOGGED).items():
             step.module.log(name, value, **options[name])
         return returned if returned.keys() > {"loss"} else returned["loss"]
 
     return training_step
+
+
+def _zeroes_as_usual(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
+    """Return whether nobody looks at the gradients as Lightning frees them, or frees them in another way."""
+    usual = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
+    hooked = [type(module).on_before_zero_grad, *(type(callback).on_before_zero_grad for callback in trainer.callbacks)]
+    return usual and all(hook in (pl.LightningModule.on_before_zero_grad, pl.Callback.on_before_zero_grad) for hook in hooked)
 
 
 class _Step(nn.Module):

@@ -21,6 +21,7 @@ from graphs.errors import MismatchError, TraceError
 from graphs.ir import Graph, Kind
 from planner.distributed.ranks import Ranks, SingleProcess
 from planner.runtime.channels import Channels
+from planner.runtime.earlier_gradients import BUCKETS, TO_SEND
 from planner.runtime.executor import Executor, open_channels
 from planner.tracing import capture_step
 
@@ -87,8 +88,9 @@ class Replicated(Unwrapped):
         """The step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
         in_buckets = self._model.gradient_as_bucket_view
         captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate and not in_buckets, variant=variant)
-        buckets = Kind.ACCUMULATED_GRADIENT, "gradient_buckets", _trained_bytes(self.module)
-        return replace(captured, graph=captured.graph.holding(*buckets))
+        name = "gradients_in_buckets" if in_buckets else BUCKETS
+        graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, name, _trained_bytes(self.module))
+        return replace(captured, graph=graph)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """The wrapper's own forward pass, around the planned one instead of the module's."""
@@ -151,7 +153,7 @@ class Sharded(Unwrapped):
         captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
         captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
-        return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, "gradients_to_send", unit_bytes))
+        return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """The forward pass of the outermost module, with its hooks, around the planned one instead of its own."""

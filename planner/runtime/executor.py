@@ -23,6 +23,7 @@ from planner.runtime.codegen import Code, compile_schedule
 from planner.runtime.copying import check_runnable
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.devices import Devices
+from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.placed import compile_placed
@@ -49,6 +50,7 @@ class Executor:
         launched: both passes as the schedule says.
         code: both passes as they are run.
         memory: what they hold.
+        earlier_gradients: what may lie beside them.
     """
 
     def __init__(
@@ -82,12 +84,14 @@ class Executor:
             self.launched = compile_placed(capture.graph, capture.program, schedule, self.devices, self.channels)
         else:
             self.launched = compile_schedule(capture.graph, capture.program, schedule, self.channels)
+        self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
         self._autocast = _autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
+        self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         overwritten = {t for op in self.graph.ops for t in op.mutates}
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads what they wrote.
         compiled = any(isinstance(call, Launches) for call in self.program.calls)
@@ -131,7 +135,11 @@ class Executor:
         return put_together(*self._step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
-        """One forward pass on the leaves of a batch that was checked."""
+        """One forward pass on the leaves of a batch that was checked.
+
+        Raises:
+            BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
+        """
         static = self.program.gather(self._step, leaves)
         results: tuple[torch.Tensor, ...] = _Step.apply(self, *static)  # type: ignore[no-untyped-call]
         return self.signature.unflatten(results)
@@ -210,6 +218,13 @@ class Executor:
         ctx.save_for_backward(*(static[i] for i in self._checked))
         ctx.unchecked = [static[i] for i in self._unchecked]
 
+    def look_beside(self, static: Sequence[Any]) -> Callable[[], None]:
+        """Look at the gradients that lie beside the forward pass; return what looks at them before the backward pass."""
+        parameters = [static[i] for i in self._parameters]
+        if not self.earlier_gradients.before_forward(parameters):
+            return lambda: None  # those that come in between are of others
+        return lambda: self.earlier_gradients.before_backward(parameters)
+
     def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
         """The static tensors for the backward pass."""
         static: list[Any] = [None] * len(self.program.sources)
@@ -233,6 +248,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, executor: Executor, *static: Any) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor = executor
+        ctx.look_beside = executor.look_beside(static)
         try:
             with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
                 loss, extras, ctx.alive = executor.code.forward(static)
@@ -259,6 +275,7 @@ class _Step(torch.autograd.Function):
                 "one of the tensors that the step returned was modified in place, and its backward pass reads it: clone() it "
                 "before writing to it, or write after backward()"
             )
+        ctx.look_beside()
         alive, ctx.alive = ctx.alive, None
         static = executor.restore(ctx, tangent)
         try:

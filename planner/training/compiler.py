@@ -152,6 +152,7 @@ class Compiler:
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
         """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""
+        executor.earlier_gradients.budget_bytes = plan.budget_bytes
         return PlannedStep(
             plan,
             self.wrapper.wrapped(executor),
@@ -236,6 +237,7 @@ class Compiler:
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
         plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
+        executor.earlier_gradients.budget_bytes = plan.budget_bytes
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 

@@ -123,6 +123,7 @@ class Improvement:
         self.plan = replace(
             plan, budget_bytes=self.plan.budget_bytes, measured_peak_bytes=None, eager=_of_another_plan(self.plan.eager)
         )
+        executor.earlier_gradients.budget_bytes = self.plan.budget_bytes
         self._executor, self._watch = executor, PeakWatch(executor)
         return Swap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
 
@@ -209,7 +210,8 @@ class Improvement:
             return None
         self._candidate = None
         gain = 1 - plan.time_s / self.plan.time_s
-        if gain >= _GAIN and (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
+        fits = self._executor.earlier_gradients.fit_beside(with_recorded(self._captured.graph, plan.settings), plan.schedule)
+        if gain >= _GAIN and fits and (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
             return plan
         if plan.bound_s is not None:  # proved of this plan, too
             bound_s = min(plan.bound_s, self.plan.time_s)

@@ -12,6 +12,7 @@ from torch import nn
 from graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
 from planner.progress.describe import plan_line
+from planner.training.step import PlannedStep
 from tests.support.budgets import HALF_WAY
 from tests.support.lightning_loop import QUICK, Module, pl, trained
 from tests.support.logs import lines_of
@@ -50,6 +51,31 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert plan.graph.provenance["accumulate"] is bool(more)
     assert planned.training_step.__func__ is make.training_step  # as it was
     assert planned.log.__func__ is pl.LightningModule.log
+
+
+def test_gradients_are_freed_before_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[bool] = []
+    module, call = Module(), PlannedStep.__call__
+
+    def noted(step: PlannedStep, *args: Any) -> Any:
+        seen.append(any(parameter.grad is not None for parameter in module.parameters()))
+        return call(step, *args)
+
+    monkeypatch.setattr(PlannedStep, "__call__", noted)
+    trained(module, tmp_path, PlannedTraining(HALF_WAY, **QUICK))
+    assert seen == [False] * 6
+
+
+def test_gradients_that_a_module_looks_at_stay_until_lightning_frees_them(tmp_path: Path) -> None:
+    class Looking(Module):
+        seen = 0
+
+        def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+            self.seen += any(parameter.grad is not None for parameter in self.parameters())
+
+    eager, _ = trained(Looking(), tmp_path)
+    planned, _ = trained(Looking(), tmp_path, PlannedTraining("200%", **QUICK))
+    assert planned.seen == eager.seen > 0
 
 
 def test_the_first_plan_is_shown_once_in_the_log(tmp_path: Path) -> None:

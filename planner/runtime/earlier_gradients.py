@@ -1,0 +1,72 @@
+"""Gradients of earlier steps: memory beside a step that its plan counts only where they are to be accumulated."""
+
+from collections.abc import Iterable
+
+import torch
+
+from graphs.errors import BudgetError
+from graphs.ir import Graph, Kind
+from graphs.schedule import Schedule, boundary
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+
+# What wrappers hold besides the gradients of the parameters.
+BUCKETS, TO_SEND = "gradient_buckets", "gradients_to_send"
+
+
+class EarlierGradients:
+    """Refuses a pass of a step where the gradients that lie beside it would take it over the budget.
+
+    Attributes:
+        budget_bytes: of the plan; None as long as the step is not trained, and nothing is refused.
+    """
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        """Look after the step that `schedule` runs on `graph`."""
+        self.budget_bytes: int | None = None
+        gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name not in (BUCKETS, TO_SEND))
+        self._counted_bytes = sum(t.size_bytes for t in gradients)
+        self._peaks_bytes = pass_peaks(graph, schedule)
+        self._most_bytes = [0, 0]  # that has lain beside a forward and a backward pass
+
+    def before_forward(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of the gradients of `parameters`, as the forward pass begins, that the plan does not count.
+
+        Raises:
+            BudgetError: the pass would take more than the budget.
+        """
+        return self._check(0, parameters)
+
+    def before_backward(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look at them again as the backward pass begins.
+
+        Raises:
+            BudgetError: the pass would take more than the budget.
+        """
+        self._check(1, parameters)
+
+    def fit_beside(self, graph: Graph, schedule: Schedule) -> bool:
+        """Return whether the gradients that have lain beside the step so far also fit beside it by `schedule`."""
+        peaks = zip(pass_peaks(graph, schedule), self._most_bytes, strict=True)
+        return self.budget_bytes is None or all(peak + beside <= self.budget_bytes for peak, beside in peaks)
+
+    def _check(self, which: int, parameters: Iterable[torch.Tensor]) -> int:
+        if self.budget_bytes is None:
+            return 0
+        there = sum(p.grad.nbytes for p in parameters if p.is_leaf and p.grad is not None)
+        beside = max(0, there - self._counted_bytes)
+        if beside and (peak := self._peaks_bytes[which] + beside) > self.budget_bytes:
+            raise BudgetError(
+                f"gradients of an earlier step ({format_bytes(there)}) are there as the {('forward', 'backward')[which]} pass "
+                f"begins, which would take {format_bytes(peak)} with them, over the budget of {format_bytes(self.budget_bytes)}: "
+                "free them before the step (optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, which "
+                "counts them"
+            )
+        self._most_bytes[which] = max(self._most_bytes[which], beside)
+        return beside
+
+
+def pass_peaks(graph: Graph, schedule: Schedule) -> tuple[int, int]:
+    """Return the most bytes in use on the device in the forward and in the backward pass."""
+    memory, cut = simulate(graph, schedule).memory_bytes, boundary(graph, schedule)
+    return max(memory[:cut]), max(memory[cut:])

@@ -165,6 +165,8 @@ class _Reader:
                 line = f"{name} = {ast.unparse(self._inlined(value))}"
                 if line not in self.wrapper.setup:
                     self.wrapper.setup.append(line)
+            case ast.Call(func=ast.Name(id="copy_if_misaligned"), args=[given]):
+                self.bound[name] = self._aligned(given)
             case ast.Call(func=ast.Name(id="reinterpret_tensor")) | ast.Name():
                 self.bound[name] = self._inlined(value)
             case ast.Subscript(value=ast.Name(id=base)) if f"{base}[{ast.unparse(value.slice)}]" in self.bound:
@@ -173,6 +175,16 @@ class _Reader:
                 self._launch(value, name)
             case _:
                 self._refuse(ast.Assign(targets=[ast.Name(id=name)], value=value, lineno=0))
+
+    def _aligned(self, given: ast.expr) -> ast.expr:
+        """An input that kernels expect to begin at a multiple of 16 bytes: static tensors do before all launches."""
+        value = self._inlined(given)
+        if not isinstance(value, ast.Name):
+            raise TraceError(
+                f"Inductor's code aligns {ast.unparse(given)!r}, a view of another tensor, which a plan cannot: "
+                "plan with kernels='eager'"
+            )
+        return value
 
     def _launch(self, call: ast.Call, name: str | None = None) -> None:
         """A call, whose result has a `name` or none."""

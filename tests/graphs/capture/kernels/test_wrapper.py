@@ -48,6 +48,7 @@ NAMES = namespace(
     triton_scale=TritonScale,
     get_raw_stream=lambda device: 70 + device,
     assert_size_stride=lambda *_: None,
+    copy_if_misaligned=lambda value: value,
 )
 
 
@@ -219,6 +220,36 @@ return (buf0, )
     assert (again.makes, again.reads, again.writes) == ([4], {1, 3}, {3})
     (scale,) = execute(wrapper, returned, [X, Y])
     assert torch.equal(scale, X * Y)
+
+
+def test_an_input_that_kernels_expect_aligned_is_bound_to_the_tensor_itself() -> None:
+    """Static tensors are aligned before all launches; see ``lower.aligned``."""
+    body = """
+primals_1, primals_2 = args
+primals_1 = copy_if_misaligned(primals_1)
+buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(primals_1, primals_2, buf0)
+primals_2_orig = primals_2
+primals_2 = copy_if_misaligned(primals_2_orig)
+buf1 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(primals_2, buf0, buf1)
+del primals_2_orig
+return (buf1, primals_1, primals_2, )
+"""
+    first, second = launches(body, X, Y)
+    assert (first.lines[-1], first.reads) == ("cpp_add(_v0, _v1, _v2)", {0, 1})
+    assert (second.lines[-1], second.reads) == ("cpp_add(_v1, _v2, _v3)", {1, 2})
+
+
+def test_a_view_that_kernels_expect_aligned_is_refused() -> None:
+    body = """
+primals_1, = args
+view = reinterpret_tensor(primals_1, (2, ), (1, ), 1)
+view = copy_if_misaligned(view)
+return (view, )
+"""
+    with pytest.raises(TraceError, match=r"^Inductor's code aligns 'view', a view of another tensor, .* kernels='eager'"):
+        read(module(body, KERNELS), NAMES, 1)
 
 
 def test_a_method_in_place_writes_to_its_tensor() -> None:

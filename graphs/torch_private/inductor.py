@@ -10,6 +10,7 @@ from torch import fx
 from torch._functorch.partitioners import default_partition  # keeps what autograd would
 from torch._inductor import config as _config
 from torch._inductor import ir as inductor_ir  # buffers, and in what layout
+from torch._inductor.codecache import PyCodeCache  # the modules that it has loaded
 from torch._inductor.codegen.cpp import CppScheduling  # decides which kernels share a function
 from torch._inductor.codegen.wrapper import can_match_buffer_size  # whether one buffer may lie where another does
 from torch._inductor.compile_fx import (
@@ -37,6 +38,13 @@ def create_compiler_config_extra(module: fx.GraphModule) -> CompilerConfigExtra:
     """For both halves of `module`. Torch 2.11 asks for Inductor's configuration, and reads no more of it."""
     wanted: Any = _config if "config" in signature(_create_compiler_config_extra).parameters else module
     return _create_compiler_config_extra(wanted)
+
+
+def loaded_names(compiled: CompiledFxGraph) -> dict[str, Any]:
+    """What the module defines that `compiled`, which has just been made, calls."""
+    # With constants a module is loaded each time that a graph is compiled: the last is the one.
+    module = next(module for module in reversed(PyCodeCache.modules) if getattr(module, "key", None) == compiled.cache_key)
+    return vars(module)
 
 
 @contextmanager

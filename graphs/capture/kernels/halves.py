@@ -1,6 +1,6 @@
 """The two halves of a joint graph, compiled by Inductor as ``torch.compile`` compiles them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,7 @@ from graphs.torch_private.inductor import (
     compile_fx_forward,
     create_compiler_config_extra,
     kernels_apart,
+    loaded_names,
     partition_fn,
     run_pre_grad_passes,
     select_decomp_table,
@@ -66,21 +67,17 @@ class Half:
 
     Attributes:
         source: of the module that Inductor generated.
+        namespace: what that module defines, as Inductor loaded it: a kernel that tunes itself does so once for all its callers.
         inputs: name and descriptor of each input; what the forward pass saved has none.
         outputs: name, descriptor and fake value of each output; None and None for those that are not there.
         constants: tensors that are part of it, by name.
     """
 
     source: str
+    namespace: Mapping[str, object]
     inputs: _Inputs
     outputs: _Outputs
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def namespace(self) -> dict[str, object]:
-        """What the module defines: its kernels are loaded, and compiled where they are not."""
-        namespace: dict[str, object] = {"__name__": "planner_kernels"}
-        exec(compile(self.source, "<Inductor's kernels>", "exec"), namespace)
-        return {**namespace, **self.constants}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +138,7 @@ def compile_halves(
     def note(ends: _Ends, compiled: object, *, backward: bool) -> object:
         if not isinstance(compiled, CompiledFxGraph):
             raise TraceError(_NOTHING)
-        found[backward] = Half(compiled.source_code, *ends, compiled.constants or {})
+        found[backward] = Half(compiled.source_code, loaded_names(compiled), *ends, compiled.constants or {})
         return compiled
 
     context = TracingContext.try_get()

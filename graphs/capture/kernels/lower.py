@@ -166,7 +166,7 @@ class _Lowering:
             known_as = f"{phase}_{name}"
             self.wrapper.namespace[known_as] = value
             constants[name] = self._static(self.statics.add(Kind.CONSTANT, known_as, value))
-        return self.wrapper.read(half.source, half.namespace(), inputs, constants, phase)
+        return self.wrapper.read(half.source, half.namespace, inputs, constants, phase)
 
     def _input(self, desc: AOTInput | None) -> ast.expr | None:
         """What an input of the joint graph stands for; None if it is no tensor."""

@@ -155,11 +155,14 @@ class _Reader:
 
     def _assign(self, name: str, value: ast.expr) -> None:
         match value:
-            case ast.Call(func=ast.Name(id=function), args=args) if function.startswith("empty_strided"):
-                shape, dtype = ast.literal_eval(args[0]), ast.unparse(args[2]).removeprefix("torch.")
-                self.bound[name] = self.wrapper.new(Value(shape, dtype))
-                self.allocated[number_of(self.bound[name])] = self._inlined(value)
-                self.layouts[name] = f"{ast.unparse(args[0])}, {ast.unparse(args[1])}"
+            case ast.Call(func=ast.Name(id=function), args=[shape, stride, dtype]) if function.startswith("empty_strided"):
+                self._allocate(name, value, shape, stride, dtype)
+            # With room behind each row, for products of padded matrices.
+            case ast.Call(
+                func=ast.Attribute(value=ast.Call(func=ast.Name(id=function), args=[_, _, dtype]), attr="as_strided"),
+                args=[shape, stride],
+            ) if function.startswith("empty_strided"):
+                self._allocate(name, value, shape, stride, dtype)
             case ast.Call(func=ast.Name(id=function)) if function in _SETUP:
                 self.bound[name] = ast.Name(id=name)
                 line = f"{name} = {ast.unparse(self._inlined(value))}"
@@ -175,6 +178,12 @@ class _Reader:
                 self._launch(value, name)
             case _:
                 self._refuse(ast.Assign(targets=[ast.Name(id=name)], value=value, lineno=0))
+
+    def _allocate(self, name: str, call: ast.expr, shape: ast.expr, stride: ast.expr, dtype: ast.expr) -> None:
+        """Let `name` stand for a new value, which `call` allocates before the first launch that writes to it."""
+        self.bound[name] = self.wrapper.new(Value(ast.literal_eval(shape), ast.unparse(dtype).removeprefix("torch.")))
+        self.allocated[number_of(self.bound[name])] = self._inlined(call)
+        self.layouts[name] = f"{ast.unparse(shape)}, {ast.unparse(stride)}"
 
     def _aligned(self, given: ast.expr) -> ast.expr:
         """An input that kernels expect to begin at a multiple of 16 bytes: static tensors do before all launches."""

@@ -4,6 +4,8 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
 
 import torch
 
@@ -56,9 +58,10 @@ class Kernels:
             case ast.Attribute(value=ast.Name(id="extern_kernels"), attr=name):
                 return f"extern_kernels.{name}", Writes(keywords=frozenset({"out"}))
         name = ast.unparse(call.func)
+        first, *attributes = name.split(".")
         try:
-            target = eval(name, dict(self._namespace))
-        except (NameError, AttributeError):
+            target: Any = reduce(getattr, attributes, self._namespace[first])
+        except (KeyError, AttributeError):
             target = None
         # Of some ops only the name is written, without the overload.
         overloads = [getattr(target, each) for each in target.overloads()] if isinstance(target, OpOverloadPacket) else [target]

@@ -82,6 +82,22 @@ return (buf0, primals_2, None, )
     assert launch == Launch("cpp_add", Phase.FORWARD, lines, makes=[2], reads={0, 1})
 
 
+def test_a_buffer_may_have_room_behind_each_row() -> None:
+    """As for the product of a matrix that is padded where it lies."""
+    body = """
+primals_1, = args
+buf0 = empty_strided_cpu((2, 4), (5, 1), torch.float32).as_strided((2, 2), (5, 1))
+cpp_add(reinterpret_tensor(primals_1, (2, 2), (2, 1), 0), reinterpret_tensor(primals_1, (2, 2), (2, 1), 0), buf0)
+cpp_ones(reinterpret_tensor(buf0, (2, 2), (5, 1), 2))
+buf1 = empty_strided_cpu((2, 2), (2, 1), torch.float32)
+extern_kernels.mm(reinterpret_tensor(buf0, (2, 4), (5, 1), 0), reinterpret_tensor(buf0, (4, 2), (1, 5), 0), out=buf1)
+return (buf1, )
+"""
+    first, second, _ = launches(body, X)
+    assert first.lines[0] == "_v1 = empty_strided_cpu((2, 4), (5, 1), torch.float32).as_strided((2, 2), (5, 1))"
+    assert (first.makes, second.makes, second.writes) == ([1], [], {1})
+
+
 def test_a_kernel_with_several_outputs_makes_them_all() -> None:
     body = """
 primals_1, = args

@@ -8,6 +8,7 @@ import ast
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from graphs.capture.kernels.in_place import noted
 from graphs.capture.kernels.values import VALUE, Inline, items, number_of, numbers, variable_of
@@ -17,6 +18,7 @@ from graphs.ir import Phase
 
 _IGNORED = ("args.clear", "assert_size_stride", "assert_alignment", "torch.cuda.set_device")
 _SETUP = ("get_raw_stream",)  # its result is no tensor, and is asked for at each step
+_REDUCTIONS = ("sum", "prod", "amin", "amax")  # methods that return memory of their own
 
 
 @dataclass(slots=True)
@@ -253,19 +255,36 @@ class _Reader:
             launch.lines += [f"_ = {source}", *picked, "del _"]
 
     def _called(self, call: ast.Call) -> tuple[str, Writes]:
-        match call.func:
-            case ast.Attribute(value=ast.Name(id=name), attr=method) if name in self.bound:
-                if not method.endswith("_") or method.startswith("_"):
-                    self._refuse(ast.Expr(call))
-                return method, Writes(returns=None)
-        return self.kernels.called(call)
+        methods = self._methods(call)
+        if methods is None:
+            return self.kernels.called(call)
+        reductions = [method for method in methods if method in _REDUCTIONS]
+        reduces = len(reductions) > 0 and {*_REDUCTIONS, "view", "to"}.issuperset(methods)  # what parts left in a workspace
+        if not reduces and not (len(methods) == 1 and _is_in_place(methods[0])):
+            self._refuse(ast.Expr(call))
+        return (reductions or methods)[0], Writes()
+
+    def _methods(self, expression: ast.expr) -> list[str] | None:
+        """The methods that are called on a variable, or on a part of it, one after the other; None where it is none."""
+        found: list[str] = []
+        while True:
+            match expression:
+                case ast.Call(func=ast.Attribute(value=called, attr=method)):
+                    found.insert(0, method)
+                    expression = called
+                case ast.Subscript(value=whole):
+                    expression = whole
+                case ast.Name(id=name) if name in self.bound:
+                    return found
+                case _:
+                    return None
 
     def _written(self, call: ast.Call, writes: Writes) -> set[int]:
         """The values that `call` writes to."""
         arguments = [arg for i, arg in enumerate(call.args) if i in writes.positions]
         arguments += [keyword.value for keyword in call.keywords if keyword.arg in writes.keywords]
-        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id in self.bound:
-            arguments.append(call.func.value)  # a method in place
+        if isinstance(call.func, ast.Attribute) and self._methods(call) and _is_in_place(call.func.attr):
+            arguments.append(call.func.value)
         return {value for argument in arguments for value in numbers(self._inlined(argument))}
 
     def _inlined(self, expression: ast.expr) -> ast.expr:
@@ -296,8 +315,13 @@ class _Reader:
             self.names[name] = unique
         return ast.Name(id=self.names[name])
 
-    def _refuse(self, statement: ast.stmt) -> None:
+    @staticmethod
+    def _refuse(statement: ast.stmt) -> NoReturn:
         raise TraceError(
             f"Inductor's code has the statement {ast.unparse(statement)!r}, which a static graph cannot hold: shapes and "
             "control flow must not depend on data; or plan with kernels='eager'"
         )
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.startswith("_")

@@ -283,6 +283,23 @@ return (buf0, )
     assert (added.reads, added.makes) == ({0}, [1])
 
 
+def test_parts_of_a_workspace_are_summed() -> None:
+    """As where Inductor reduces rows and columns of a matrix by one kernel."""
+    body = """
+primals_1, = args
+workspace_0 = empty_strided_cpu((8, ), (1, ), torch.float32)
+cpp_add(reinterpret_tensor(primals_1, (8, ), (1, ), 0), reinterpret_tensor(primals_1, (8, ), (1, ), 0), workspace_0)
+buf0 = workspace_0[0 * (2) * (2) : (0 + 1) * (2) * (2)].view(2, 2).sum(dim=0).view([2])
+buf1 = workspace_0[1 * (2) * (2) : (1 + 1) * (2) * (2)].view(2, 2).amax(dim=0).view([1, 2]).to(torch.float16)
+del workspace_0
+return (buf0, buf1, )
+"""
+    filled, summed, greatest = launches(body, torch.arange(8.0))
+    assert (filled.makes, filled.reads) == ([1], {0})
+    assert (summed.target, summed.makes, summed.reads, summed.writes) == ("sum", [2], {1}, set())
+    assert (greatest.target, greatest.makes, greatest.reads) == ("amax", [3], {1})
+
+
 def test_two_modules_may_use_one_name_for_two_things() -> None:
     body = "primals_1, = args\nbuf0 = empty_strided_cpu((4, ), (1, ), torch.float32)\ncpp_ones(buf0)\nreturn (buf0, )"
     other = {**NAMES, "cpp_ones": lambda out: out.fill_(5.0)}
@@ -319,6 +336,8 @@ return (buf0, )
         ("for i in range(3):\n    cpp_ones(buf0)", "the statement 'for i in range"),
         ("u0 = buf0.item()", "the statement 'buf0.item()'"),
         ("s0 = 3 + 4", "the statement 's0 = 3 + 4'"),
+        ("buf1 = buf0[0:2].view(2)", "the statement 'buf0[0:2].view(2)'"),
+        ("buf1 = buf0[0:2].sum().tolist()", "the statement 'buf0[0:2].sum().tolist()'"),
         ("unknown_kernel(buf0)", "calls unknown_kernel, of which it is not known what it writes to"),
         ("buf1 = torch.relu(buf0)", "calls torch.relu, of which it is not known"),
     ],

@@ -26,7 +26,7 @@ from torch._inductor.compile_fx import (
 )
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the class that a partitioner of our own must have
 from torch._inductor.decomposition import select_decomp_table  # what Inductor takes ops apart into
-from torch._inductor.dependencies import MemoryDep  # where a node reads or writes
+from torch._inductor.dependencies import Dep, MemoryDep  # where a node reads or writes
 from torch._inductor.exc import InductorError  # what it says of a step that it does not compile
 from torch._inductor.output_code import CompiledFxGraph  # one half with its source
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode  # what a kernel is made of

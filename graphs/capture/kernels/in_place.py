@@ -6,10 +6,14 @@ code around them says of which pairs both may be given the same memory.
 """
 
 import ast
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from graphs.torch_private.inductor import (
     BaseSchedulerNode,
+    CppScheduling,
+    Dep,
     MemoryDep,
     SchedulerNode,
     V,
@@ -55,7 +59,7 @@ def _pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
         ):
             continue
         for read in node.read_writes.reads:
-            if read.name in inside or not _same_element(node, read):
+            if read.name in inside or not _same_element(node, read) or _shared_by_threads(read, together):
                 continue
             others = [other for other in together if any(dep.name == read.name for dep in other.read_writes.reads)]
             places = {dep for other in others for dep in other.read_writes.reads if dep.name == read.name}
@@ -72,6 +76,18 @@ def _same_element(node: SchedulerNode, read: object) -> bool:
         and node.can_inplace(read)
         and all(isinstance(write, MemoryDep) and write.mode is None for write in writes)
     )
+
+
+def _shared_by_threads(read: Dep, together: Sequence[BaseSchedulerNode]) -> bool:
+    """Whether several threads of a kernel on a GPU may read one element, which one of them writes before another has read it.
+
+    They do where the kernel that all of `together` are part of iterates over more elements than it reads: the element is
+    broadcast. For inputs that Inductor itself writes over it emits a barrier there, ``tl.debug_barrier()``.
+    """
+    if isinstance(together[0].scheduler.get_backend(together[0].get_device()), CppScheduling):
+        return False  # one thread reads all that it writes over
+    sizes: list[Any] = [node.group[1] for node in together]  # elements, and elements that each is reduced from
+    return int(read.get_numel()) < max(int(math.prod(each)) for each in sizes)
 
 
 def _fits(name: str, made: inductor_ir.Buffer) -> bool:

@@ -2,17 +2,22 @@
 
 import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from graphs.capture.kernels.in_place import _shared_by_threads
 from graphs.capture.kernels.variants import Variant
 from graphs.capture.lower import Capture
 from graphs.capture.program import Launches
 from graphs.capture.signature import as_leaves
 from graphs.capture.trace import capture_kernels
+from graphs.torch_private.inductor import CppScheduling, MemoryDep
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compilers"),
@@ -64,3 +69,36 @@ def test_a_row_is_read_before_it_is_written() -> None:
 def test_an_element_that_is_read_elsewhere_is_not_written_over(after: Callable[[Tensor], Tensor]) -> None:
     forward = [(name, over) for name, _, over in pairs(after) if "cpp_fused" in name and over.startswith("extern_kernels.mm[")]
     assert forward == []
+
+
+ROW, COLUMN = sympy.symbols("x r", integer=True)
+MATRIX = MemoryDep("buf0", 4 * ROW + COLUMN, (ROW, COLUMN), (8, 4))
+FLAT = MemoryDep("buf0", ROW, (ROW,), (32,))
+ONE_PER_ROW = MemoryDep("buf1", ROW, (ROW,), (8,))
+
+
+def node(*sizes: int, backend: object = None) -> Any:
+    """A part of a kernel that makes so many elements, each of so many."""
+    group = torch.device("cuda"), tuple(map(sympy.Integer, sizes))
+    return SimpleNamespace(group=group, scheduler=SimpleNamespace(get_backend=lambda _: backend), get_device=lambda: group[0])
+
+
+@pytest.mark.parametrize(
+    ("read", "kernel", "shared"),
+    [
+        (FLAT, [node(32, 1)], False),
+        (MATRIX, [node(8, 4)], False),
+        (MATRIX, [node(8, 4), node(32, 1), node(8, 1)], False),
+        (ONE_PER_ROW, [node(8, 1)], False),
+        (ONE_PER_ROW, [node(8, 4)], True),
+        (ONE_PER_ROW, [node(8, 1), node(32, 1)], True),
+    ],
+)
+def test_what_several_threads_of_a_gpu_read_is_not_written_over(read: MemoryDep, kernel: list[Any], shared: bool) -> None:
+    """Inductor emits a barrier where it writes over such an input; a kernel that two pointers are given of has none."""
+    assert _shared_by_threads(read, kernel) is shared
+
+
+def test_on_the_cpu_one_thread_reads_a_row_and_writes_over_it() -> None:
+    backend = CppScheduling.__new__(CppScheduling)
+    assert not _shared_by_threads(ONE_PER_ROW, [node(8, 4, backend=backend)])

@@ -1,0 +1,173 @@
+"""Memory of a device: slabs of the host, handed out by the caching allocator's rules, and overwritten when it is freed."""
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from planner.runtime.caching_allocator import DEFAULT_POOL, Block, CachingAllocator, DeviceFullError, Segment
+from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S, Point, Stream, Work
+
+if TYPE_CHECKING:
+    from tests.support.cuda_device.machine import Machine
+
+WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper
+_MOST_FILLED_BYTES = 24 * 2**20
+_FREED = 0xFF  # NaN in any floating point type, -1 in any integer type
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """Memory that was handed out.
+
+    Attributes:
+        block: of the allocator.
+        address: of its first byte.
+        stream: that it was allocated for.
+        is_gone: True once the stream has come to where it was freed: others have it from there on.
+        used_by: further streams that it was noted for (``record_stream``).
+    """
+
+    block: Block
+    address: int
+    stream: Stream
+    is_gone: bool = False
+    used_by: set[Stream] = field(default_factory=set)
+
+
+class DeviceMemory:
+    """Memory of one device.
+
+    Attributes:
+        allocator: says where blocks lie.
+        held: by address.
+        workspaces: of libraries, by thread and stream.
+    """
+
+    def __init__(self, machine: "Machine", index: int, capacity_bytes: int | None) -> None:
+        self.machine, self.index = machine, index
+        self.capacity_bytes = 2**40 if capacity_bytes is None else capacity_bytes
+        self.allocator = CachingAllocator(self.capacity_bytes, released=self._released)
+        self.held: dict[int, Held] = {}
+        self.workspaces: dict[tuple[int, Stream], torch.Tensor] = {}
+        self._slabs: dict[int, np.ndarray] = {}
+        self._freed: deque[Held] = deque()
+        self._waiting: list[tuple[Held, list[Point]]] = []
+        self._open = False
+
+    def take(self, size_bytes: int, stream: Stream) -> torch.Tensor:
+        """Memory for work on `stream`: uint8[size_bytes] of the host, which is freed when its storage dies."""
+        with self.machine.lock:
+            self.settle()
+            recording = stream.recording
+            if self.machine.capturing and recording is None:
+                self.machine.wrong.append("memory was allocated in a capture for a stream that is not part of it")
+            self._open = True
+            try:
+                block = self.allocator.alloc(size_bytes, stream.number, DEFAULT_POOL if recording is None else recording.pool)
+            except DeviceFullError as error:
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {size_bytes / 2**20:.2f} MiB. GPU {self.index} has a total capacity "
+                    f"of {self.capacity_bytes / 2**30:.2f} GiB"
+                ) from error
+            finally:
+                self._open = False
+            slab = self._slab(block.segment)
+            values = slab[block.offset : block.offset + size_bytes]
+            held = Held(block, values.ctypes.data, stream)
+            self.held[held.address] = held
+            weakref.finalize(values, self._free_later, held).atexit = False
+            return torch.from_numpy(values)
+
+    def bytes_at(self, address: int, size_bytes: int) -> np.ndarray:
+        """The bytes of handed out memory, which this does not hold."""
+        held = self.held[address]
+        return self.bytes_of(held, size_bytes)
+
+    def bytes_of(self, held: Held, size_bytes: int) -> np.ndarray:
+        offset = held.address - self._slabs[held.block.segment.number].ctypes.data
+        return self._slabs[held.block.segment.number][offset : offset + size_bytes]
+
+    def settle(self) -> None:
+        """Free what has died, and what other streams have used until now."""
+        while self._freed:
+            self._free(self._freed.popleft())
+        if not self.machine.capturing:
+            waiting, self._waiting = self._waiting, []
+            for held, points in waiting:
+                if all(point.stream.done >= point.place for point in points):
+                    self._give_back(held)
+                else:
+                    self._waiting.append((held, points))
+
+    def workspace(self, stream: Stream) -> None:
+        """What a library does where this thread first multiplies matrices on `stream`."""
+        key = (threading.get_ident(), stream)
+        if key not in self.workspaces:
+            self.workspaces[key] = self.take(WORKSPACE_BYTES, stream)
+
+    def release_unused(self) -> None:
+        """As ``torch.cuda.empty_cache``: waits for the device where there is anything to be returned."""
+        with self.machine.lock:
+            self.settle()
+            self.machine.synchronize(self.index)
+            self.settle()
+            self._open = True
+            try:
+                self.allocator.release_unused()
+            finally:
+                self._open = False
+
+    def _free_later(self, held: Held) -> None:
+        """Called wherever a storage dies: also while this is at work, which goes on first."""
+        self._freed.append(held)
+        if not self._open and self.machine.lock.acquire(blocking=False):
+            try:
+                if not self._open:
+                    self.settle()
+            finally:
+                self.machine.lock.release()
+
+    def _free(self, held: Held) -> None:
+        del self.held[held.address]
+        points = [stream.here() for stream in held.used_by if stream is not held.stream]
+        if points:
+            self._waiting.append((held, points))
+        else:
+            self._give_back(held)
+
+    def _give_back(self, held: Held) -> None:
+        size_bytes = held.block.size_bytes
+        if size_bytes <= _MOST_FILLED_BYTES:
+            recorded = held.stream.recording is not None
+            values = self.bytes_of(held, size_bytes)
+
+            def overwrite(_: int) -> None:
+                values.fill(_FREED)
+                held.is_gone = held.is_gone or not recorded
+
+            held.stream.launch(Work(overwrite, seconds=0.0), quietly=True)
+        self.allocator.free(held.block)
+
+    def _slab(self, segment: Segment) -> np.ndarray:
+        if segment.number not in self._slabs:
+            whole = np.empty(segment.size_bytes + 4096, dtype=np.uint8)
+            start = -whole.ctypes.data % 4096
+            slab = self._slabs[segment.number] = whole[start : start + segment.size_bytes]
+            if segment.size_bytes <= _MOST_FILLED_BYTES:
+                slab.fill(_FREED)
+        return self._slabs[segment.number]
+
+    def _released(self, segment: Segment) -> None:
+        if segment.number in self._slabs:
+            self.machine.synchronize(self.index)
+            del self._slabs[segment.number]
+
+
+def seconds(size_bytes: int) -> float:
+    """What a kernel takes that reads and writes so many bytes, by the clock of its stream."""
+    return LAUNCH_S + size_bytes / BYTES_PER_S

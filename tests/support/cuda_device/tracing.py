@@ -1,0 +1,79 @@
+"""Steps on the stand-in are traced on the CPU: what is captured says that it is on the device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphs.capture import joint, trace
+from graphs.capture.signature import Batch
+from graphs.capture.step import TrainingStep
+from tests.support.cuda_device.tensors import OnDevice, _plain
+
+
+def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:
+    """Patches, by which steps on the device are traced with tensors of the CPU in their place."""
+    original = joint.joint_graph
+
+    def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> joint.Traced:
+        place = joint.device_of(step, batch)
+        if place.type != "cuda":
+            return original(step, batch, as_on_cuda=as_on_cuda)
+        torch.cuda.synchronize(place)
+        with _on_the_cpu(step):
+            traced, _, branches = original(step, _batch_on_the_cpu(batch), as_on_cuda=as_on_cuda)
+        _move(traced.graph_module, place)
+        return traced, None, branches
+
+    yield trace, "joint_graph", joint_graph
+
+
+@contextmanager
+def _on_the_cpu(step: torch.nn.Module) -> Iterator[None]:
+    """Inside, parameters and buffers of `step` are tensors of the CPU in the same memory."""
+    made: dict[int, Any] = {}
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, OnDevice):
+            return value
+        if id(value) not in made:
+            same = _plain(value.detach())
+            made[id(value)] = torch.nn.Parameter(same, value.requires_grad) if isinstance(value, torch.nn.Parameter) else same
+        return made[id(value)]
+
+    before = []
+    for module in step.modules():
+        for values in (module._parameters, module._buffers):
+            before.append((values, dict(values)))
+            values.update({name: plain(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for values, old in before:
+            values.update(old)
+
+
+def _batch_on_the_cpu(batch: Batch) -> Any:
+    def plain(value: Any) -> Any:
+        return _plain(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, OnDevice) else value
+
+    return torch.utils._pytree.tree_map(plain, batch)
+
+
+def _move(module: torch.fx.GraphModule, place: torch.device) -> None:
+    """Let `module` make, read and name what is at `place` where that was the CPU."""
+
+    def named(value: Any) -> Any:
+        return place if isinstance(value, torch.device) and value.type == "cpu" else value
+
+    for node in module.graph.nodes:
+        node.args = torch.fx.node.map_aggregate(node.args, named)
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, named)
+        for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch._subclasses.FakeTensor) and value.fake_device.type == "cpu":
+                value.fake_device = place
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim():
+                setattr(module, node.target, value.to(place))

@@ -37,6 +37,7 @@ class RunReport:
         measured_peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included;
             optimizer state and old gradients are added as planned, they are not made here.
         reserved_bytes: what the CUDA allocator held; None on the CPU.
+        library_bytes: workspaces that libraries keep on the device, which are not in the peak; 0 on the CPU.
         predicted_host_bytes, measured_host_bytes: most on the host of what was copied there; None for a plan without copies.
         measured_time_s: median of a forward and backward pass.
         measured_ratio, predicted_ratio: time as a multiple of keeping everything in this executor.
@@ -78,6 +79,7 @@ class RunReport:
     measured_gradient_error: float | None = None
     eager_error: float | None = None
     not_compared: str = ""
+    library_bytes: int = 0
 
     @property
     def is_exact(self) -> bool | None:
@@ -167,6 +169,7 @@ def _run(
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=memory.peak_bytes,
         reserved_bytes=memory.reserved_bytes,
+        library_bytes=memory.library_bytes,
         predicted_host_bytes=plan.pool_peaks_bytes.get(HOST),
         predicted_pools_bytes={pool: peak for pool, peak in plan.pool_peaks_bytes.items() if pool != HOST},
         measured_pools_bytes=other_peaks_measured(captured, planned, eager, batch),

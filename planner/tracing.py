@@ -30,6 +30,7 @@ from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
+from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.link import link_beside
 from planner.runtime.release import release_unused
 
@@ -196,6 +197,7 @@ def profiled(
     """
     step = TrainingStep(model, loss_fn)
     static = real_static(captured, step, batch)
+    warm_up_libraries(static[0].device)
     captured = profile(captured, static, passes=passes, on_op=on_op)
     prepare_for_tight_memory(captured.graph, static[0].device)
     if options:

@@ -124,6 +124,7 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "predicted_peak_bytes": report.predicted_peak_bytes,
         "measured_peak_bytes": report.measured_peak_bytes,
         "reserved_bytes": report.reserved_bytes,
+        "library_bytes": report.library_bytes,
         "predicted_host_bytes": report.predicted_host_bytes,
         "measured_host_bytes": report.measured_host_bytes,
         "predicted_pools_bytes": dict(report.predicted_pools_bytes),
@@ -159,6 +160,8 @@ def run_text(report: "RunReport") -> str:
         rows.append(("gradient error", f"{report.predicted_gradient_error:.2e}", f"{report.measured_gradient_error:.2e}"))
     within = "within" if report.measured_peak_bytes <= report.budget_bytes else "OVER"
     reserved = "" if report.reserved_bytes is None else f"; the allocator held {format_bytes(report.reserved_bytes)}"
+    if report.library_bytes:
+        reserved += f", with {format_bytes(report.library_bytes)} of workspaces that libraries keep, which are in no plan"
     return "\n".join(
         (
             table(("", "predicted", "measured"), rows, numbers=3),

@@ -16,6 +16,7 @@ from graphs.capture.unchanged import WritesUndone, same, unchanged
 from graphs.cost.allocator import cpu_allocations, no_collection
 from graphs.eager import Difference
 from graphs.torch_private.core import pytree
+from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.machine import machine
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
@@ -27,14 +28,16 @@ class Memory:
     """Memory of one forward and backward pass.
 
     Attributes:
-        peak_bytes: most in use at once (CUDA: allocated), static bytes included.
+        peak_bytes: most in use at once (CUDA: allocated), static bytes included, and not what libraries keep.
         reserved_bytes: most held by the CUDA allocator; None on the CPU.
         timeline: (seconds, bytes) after each event of the CPU allocator; empty on CUDA.
+        library_bytes: that libraries keep on the device besides (``planner.runtime.libraries``); 0 on the CPU.
     """
 
     peak_bytes: int
     reserved_bytes: int | None
     timeline: tuple[tuple[float, int], ...]
+    library_bytes: int = 0
 
 
 def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, device: torch.device) -> Memory:
@@ -50,6 +53,7 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
         held.append(run_both(step, batch))  # as a training loop holds it
 
     if device.type == "cuda":
+        library_bytes = warm_up_libraries(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -58,7 +62,7 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
             run()
             torch.cuda.synchronize(device)
         peak = static_bytes + torch.cuda.max_memory_allocated(device) - before
-        return Memory(peak, torch.cuda.max_memory_reserved(device), ())
+        return Memory(peak, torch.cuda.max_memory_reserved(device), (), library_bytes)
     events = cpu_allocations(run)
     level, timeline = static_bytes, []
     for event in events:

@@ -12,6 +12,7 @@ import torch
 from graphs.cost.allocator import cpu_allocations, no_collection
 from graphs.torch_private.core import profiler_enabled
 from planner.runtime.executor import Executor
+from planner.runtime.libraries import warm_up_libraries
 
 _Mark = float | torch.cuda.Event
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]
@@ -108,6 +109,7 @@ class PeakWatch:
             return self._plain.forward(static)
         self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured
         returned: list[_Returned] = []
+        warm_up_libraries(self._device)
         self._forward_peak_bytes, self._kept_bytes = self._rises(lambda: returned.append(self._plain.forward(static)))
         return returned[0]
 

@@ -58,6 +58,7 @@ def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[
 
 def _cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del executor, pool
+    run()  # libraries allocate what they keep for the device's thread
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
     before = torch.cuda.memory_allocated(place)

@@ -1,0 +1,90 @@
+"""Peaks that are measured on CUDA, on a stand-in: those of the step, apart from what libraries keep for threads and streams."""
+
+import pytest
+import torch
+
+import planner
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture
+from graphs.simulate import simulate
+from planner.report.describe import run_data, run_text
+from planner.runtime.executor import Executor
+from planner.runtime.libraries import warm_up_libraries
+from planner.runtime.measure import loss_of
+from planner.runtime.observation import PeakWatch
+from planner.runtime.pool_memory import measured_peak
+from planner.tracing import profiled
+from planner.training import compiler
+from solvers.policies.store_all import store_all
+from tests.support.budgets import between
+from tests.support.cuda_device import cuda_device, on_device
+from tests.support.cuda_device.memory import WORKSPACE_BYTES
+from tests.support.cuda_device.steps import assert_as_eager
+from tests.support.steps import make, random_schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+CUDA = torch.device("cuda:0")
+
+
+def step_on_cuda(name: str, seed: int | None = None) -> tuple[Executor, TrainingStep, tuple[torch.Tensor, ...]]:
+    """A step whose ops are measured in none of its threads yet, but for the forward pass."""
+    workload = on_device(make(name))
+    captured = profiled(capture(*workload), *workload, passes=1)
+    schedule = store_all(captured.graph) if seed is None else random_schedule(captured.graph, seed)
+    return Executor(captured, schedule, workload.model, workload.loss_fn), captured, workload
+
+
+def forget_workspaces(cuda) -> None:
+    cuda.memories[0].workspaces.clear()
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_the_first_backward_pass_of_a_process_is_measured_without_its_workspaces(seed: int | None) -> None:
+    with cuda_device() as cuda:
+        step, captured, workload = step_on_cuda("tied", seed)
+        forget_workspaces(cuda)
+        measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        assert measured.peak_bytes == simulate(captured.graph, step.schedule).peak_bytes
+        assert measured.library_bytes == 2 * WORKSPACE_BYTES  # of the caller's thread, and of autograd's
+        assert measured.reserved_bytes >= measured.peak_bytes + measured.library_bytes
+
+
+def test_the_first_step_that_is_watched_is_measured_without_its_workspaces() -> None:
+    with cuda_device() as cuda:
+        step, captured, workload = step_on_cuda("mutated")
+        forget_workspaces(cuda)
+        watch = PeakWatch(step)
+        loss_of(step(*workload.batch)).backward()
+        assert watch.done and watch.peak_bytes == simulate(captured.graph, step.schedule).peak_bytes
+
+
+def test_libraries_are_warm_in_both_threads_afterwards() -> None:
+    with cuda_device() as cuda:
+        assert warm_up_libraries(CUDA) == 2 * WORKSPACE_BYTES == torch.cuda.memory_allocated(CUDA)
+        assert {thread in cuda.passes for thread, _ in cuda.memories[0].workspaces} == {True, False}
+        assert warm_up_libraries(CUDA) == 2 * WORKSPACE_BYTES == torch.cuda.memory_allocated(CUDA)
+    assert warm_up_libraries(torch.device("cpu")) == 0
+
+
+def test_a_budget_is_met_by_the_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[object] = []
+    first_plan = compiler.Compiler._first_plan
+    monkeypatch.setattr(compiler.Compiler, "_first_plan", lambda *args, **kw: solved.append(0) or first_plan(*args, **kw))
+    with cuda_device():
+        workload = on_device(make("tied"))
+        graph = planner.trace(*workload, passes=1)
+        step = planner.compile(*workload, budget=between(graph), passes=1, wait="20 work", swap="never", tolerance=0.05)
+        assert step.plan.measured_peak_bytes is not None and len(solved) == 1
+        assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
+        assert_as_eager(workload, step)
+
+
+def test_a_run_says_what_libraries_keep() -> None:
+    with cuda_device():
+        workload = on_device(make("tied"))
+        plan = planner.solve(planner.trace(*workload, passes=1), "100%", time_limit_s=5.0)
+        report = planner.run(plan, *workload, repeats=1)
+    assert report.measured_peak_bytes <= report.budget_bytes and report.identical
+    assert report.library_bytes == run_data(report)["library_bytes"] == 2 * WORKSPACE_BYTES
+    assert "with 67.11 MB of workspaces that libraries keep, which are in no plan" in run_text(report)

@@ -379,9 +379,10 @@ def _timed(run: Run, arguments: Sequence[torch.Tensor], device: torch.device) ->
     """Return the seconds of one execution, and what it returned."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        stream = torch.cuda.current_stream(device)  # an event is recorded on that of the current device otherwise
+        first.record(stream)
         made = run(*arguments)
-        last.record()
+        last.record(stream)
         torch.cuda.synchronize(device)
         return float(first.elapsed_time(last)) / 1e3, made
     start = time.perf_counter()

@@ -20,6 +20,7 @@ from graphs.options import Setting, check_goes_with
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
 from planner.runtime.devices import place_of
+from planner.runtime.measure import synchronize
 from planner.runtime.placed import moved, namespace_on
 from planner.runtime.transfers import Channel, copied
 from planner.runtime.workers import Worker
@@ -134,9 +135,10 @@ class _Profile:
     def _seconds(self, call: Callable[..., object], given: Sequence[torch.Tensor]) -> float:
         if self._place.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
+            stream = torch.cuda.current_stream(self._place)
+            first.record(stream)
             call(*given)
-            last.record()
+            last.record(stream)
             torch.cuda.synchronize(self._place)
             return float(first.elapsed_time(last)) / 1e3
         start = time.perf_counter()
@@ -176,8 +178,8 @@ class _Profile:
         self, channel: Channel, size_bytes: int, source: torch.device, target: torch.device, copies: int = _COPIES
     ) -> float:
         sent, made = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for device in (source, target))
-        if source.type == "cuda" or target.type == "cuda":
-            torch.cuda.synchronize()
+        for device in (source, target):
+            synchronize(device)
         found = []
         for _ in range(copies):
             start = time.perf_counter()

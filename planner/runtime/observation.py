@@ -69,7 +69,7 @@ class OpTimer:
     def _tick(self, op: int) -> None:
         if self._device.type == "cuda":
             mark: _Mark = torch.cuda.Event(enable_timing=True)
-            mark.record()  # type: ignore[union-attr]
+            mark.record(torch.cuda.current_stream(self._device))  # type: ignore[union-attr]  # of the model's device
         else:
             mark = time.perf_counter()
         self._passes[-1].append((op, mark))

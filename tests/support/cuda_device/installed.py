@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from graphs.cost import profile, synthetic_inputs
 from graphs.zoo import Workload
+from planner.runtime import libraries
 from tests.support.cuda_device import graphs, tensors
 from tests.support.cuda_device.autograd import DeviceThread, engine
 from tests.support.cuda_device.machine import Machine
@@ -35,6 +37,7 @@ def cuda_device(
     Raises:
         AssertionError: something was done inside that is undefined on CUDA.
     """
+    _forget_devices()
     machine = Machine(devices, order, seed, capacity_bytes)
     thread = DeviceThread(machine)
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("aten", "IMPL") as library:
@@ -49,6 +52,7 @@ def cuda_device(
         try:
             yield machine
         finally:
+            _forget_devices()
             gc.collect()
             machine.capturing = False
             machine.synchronize()
@@ -56,6 +60,14 @@ def cuda_device(
             for memory in machine.memories:
                 memory.workspaces.clear()
     assert not machine.wrong, machine.wrong
+
+
+def _forget_devices() -> None:
+    """Forget what the planner knows of devices for as long as the process runs: these are others."""
+    synthetic_inputs._random_block.cache_clear()
+    libraries._allocated_bytes.clear()
+    for key in [key for key in profile._COSTS if any(isinstance(part, torch.device) and part.type == "cuda" for part in key)]:
+        del profile._COSTS[key]
 
 
 def on_device(workload: Workload, place: str = "cuda:0") -> Workload:

@@ -1,0 +1,45 @@
+"""Times that are measured on CUDA, on a stand-in whose streams have clocks: those of the device that computes."""
+
+import pytest
+import torch
+
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture
+from graphs.cost.replay import real_static
+from planner.runtime.device_profile import other_devices
+from planner.runtime.executor import Executor
+from planner.runtime.measure import loss_of
+from planner.runtime.observation import OpTimer
+from planner.tracing import profiled
+from solvers.policies.store_all import store_all
+from tests.support.cuda_device import cuda_device, on_device
+from tests.support.steps import make
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
+def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> None:
+    with cuda_device(devices=2), torch.cuda.device(current):
+        workload = on_device(make("tied"), place)
+        captured = profiled(capture(*workload), *workload, passes=1)
+        assert all(op.time_s > 1e-6 for op in captured.graph.ops if op.outputs)
+        step = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+        timer = OpTimer(step, steps=1)
+        loss_of(step(*workload.batch)).backward()
+        assert timer.done
+        assert timer.times_s() == pytest.approx({op.id: op.time_s for op in captured.graph.ops})
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_another_device_is_timed_where_it_is(current: int) -> None:
+    with cuda_device(devices=2), torch.cuda.device(current):
+        workload = on_device(make("tied"), "cuda:0")
+        captured = profiled(capture(*workload), *workload, passes=1)
+        static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        (other,) = other_devices(captured, static, ["cuda:1"], passes=1)
+        able = {op.id: op.time_s for op, time_s in zip(captured.graph.program, other.times_s, strict=True) if time_s is not None}
+        assert len(able) > len(captured.graph.ops) // 2
+        assert {op: other.times_s[op] for op in able} == pytest.approx(able)
+        assert other.exact == tuple(able) and other.differs == ""

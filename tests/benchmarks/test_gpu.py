@@ -1,34 +1,128 @@
-"""What runs on a machine with a GPU: each step once, with what it printed, whether it ends well or not."""
+"""``make gpu``, rehearsed on the stand-in for a CUDA device: what it prints, and what it leaves behind."""
 
-import tarfile
+import csv
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import plans, probe
+from benchmarks.gpu.__main__ import ROOT, Step
+from graphs.zoo import Workload, build
+from tests.support.cuda_device import cuda_device, on_device
 
 
+def _tiny(*, device: str) -> Workload:
+    return on_device(build("mlp", batch=64, layers=4, width=16, classes=3), f"{device}:0")
+
+
+def test_the_probe_prints_a_line_for_each_fact(capsys: pytest.CaptureFixture[str]) -> None:
+    with cuda_device():
+        assert probe.main() == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["torch"].startswith(torch.__version__)
+    assert lines["workspaces of libraries, first call"] == "67108864 B"
+    assert lines["workspaces of libraries, second call"] == "0 B"
+    assert lines["request of 1048577 B"] == "allocated 1049088 B, reserved 20971520 B: as simulated"
+    assert "NOT as simulated" not in str(lines)
+    assert lines["gradients of embedding, five times"] == "the same bits"
+    assert lines["copies to the host"].endswith("GB/s")
+
+
+def test_a_probe_that_fails_is_a_line_and_the_others_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> probe.Lines:
+        yield "first", "found"
+        raise RuntimeError("no such thing")
+
+    def good() -> probe.Lines:
+        yield "last", "found"
+
+    monkeypatch.setattr(probe, "PROBES", (broken, good))
+    assert probe.main() == 1
+    assert capsys.readouterr().out.splitlines() == ["first: found", "broken: FAILED, RuntimeError: no such thing", "last: found"]
+
+
+def test_plans_are_rows_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(plans, "MODELS", {"tiny": _tiny})
+    monkeypatch.setattr(plans, "_SOLVE_S", 2.0)
+    out = tmp_path / "plans"
+    with cuda_device():
+        words = ["--out", str(out), "--models", "tiny", "--ways", "recompute,offload,cuda-graph", "--shares", "90%"]
+        code = plans.main(words)
+    with (tmp_path / "plans.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert code == 0, [row["message"] for row in rows]
+    assert [(row["way"], row["share"]) for row in rows] == [
+        ("eager", ""),
+        ("recompute", "90%"),
+        ("offload", "90%"),
+        ("cuda-graph", "90%"),
+    ]
+    assert all(row["bits"] == "True" and not row["message"] for row in rows)
+    assert all(int(row["requested_bytes"]) <= int(row["allocated_bytes"]) <= int(row["reserved_bytes"]) for row in rows)
+    assert all(int(row["allocated_bytes"]) <= int(row["budget_bytes"]) for row in rows[1:])
+    assert capsys.readouterr().out.count("| tiny |") == 4
+    assert Path(f"{out}.md").read_text().count("| tiny |") == 4
+
+
+def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_: object) -> Workload:
+        raise RuntimeError("out of luck\nand more")
+
+    monkeypatch.setattr(plans, "MODELS", {"tiny": broken, "other": broken})
+    with cuda_device():
+        assert plans.main(["--out", str(tmp_path / "plans"), "--shares", "50%"]) == 1
+    assert (tmp_path / "plans.md").read_text().count("RuntimeError: out of luck |") == 4
+
+
+def test_what_a_plan_must_not_do_is_said() -> None:
+    row = plans.Row("m", "recompute", "50%", budget_bytes=10, allocated_bytes=11, bits=False)
+    assert plans.failures([row]) == [
+        "m recompute 50%: allocated 11 B, 1 B over the budget",
+        "m recompute 50%: other bits than eager PyTorch, which repeats its own",
+    ]
+    assert (
+        plans.failures([plans.Row("m", "recompute", "50%", budget_bytes=10, allocated_bytes=10, bits=False, eager_error=1e-7)])
+        == []
+    )
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+
+
+@pytest.mark.usefixtures("a_gpu")
 def test_every_step_is_a_line_and_a_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "steps.py").write_text(
-        "import pathlib, sys, time\nprint('said', flush=True)\n"
-        "pathlib.Path(sys.argv[1], 'rows.csv').write_text('a,b')\ntime.sleep(float(sys.argv[2]))\nsys.exit(int(sys.argv[3]))\n"
+        "import subprocess, sys, time\nprint('said', flush=True)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid)\ntime.sleep(float(sys.argv[2]))\nsys.exit(int(sys.argv[1]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
-    steps = {"good": ("0", "0"), "bad": ("0", "3"), "long": ("600", "0")}
-    monkeypatch.setattr(gpu, "STEPS", {name: ("steps", "{results}", *words) for name, words in steps.items()})
-    assert gpu.main(["--out", str(tmp_path / "out"), "--steps", "good,bad,long", "--limit", "5"]) == 1
+    words = {"good": ("0", "0"), "bad": ("3", "0"), "long": ("0", "600")}
+    monkeypatch.setattr(gpu, "STEPS", {name: Step(("steps", *given), 5.0) for name, given in words.items()})
+    out = tmp_path / "out"
+    assert gpu.main(["--out", str(out), "--steps", "good,bad,long"]) == 1
     said = capsys.readouterr().out
-    assert (tmp_path / "out" / "table.md").read_text() == said
-    assert [line.split("|")[2].strip() for line in said.splitlines()[2:5]] == ["exit code 0", "exit code 3", "not ended"]
-    assert said.splitlines()[-1].startswith(f"A GPU, torch {torch.__version__}")
-    assert (tmp_path / "out" / "bad.log").read_text() == "said\n"
-    with tarfile.open(tmp_path / "out" / "results.tar.gz") as archive:
-        assert "results/rows.csv" in archive.getnames()
+    table = (out / "table.md").read_text()
+    assert said.endswith(table)
+    assert [line.split("|")[2].strip() for line in table.splitlines()[2:5]] == ["exit code 0", "exit code 3", "not ended"]
+    assert table.splitlines()[-1].startswith(f"A GPU, torch {torch.__version__}")
+    children = [int((out / f"{name}.log").read_text().splitlines()[1]) for name in words]
+    until = time.monotonic() + 10.0
+    while any(map(psutil.pid_exists, children)) and time.monotonic() < until:
+        time.sleep(0.05)  # until they are collected by the system
+    alive = [pid for pid in children if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not alive
 
 
 def test_without_a_gpu_nothing_is_run(
@@ -40,6 +134,10 @@ def test_without_a_gpu_nothing_is_run(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_run_is_there() -> None:
-    files = [Path(__file__).parents[2] / words[0].replace(".", "/") for words in gpu.STEPS.values() if words[0] != "pytest"]
-    assert files and all(file.with_suffix(".py").exists() for file in files)
+def test_steps_fit_a_borrowed_gpu() -> None:
+    """Commands of ten minutes, half an hour in all, and the modules and files are there."""
+    assert all(step.limit_s < 600 for step in gpu.STEPS.values())
+    assert sum(step.limit_s for step in gpu.STEPS.values()) < 1200
+    modules = [step.words[0] for step in gpu.STEPS.values() if step.words[0] != "pytest"]
+    assert all((ROOT / f"{module.replace('.', '/')}.py").exists() for module in modules)
+    assert gpu.gpu_tests() and all((ROOT / name).exists() for name in gpu.gpu_tests())

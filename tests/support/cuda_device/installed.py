@@ -14,6 +14,7 @@ from torch import nn
 from graphs.cost import profile, synthetic_inputs
 from graphs.zoo import Workload
 from planner.runtime import libraries
+from planner.runtime.caching_allocator import CachingAllocator
 from tests.support.cuda_device import graphs, tensors
 from tests.support.cuda_device.autograd import DeviceThread, engine
 from tests.support.cuda_device.machine import Machine
@@ -176,6 +177,8 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
         "_lazy_init": lambda: None,
         "init": lambda: None,
         "get_device_name": lambda device=None: NAME,
+        "get_device_properties": lambda device=None: SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132),
+        "get_allocator_backend": lambda: "native",
         "get_rng_state": lambda device="cuda": machine.generators[index(device)].get_state(),
         "set_rng_state": set_state,
         "manual_seed": lambda seed: machine.generators[machine.device].manual_seed(seed),
@@ -186,6 +189,7 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
         "memory_reserved": lambda device=None: memory(device).allocator.reserved.bytes,
         "max_memory_reserved": lambda device=None: memory(device).allocator.reserved.peak_bytes,
         "reset_peak_memory_stats": lambda device=None: memory(device).allocator.reset_peaks(),
+        "memory_stats": lambda device=None: _stats(memory(device).allocator),
         "memory_snapshot": lambda mempool_id=None: _snapshot(machine),
         "mem_get_info": lambda device=None: _free_and_total(memory(device)),
         "get_per_process_memory_fraction": lambda device=None: 1.0,
@@ -200,6 +204,11 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
 
 def _free_and_total(memory: Any) -> tuple[int, int]:
     return memory.capacity_bytes - memory.allocator.reserved.bytes, memory.capacity_bytes
+
+
+def _stats(allocator: CachingAllocator) -> dict[str, int]:
+    levels = {"allocated": allocator.allocated, "requested": allocator.requested, "reserved": allocator.reserved}
+    return {f"{name}_bytes.all.peak": level.peak_bytes for name, level in levels.items()}
 
 
 def _snapshot(machine: Machine) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""What a GPU has to show: ``make gpu`` (``docs/gpu.md``)."""

@@ -1,0 +1,158 @@
+"""Say in a minute what a CUDA device and its libraries do that plans rely on: the first step of ``make gpu``.
+
+Each line is printed as soon as it is known, ``name: what was found``; what fails is a line too.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from graphs.cost.kernel_settings import described, kernel_settings
+from graphs.units import format_bytes
+from planner.runtime.caching_allocator import CachingAllocator
+from planner.runtime.libraries import warm_up_libraries
+
+_PACKAGES = ("numpy", "scipy", "pandas", "pulp", "highspy", "msgspec", "psutil", "rich", "jinja2")
+_FOR_TESTS = ("pytest", "hypothesis", "triton")
+_MB = 2**20
+# Around the borders between the allocator's kinds of segments.
+_REQUESTS = (1, 513, _MB, _MB + 1, 5 * _MB, 10 * _MB - 512, 10 * _MB, 33 * _MB)
+_COPY_BYTES = 256 * _MB
+
+Lines = Iterator[tuple[str, str]]
+
+
+def versions() -> Lines:
+    """Name what runs here, and what cannot be imported."""
+    yield "Python", f"{sys.version.split()[0]} on {platform.platform()}"
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    for package in (*_PACKAGES, *_FOR_TESTS):
+        try:
+            import_module(package)
+            yield package, metadata.version(package)
+        except ImportError as error:
+            yield package, f"NOT THERE: {error}"
+
+
+def device() -> Lines:
+    """Name the device, its memory, and the settings that kernels and memory depend on."""
+    found = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    yield "device", f"{found.name}, capability {found.major}.{found.minor}, {found.multi_processor_count} multiprocessors"
+    yield "memory", f"{format_bytes(free)} of {format_bytes(total)} free"
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    config = next((f"{name}={os.environ[name]}" for name in names if name in os.environ), "no settings of its own")
+    yield "allocator", f"{torch.cuda.get_allocator_backend()}, {config}"
+    yield "settings", described(kernel_settings(torch.device("cuda")))
+
+
+def attention() -> Lines:
+    """Say which kernels of attention run, by type."""
+    for dtype in (torch.float32, torch.bfloat16):
+        query = torch.randn(2, 4, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
+            try:
+                with sdpa_kernel(backend):
+                    torch.autograd.grad(F.scaled_dot_product_attention(query, query, query).sum(), query)
+                yield f"attention, {dtype}, {backend.name}", "runs"
+            except RuntimeError as error:
+                yield f"attention, {dtype}, {backend.name}", f"no: {str(error).splitlines()[0]}"
+
+
+def workspaces() -> Lines:
+    """Say what libraries allocate in a forward and a backward pass, and that they do so once."""
+    for turn in ("first", "second"):
+        before = torch.cuda.memory_allocated()
+        warm_up_libraries(torch.device("cuda:0"))
+        grown = torch.cuda.memory_allocated() - before
+        yield f"workspaces of libraries, {turn} call", f"{grown} B"
+
+
+def rounding() -> Lines:
+    """Compare what the allocator hands out and reserves for single requests with its simulation."""
+    for size in _REQUESTS:
+        torch.cuda.empty_cache()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        block = torch.empty(size, dtype=torch.uint8, device="cuda")
+        found = torch.cuda.memory_allocated() - allocated, torch.cuda.memory_reserved() - reserved
+        simulated = CachingAllocator()
+        simulated.alloc(size)
+        expected = simulated.allocated.bytes, simulated.reserved.bytes
+        verdict = "as simulated" if found == expected else f"NOT as simulated ({expected[0]} and {expected[1]} B)"
+        yield f"request of {size} B", f"allocated {found[0]} B, reserved {found[1]} B: {verdict}"
+        del block
+
+
+def repeating() -> Lines:
+    """Say which kernels repeat their bits: plans are compared with eager PyTorch run twice."""
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", requires_grad=True)
+
+    index, image, query = torch.randint(7, (4096,), device="cuda"), tensor(16, 32, 28, 28), tensor(4, 8, 256, 64)
+    rows, kernel, scale = tensor(7, 64), tensor(64, 32, 3, 3), tensor(32)
+    losses: dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {
+        "embedding": (rows, lambda: F.embedding(index, rows)),
+        "convolution": (kernel, lambda: F.conv2d(image, kernel)),
+        "batch norm": (scale, lambda: F.batch_norm(image, None, None, scale, scale, training=True)),
+        "attention": (query, lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True)),
+    }
+    for name, (read, result) in losses.items():
+        first, *others = (torch.autograd.grad(result().sin().sum(), read)[0] for _ in range(5))
+        same = all(torch.equal(first, other) for other in others)
+        yield f"gradients of {name}, five times", "the same bits" if same else "NOT the same bits"
+
+
+def graphs() -> Lines:
+    """Say what a captured graph reserves for itself."""
+    factor = torch.ones(64, 64, device="cuda")
+    torch.mm(factor, factor)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # as a capture does
+    reserved = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = torch.mm(factor, factor)
+    graph.replay()
+    torch.cuda.synchronize()
+    yield "a CUDA graph of one product", f"reserves {torch.cuda.memory_reserved() - reserved} B; {made.numel() * 4} B are in use"
+
+
+def link() -> Lines:
+    """Time copies of page-locked memory."""
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    for name, to, of in (("to the device", there, host), ("to the host", host, there)):
+        to.copy_(of, non_blocking=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        to.copy_(of, non_blocking=True)
+        torch.cuda.synchronize()
+        yield f"copies {name}", f"{_COPY_BYTES / (time.perf_counter() - began) / 1e9:.1f} GB/s"
+
+
+PROBES = (versions, device, workspaces, rounding, attention, repeating, graphs, link)
+
+
+def main() -> int:
+    """Print what all probes find; 1 if one of them failed."""
+    failed = 0
+    for probe in PROBES:
+        try:
+            for name, found in probe():
+                print(f"{name}: {found}", flush=True)
+        except Exception as error:  # noqa: BLE001  # the others are to be seen
+            failed = 1
+            print(f"{probe.__name__}: FAILED, {type(error).__name__}: {error}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

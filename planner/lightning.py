@@ -105,7 +105,8 @@ def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callabl
 def _zeroes_as_usual(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
     """Return whether nobody looks at the gradients as Lightning frees them, or frees them in another way."""
     usual = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
-    hooked = [type(module).on_before_zero_grad, *(type(callback).on_before_zero_grad for callback in trainer.callbacks)]
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    hooked = [type(module).on_before_zero_grad, *(type(callback).on_before_zero_grad for callback in callbacks)]
     return usual and all(hook in (pl.LightningModule.on_before_zero_grad, pl.Callback.on_before_zero_grad) for hook in hooked)
 
 

@@ -136,15 +136,14 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
 
 def measured(row: Row) -> Row:
     """Return `row` with all that is measured, or with the error that came in between."""
+    gc.collect()  # what the last row has left
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
         workload = MODELS[row.model](device="cuda")
         return (eager_row if row.way == EAGER else planned_row)(row, workload)
     except Exception as error:  # noqa: BLE001  # the other rows are to be made
         return replace(row, message=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

@@ -35,6 +35,7 @@ from graphs.torch_private.capture import (
     create_fx_graph_from_captured_output,
     dynamo_config,
     dynamo_phase,
+    forget_compiled,
     fullgraph_capture,
     functorch_config,
     get_traced_fn,
@@ -225,6 +226,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
             with compiling_state(), dynamo_phase("fullgraph_capture"):
                 output = fullgraph_capture(step, args, kwargs)
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
+        forget_compiled(output)
         if branches:
             branches.settle(module)
         elif asks_for_values(module.graph):

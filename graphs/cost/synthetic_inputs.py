@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-_BLOCK_ELEMENTS = 2**16  # of random numbers; larger tensors repeat them, which is as fast as memory
+_BLOCK_ELEMENTS = 2**16  # of random numbers; larger tensors repeat them: each copy doubles what is filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,18 @@ class TensorSpec:
             flat = torch.zeros(self.elements, dtype=self.dtype, device=self.device)
             return flat.as_strided(self.shape, self.stride, self.offset)
         flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
-        block = _random_block(self.dtype, self.device)
-        whole = self.elements // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
-        flat[:whole].view(-1, _BLOCK_ELEMENTS).copy_(block)
-        flat[whole:].copy_(block[: self.elements - whole])
+        block = _random_block(self.dtype)
+        done = min(self.elements, _BLOCK_ELEMENTS)
+        flat[:done].copy_(block[:done])
+        while done < self.elements:
+            more = min(done, self.elements - done)
+            flat[done : done + more].copy_(flat[:more])
+            done += more
         return flat.as_strided(self.shape, self.stride, self.offset)
 
 
 @cache
-def _random_block(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _random_block(dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers on the CPU: what is kept from call to call is in no device's budget."""
     generator = torch.Generator().manual_seed(0)
-    return torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).to(device, dtype)
+    return torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).to(dtype)

@@ -108,6 +108,12 @@ def tensor_method(name: str) -> tuple[Any, str]:
     return (table[name], "handler") if name in table else (TensorVariable, f"method_{name}")
 
 
+def forget_compiled(output: CaptureOutput) -> None:
+    """Remove the global that Dynamo makes for what it captures, which would keep the model's tensors for ever."""
+    if output.backend_input is not None:
+        output.graph_capture_output.f_globals.pop(output.backend_input.backend_id, None)
+
+
 @contextmanager
 def dynamo_phase(name: str) -> Iterator[None]:
     """What Dynamo's functions must be called in.

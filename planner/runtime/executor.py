@@ -288,7 +288,7 @@ class _Step(torch.autograd.Function):
 
 def check_no_transform(what: str) -> None:
     """Raise a PlannerError that begins with `what` under a transform of ``torch.func``, such as ``vmap``."""
-    if transform := current_transform():
+    if (transform := current_transform()) is not None:
         raise PlannerError(
             f"{what} under torch.func.{transform.key().name.lower()}, which transforms what PyTorch calls, and a plan is no such "
             "call: use model(...) itself there"

@@ -1,5 +1,7 @@
 """Peaks that are measured on CUDA, on a stand-in: those of the step, apart from what libraries keep for threads and streams."""
 
+import gc
+
 import pytest
 import torch
 
@@ -88,3 +90,13 @@ def test_a_run_says_what_libraries_keep() -> None:
     assert report.measured_peak_bytes <= report.budget_bytes and report.identical
     assert report.library_bytes == run_data(report)["library_bytes"] == 2 * WORKSPACE_BYTES
     assert "with 67.11 MB of workspaces that libraries keep, which are in no plan" in run_text(report)
+
+
+def test_planning_leaves_nothing_on_the_device() -> None:
+    with cuda_device():
+        workload = on_device(make("tied"))
+        warm_up_libraries(CUDA)
+        before = torch.cuda.memory_allocated(CUDA)
+        planner.trace(*workload, passes=1)
+        gc.collect()
+        assert torch.cuda.memory_allocated(CUDA) == before

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.cost import profile, synthetic_inputs
+from graphs.cost import profile
 from graphs.zoo import Workload
 from planner.runtime import libraries
 from planner.runtime.caching_allocator import CachingAllocator
@@ -65,7 +65,6 @@ def cuda_device(
 
 def _forget_devices() -> None:
     """Forget what the planner knows of devices for as long as the process runs: these are others."""
-    synthetic_inputs._random_block.cache_clear()
     libraries._allocated_bytes.clear()
     for key in [key for key in profile._COSTS if any(isinstance(part, torch.device) and part.type == "cuda" for part in key)]:
         del profile._COSTS[key]

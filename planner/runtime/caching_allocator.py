@@ -173,6 +173,11 @@ class CachingAllocator:
         """Return the bytes of the segments of `pool`."""
         return sum(segment.size_bytes for segment in self.segments.values() if segment.pool == pool)
 
+    def free_bytes(self, segment: Segment) -> int:
+        """Return the bytes of the free blocks of `segment`."""
+        blocks = (entry[-1] for entries in self._free.values() for entry in entries)
+        return sum(block.size_bytes for block in blocks if block.segment is segment)
+
     def _best_fit(self, size_bytes: int, stream: int, pool: PoolId, *, small: bool) -> Block | None:
         """Take out the smallest free block that is large enough, the one at the lowest address among equals."""
         blocks = self._free.get((pool, stream, small), [])

@@ -14,6 +14,7 @@ from graphs.torch_private.core import clear_cublas_workspaces
 T = TypeVar("T")
 
 _WARM_UPS = 3
+_DEFAULT_POOL = (0, 0)
 
 
 class CudaGraphs:
@@ -64,6 +65,17 @@ class CudaGraphs:
         """Of the pool, whose memory nobody else gets: fragments and the allocator's rounding included."""
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
+
+
+def hidden_pool_bytes(device: torch.device) -> int:
+    """Return what CUDA graphs keep on `device` and the allocator does not count as allocated.
+
+    Between replays the tensors inside of a graph are free to the allocator, but their memory is nobody else's.
+    """
+    if device.type != "cuda":
+        return 0
+    own = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and s["segment_pool_id"] != _DEFAULT_POOL]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -13,6 +13,7 @@ from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError
 from graphs.zoo import Workload
 from planner.runtime import measure
+from planner.runtime.cuda_graph import hidden_pool_bytes
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.measure import Step, StepOutcome
 from planner.studies.baselines import Method
@@ -36,7 +37,7 @@ class Measured:
 
     Attributes:
         method: its name.
-        peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included.
+        peak_bytes: of tensors and workspaces (CUDA: allocated, and what its CUDA graphs keep besides), static bytes included.
         reserved_bytes: what the CUDA allocator held; None on the CPU.
         host_bytes: most on the host of what was copied there; None where nothing was to be.
         exactness: of loss and gradients.
@@ -85,9 +86,10 @@ class Benchmark:
     def enter(self, method: Method) -> Measured:
         """Run `method` and measure all but its time; one that fails has its error there, and cannot be timed."""
         model, loss_fn, _ = self._workload
+        hidden_bytes = hidden_pool_bytes(self._device)
         try:
             step = method.prepare(model, loss_fn)
-            measured = self._check(method.name, step)
+            measured = self._check(method.name, step, hidden_bytes)
         except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
             return Measured(method.name, error=_one_line(error), applies=not isinstance(error, InapplicableError))
         self._steps[method.name] = step
@@ -109,7 +111,8 @@ class Benchmark:
         """Forget the step, and what it holds."""
         del self._steps[name]
 
-    def _check(self, name: str, step: Step) -> Measured:
+    def _check(self, name: str, step: Step, hidden_bytes: int) -> Measured:
+        """Measure `step`; `hidden_bytes` were in pools of CUDA graphs before it was prepared."""
         model, _, batch = self._workload
         reference = self._reference
         if self._host is not None:
@@ -121,7 +124,7 @@ class Benchmark:
         errors = _Errors.between(reference, found)
         return Measured(
             name,
-            peak_bytes=memory.peak_bytes,
+            peak_bytes=memory.peak_bytes + max(0, hidden_pool_bytes(self._device) - hidden_bytes),
             reserved_bytes=memory.reserved_bytes,
             host_bytes=None if self._host is None else self._host.peak_bytes,
             exactness=errors.exactness(self._allowed),

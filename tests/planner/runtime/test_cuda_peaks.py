@@ -4,9 +4,10 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 
 import planner
-from graphs.capture.step import TrainingStep
+from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture
 from graphs.simulate import simulate
 from planner.report.describe import run_data, run_text
@@ -15,6 +16,8 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import PeakWatch
 from planner.runtime.pool_memory import measured_peak
+from planner.studies.baselines import Method
+from planner.studies.measured import Benchmark
 from planner.tracing import profiled
 from planner.training import compiler
 from solvers.policies.store_all import store_all
@@ -100,3 +103,27 @@ def test_planning_leaves_nothing_on_the_device() -> None:
         planner.trace(*workload, passes=1)
         gc.collect()
         assert torch.cuda.memory_allocated(CUDA) == before
+
+
+def test_methods_count_what_their_cuda_graphs_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``torch.compile(mode="reduce-overhead")``: between replays the tensors of a graph are free to the allocator."""
+    monkeypatch.setattr(Benchmark, "_rounding", lambda *_: None)  # draws on the device, which only a real one can
+    made_bytes = 3 * 2**20
+    kept = []
+
+    def with_a_graph(model: nn.Module, loss_fn: LossFn | None) -> TrainingStep:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.empty(made_bytes, dtype=torch.uint8, device=CUDA).fill_(1)
+        kept.append(graph)
+        return TrainingStep(model, loss_fn)
+
+    with cuda_device():
+        benchmark = Benchmark(on_device(make("tied")))
+        plain = benchmark.enter(Method("plain", TrainingStep))
+        graphed = benchmark.enter(Method("graphed", with_a_graph))
+        again = benchmark.enter(Method("again", TrainingStep))
+        kept.clear()
+    assert plain.peak_bytes is not None and graphed.peak_bytes is not None
+    assert graphed.peak_bytes - plain.peak_bytes == 20 * 2**20  # a whole segment
+    assert again.peak_bytes == plain.peak_bytes  # another method's graph is not its own

@@ -212,7 +212,12 @@ def _stats(allocator: CachingAllocator) -> dict[str, int]:
 
 def _snapshot(machine: Machine) -> list[dict[str, Any]]:
     return [
-        {"device": memory.index, "segment_pool_id": segment.pool, "total_size": segment.size_bytes}
+        {
+            "device": memory.index,
+            "segment_pool_id": segment.pool,
+            "total_size": segment.size_bytes,
+            "allocated_size": segment.size_bytes - memory.allocator.free_bytes(segment),
+        }
         for memory in machine.memories
         for segment in memory.allocator
     ]

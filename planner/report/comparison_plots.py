@@ -12,6 +12,19 @@ from planner.studies.comparison_rows import Row, RunBy, bound_of, methods_of, si
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_OURS = "windows"
+# What methods are called in figures, and how they look: colors that people tell apart who see few of them (Okabe and Ito).
+_KNOWN = {
+    _OURS: ("optimal schedule", "#0072B2", "o"),
+    "checkpoint_blocks": ("checkpointing blocks", "#D55E00", "s"),
+    "sac": ("selective checkpointing", "#CC79A7", "X"),
+    "memory-budget": ("Memory Budget API", "#E69F00", "D"),
+    "rotor": ("rotor", "#009E73", "P"),
+    "dtr": ("DTR", "#56B4E9", "^"),
+    "megengine": ("MegEngine", "#000000", "v"),
+    "eager": ("eager", "#999999", "*"),
+}
+
 # Memory in bytes, and time as a multiple.
 Point: TypeAlias = tuple[float, float]
 
@@ -87,21 +100,25 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None], scale: float, *, linewidth: float) -> None:
-    """Each method in a color and a marker of its own; hollow what PyTorch runs."""
-    order = methods_of(rows)
+    """Draw a line for each method: ours thick, those that people know in colors, all others in gray; hollow what PyTorch runs."""
     series: dict[tuple[bool, str], set[Point]] = {}
-    for row in sorted(rows, key=lambda row: (row.run_by == RunBy.TORCH, order.index(row.method))):
+    for row in rows:
         if (found := point(row)) is not None:
-            series.setdefault((row.run_by == RunBy.TORCH, _label(row)), set()).add(found)
-    for i, ((by_torch, label), points) in enumerate(series.items()):
-        xs, ys = zip(*sorted(points), strict=True)
-        (line,) = axes.plot([x / scale for x in xs], ys, color=f"C{i % 10}", marker="os^vDPX*"[i % 8], markersize=5)
-        line.set(linewidth=linewidth, fillstyle="none" if by_torch else "full", label=label)
-
-
-def _label(row: Row) -> str:
-    """PyTorch's methods have options behind their names: one label for all of a kind."""
-    return f"PyTorch: {kind_of(row)}" if row.run_by == RunBy.TORCH else row.method
+            by_torch = row.run_by == RunBy.TORCH
+            series.setdefault((by_torch, kind_of(row) if by_torch else row.method), set()).add(found)
+    known = tuple(_KNOWN)
+    for by_torch, method in sorted(series, key=lambda key: (known.index(key[1]) if key[1] in known else len(known), key)):
+        xs, ys = zip(*sorted(series[by_torch, method]), strict=True)
+        (line,) = axes.plot([x / scale for x in xs], ys, markersize=5, linewidth=linewidth)
+        line.set(fillstyle="none" if by_torch else "full")
+        if (style := _KNOWN.get(method)) is None:
+            named = "other methods" in axes.get_legend_handles_labels()[1]
+            line.set(color="0.7", marker=".", zorder=1.5, linewidth=linewidth / 2, label=None if named else "other methods")
+            continue
+        name, color, marker = style
+        line.set(color=color, marker=marker, label=f"PyTorch: {name}" if by_torch else name)
+        if method == _OURS:
+            line.set(linewidth=2.5 * linewidth, markersize=7, zorder=3)
 
 
 def _simulated_point(row: Row) -> Point | None:

@@ -119,7 +119,7 @@ def _reduced(png: io.BytesIO) -> bytes:
 
     reduced = io.BytesIO()
     with Image.open(png) as image:
-        image.convert("RGB").quantize(64).save(reduced, format="png", optimize=True)
+        image.convert("RGB").quantize(256).save(reduced, format="png", optimize=True)
     return reduced.getvalue()
 
 

@@ -7,16 +7,14 @@ that is recomputed there may therefore get another algorithm, which rounds other
 import warnings
 
 import torch
-from torch import fx
 
+_TARGETS = {"aten.convolution.default", "extern_kernels.convolution"}  # the second in Inductor's code
 _DEVICE_TYPE = "cuda"
 
 
-def chosen_by_timing(node: fx.Node) -> bool:
-    """Return True if `node` is a convolution that may get another algorithm where it is recomputed."""
-    if node.target is not torch.ops.aten.convolution.default:
-        return False
-    return node.meta["val"].device.type == _DEVICE_TYPE and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
+def chosen_by_timing(target: str, device: torch.device) -> bool:
+    """Return True if an op that calls `target` may get another algorithm where it is recomputed on `device`."""
+    return target in _TARGETS and device.type == _DEVICE_TYPE and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
 
 
 def warn_not_recomputed(count: int) -> None:

@@ -69,7 +69,7 @@ def lower(
     """
     lowering = _Lowering(graph, statics, generator)
     ops, program, nodes = lowering.run(provenance)
-    if timed := sum(node is not None and chosen_by_timing(node) for node in nodes):
+    if timed := sum(chosen_by_timing(op.target, statics.device) for op in ops.ops):
         warn_not_recomputed(timed)
     return Capture(ops, program, signature, nodes, expressions=lowering.expressions)
 
@@ -241,7 +241,10 @@ class _Lowering:
                 phase=phase,
                 # What is computed from an input that the step overwrites is right only before the write.
                 recomputable=not (
-                    mutates or self.written.intersection(inputs) or node.target._schema.is_mutable or chosen_by_timing(node)
+                    mutates
+                    or self.written.intersection(inputs)
+                    or node.target._schema.is_mutable
+                    or chosen_by_timing(str(node.target), self.statics.device)
                 ),
                 random=state is not None,
                 mutates=mutates,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from graphs.capture.convolutions import chosen_by_timing, warn_not_recomputed
 from graphs.capture.kernels.halves import Half, Halves
 from graphs.capture.kernels.merge import Group, grouped
 from graphs.capture.kernels.values import numbers, with_variables
@@ -208,8 +209,10 @@ class _Lowering:
         names = _unique_names(groups)
         followed = {i for group in groups for i in group.follows}
         marks: dict[int, int] = {}  # what says that an op is done
-        ops, calls = [], []
+        ops, calls, timed = [], [], 0
         for i, (group, name) in enumerate(zip(groups, names, strict=True)):
+            chosen = any(chosen_by_timing(launch.target, self.statics.device) for launch in group.launches)
+            timed += chosen
             makes = sorted(group.makes)
             for number, value in enumerate(makes):
                 about = self.wrapper.values[value]
@@ -231,13 +234,15 @@ class _Lowering:
                     time_s=0.0,
                     phase=group.launches[-1].phase,
                     # What reads what the step overwrites is right only before the write.
-                    recomputable=not group.once and not group.random and written.isdisjoint(group.reads | group.writes),
+                    recomputable=not (group.once or group.random or chosen or written.intersection(group.reads | group.writes)),
                     random=group.random,
                     mutates=tuple(self.static[v] for v in sorted(group.writes) if v in self.static),
                 )
             )
             over = ((self.tensor_of[made], self.tensor_of[read], self._renamed(line)) for made, read, line in group.over)
             calls.append(Launches(tuple(lines), tuple(outputs), tuple(over)))
+        if timed:
+            warn_not_recomputed(timed)
         return ops, calls
 
     def _aligning(self, ops: Sequence[Op]) -> list[str]:

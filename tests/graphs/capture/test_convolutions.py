@@ -8,13 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.capture import convolutions
-from graphs.capture.trace import capture
+from graphs.capture.kernels.variants import Variant
+from graphs.capture.trace import capture, capture_kernels
 from graphs.ir import Graph
 
 
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3))
+
+
 def _captured() -> Graph:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3))
-    return capture(model, F.mse_loss, (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4))).graph
+    return capture(_model(), F.mse_loss, (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4))).graph
 
 
 def _recomputable(graph: Graph) -> list[bool]:
@@ -35,3 +39,13 @@ def test_convolutions_chosen_by_timing_are_not_recomputed(monkeypatch: pytest.Mo
 def test_on_the_cpu_the_flag_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert _recomputable(_captured()) == [True, True]
+
+
+@pytest.mark.slow
+def test_convolutions_between_kernels_of_inductor_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    batch = (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4))
+    with pytest.warns(UserWarning, match="2 convolutions are not recomputed"):
+        graph = capture_kernels(_model(), F.mse_loss, batch, variant=Variant.DEFAULT).graph
+    assert not any(op.recomputable for op in graph.ops if op.target == "extern_kernels.convolution")

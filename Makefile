@@ -9,8 +9,10 @@ STAMP := $(VENV)/.installed
 # Libraries of models look for each other when they are imported: they are kept from the tests.
 MODELS := .venv-models
 MODELS_STAMP := $(MODELS)/.installed
+# What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
+LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-compression bench-executor bench-training bench-first-step try-models gpu clean
+.PHONY: help test test-latest demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-compression bench-executor bench-training bench-first-step try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -18,6 +20,13 @@ help: ## say what there is to make
 
 test: $(if $(TORCH),$(STAMP),lint) ## style, types, layers and tests; tests alone with another PyTorch (TORCH=2.11.0)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+test-latest: ## tests with the newest releases that pyproject.toml allows, in a fresh environment (PYTHON=python3.12, ARGS=tests/graphs)
+	$(check_python)
+	$(PYTHON) -m venv --clear $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(LATEST)/bin/python -m pip list
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## style, types and layers only
 	$(BIN)/ruff check .
@@ -76,13 +85,17 @@ gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or
 	$(PYTHON) -m benchmarks.gpu $(if $(OUT),--out $(OUT)) $(ARGS)
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .venv-torch-* $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch-* .venv-latest-* $(MODELS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define check_python
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or later is needed; $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
+endef
 
 # Its environment, with what is in brackets installed. The stamp is written last, so that an interrupted installation is done again.
 define install
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "Python 3.11 or later is needed; $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(check_python)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[$(1)]'

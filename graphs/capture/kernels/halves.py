@@ -52,7 +52,7 @@ _PLAIN_CODE = {
 }
 
 # Part of the keys of Inductor's cache: what is kept there was generated with all that is changed in here.
-_GENERATED = "planner: kernels apart, with what may be written over"
+_GENERATED = "planner: kernels apart, with what one thread may write over"
 
 _NOTHING = "the step computes nothing that Inductor could compile: plan with kernels='eager'"
 

@@ -14,6 +14,7 @@ from graphs.torch_private.core import OpOverload, OpOverloadPacket
 
 # Arguments of Triton kernels that Inductor generates: results, results that take the place of an input, workspaces.
 _WRITTEN = re.compile(r"(out_ptr|in_out_ptr|ws_ptr|sem_ptr)\d*$")
+_MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,9 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
         case "cpp_pybinding", [types, *_]:
             signature: list[str] = ast.literal_eval(types)
             written = (i for i, declared in enumerate(signature) if "*" in declared and not declared.startswith("const "))
-        case "triton", [_, ast.Constant(value=str(source)), *_]:
-            mutated = re.search(r"'mutated_arg_names': (\[[^\]]*\])", source)
-            names = set(ast.literal_eval(mutated[1])) if mutated else set()
+        # Those that a model brings along say not what they write to, and are refused.
+        case "triton", [_, ast.Constant(value=str(source)), *_] if mutated := _MUTATED.search(source):
+            names = set(ast.literal_eval(mutated[1]))
             function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef))
             parameters = [parameter.arg for parameter in function.args.args]
             written = (i for i, p in enumerate(parameters) if p in names or _WRITTEN.match(p))

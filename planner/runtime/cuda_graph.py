@@ -32,10 +32,12 @@ class CudaGraphs:
         """Call `run` beside the present stream, as it is captured; libraries allocate, and choose their kernels."""
         present = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(present)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                run()
-        present.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+        finally:  # where it fails too: what is put back then, and memory that is freed, is used on this stream until here
+            present.wait_stream(self._stream)
 
     def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
         """Capture what `function` launches.

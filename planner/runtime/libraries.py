@@ -7,7 +7,9 @@ runs in the caller's thread and a backward pass in autograd's, so that the first
 import torch
 import torch.nn.functional as F
 
-_allocated_bytes: dict[torch.device, int] = {}  # of the process, as the workspaces are
+# By device: the most bytes that a pass, and that both passes together, have found missing. Of the process, as workspaces are.
+_of_a_pass: dict[torch.device, int] = {}
+_of_both: dict[torch.device, int] = {}
 
 
 def warm_up_libraries(device: torch.device) -> int:
@@ -18,12 +20,19 @@ def warm_up_libraries(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
+    factor = torch.ones(8, 8, device=device, requires_grad=True)
     before = torch.cuda.memory_allocated(device)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        factor = torch.ones(8, 8, device=device, requires_grad=True)
+        F.linear(factor.detach(), factor.detach(), factor[0].detach())
+        between = torch.cuda.memory_allocated(device)
         torch.autograd.grad(F.linear(factor, factor, factor[0]).sum(), factor)
-    del factor
-    allocated = torch.cuda.memory_allocated(device) - before
+    after = torch.cuda.memory_allocated(device)
     # The most: workspaces may be cleared, as before a CUDA graph is captured, and are allocated again.
-    _allocated_bytes[device] = max(_allocated_bytes.get(device, 0), allocated)
-    return _allocated_bytes[device]
+    _of_a_pass[device] = max(_of_a_pass.get(device, 0), between - before, after - between)
+    _of_both[device] = max(_of_both.get(device, 0), after - before)
+    return _of_both[device]
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Return what libraries keep for one thread and stream, as far as ``warm_up_libraries`` has found it missing."""
+    return _of_a_pass.get(device, 0)

@@ -24,7 +24,9 @@ from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
+from planner.runtime.graph_pool import pool_bytes
 from planner.runtime.graphed_step import Recorder, record, recordable
+from planner.runtime.libraries import workspace_bytes
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
@@ -134,6 +136,7 @@ class Compiler:
             plan = self._compared(captured, batch, plan, executor)
             return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
+        plan = self._with_room_for_pool(captured.graph, plan)
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
             if peak_bytes <= wanted_bytes:
@@ -149,6 +152,34 @@ class Compiler:
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
+
+    def _with_room_for_pool(self, graph: Graph, plan: Plan) -> Plan:
+        """Return `plan`, or one that takes less, so that what is recorded of it is predicted to be within the budget.
+
+        Raises:
+            InfeasibleError: none is found.
+        """
+        if self.recorder is None:
+            return plan
+        device = next(self.wrapper.module.parameters()).device
+        wanted_bytes, library_bytes = plan.budget_bytes, workspace_bytes(device)
+        for _ in range(_CORRECTIONS):
+            held_bytes = pool_bytes(with_recorded(graph, plan.settings), plan.schedule, library_bytes)
+            over_bytes = graph.static_bytes + held_bytes - wanted_bytes
+            if over_bytes <= 0:
+                break
+            try:
+                plan = self._first_plan(graph, plan.budget_bytes - over_bytes)
+            except BudgetError as error:
+                tensors_bytes = plan.peak_bytes - graph.static_bytes
+                raise InfeasibleError(
+                    f"a CUDA graph keeps {format_bytes(held_bytes)} for {format_bytes(tensors_bytes)} of tensors: whole segments "
+                    f"of 2 or 20 MiB, and {format_bytes(library_bytes)} that libraries work in. With what is outside of it that "
+                    f"is {format_bytes(over_bytes)} over the budget of {format_bytes(wanted_bytes)}, and no plan is found that "
+                    f"takes as much less: raise the budget to {format_bytes(wanted_bytes + over_bytes)}, or leave out "
+                    "cuda_graph=True"
+                ) from error
+        return plan
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
         """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""

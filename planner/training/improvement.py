@@ -285,8 +285,8 @@ def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
     """Return what is to be said where `plan` has taken more than the budget."""
     return (
         f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
-        f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA graph's "
-        "pool has lost some to fragments"
+        f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA graph "
+        "keeps segments that its tensors do not fill"
     )
 
 

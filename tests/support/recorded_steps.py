@@ -1,4 +1,4 @@
-"""Recorded steps without a device: a stand-in for CUDA graphs, models, and loops that train them."""
+"""Recorded steps on CUDA: models, and loops that train them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,65 +7,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.zoo import Workload
+from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
-from planner.runtime.graphed_step import Recorder, record, recordable
+from planner.runtime.graphed_step import record, recordable
 from planner.runtime.measure import loss_of
 from planner.solving import solve
+from tests.support.cuda_device import on_device
 from tests.support.steps import make, random_schedule
 
 
-class RunsAgain:
-    """Stands for CUDA graphs: a replay runs the function again, and writes what it returns where the first run's results are.
-
-    What a pass is handed over in a list is gone behind it, as memory of a pool that others get: it is filled with NaN.
-    """
-
-    def __init__(self, held: int = 0) -> None:
-        self.held = held
-        self.functions: list[Callable[..., Any]] = []
-        self.warm = 0
-
-    def warm_up(self, run: Callable[[], object]) -> None:
-        self.warm += 1
-        run()
-
-    def record(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[], None]]:
-        assert self.warm
-        assert not torch.is_grad_enabled()
-        kept = [list(arg) for arg in args]
-        returned = function(*args)
-        first = tensors(returned)
-
-        def replay() -> None:
-            again = tensors(function(*map(list, kept)))
-            for tensor, value in zip(first, again, strict=True):
-                tensor.copy_(value)
-            for handed_over in tensors(kept[1:]):
-                handed_over.fill_(float("nan") if handed_over.is_floating_point() else 1)
-
-        self.functions.append(function)
-        return returned, replay
-
-    def held_bytes(self) -> int:
-        return self.held
-
-
-def tensors(value: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def recorded(workload: Workload, *, seed: int | None = 1, recorder: Recorder | None = None) -> Executor:
-    """The recorded step of a schedule that computes again whatever it may."""
+def recorded(workload: Workload, *, seed: int | None = 1, recorder: CudaGraphs | None = None) -> Executor:
+    """The recorded step, on CUDA, of a schedule that recomputes at random, or of one that keeps everything."""
     captured = recordable(capture(*workload))
     schedule = random_schedule(captured.graph, seed) if seed else solve(captured.graph, "100%").schedule
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
     step = TrainingStep(workload.model, workload.loss_fn)
-    record(captured, executor, step, workload.batch, recorder or RunsAgain())
+    record(captured, executor, step, workload.batch, recorder or CudaGraphs(executor.device))
     return executor
 
 
@@ -82,11 +43,15 @@ class Pool(nn.Module):
 
 def dropout_and_norm() -> Workload:
     torch.manual_seed(7)
-    return Workload(Pool(), F.cross_entropy, (torch.randn(32, 24), torch.randint(5, (32,))))
+    return on_device(Workload(Pool(), F.cross_entropy, (torch.randn(32, 24), torch.randint(5, (32,)))))
+
+
+def _made_on_cuda(name: str) -> Workload:
+    return on_device(make(name))
 
 
 MODELS: dict[str, Callable[[], Workload]] = {
-    name: partial(make, name) for name in ("vit", "mutated", "tied", "frozen", "shared_gradient")
+    name: partial(_made_on_cuda, name) for name in ("vit", "mutated", "tied", "frozen", "shared_gradient")
 }
 
 
@@ -116,7 +81,7 @@ def train(
     if clip is None:  # which is in place, on what hooks have seen
         left |= {f"seen {k} {i}": gradient for k in seen for i, gradient in enumerate(seen[k]) if gradient is not None}
     left |= {name: value.detach() for name, value in workload.model.state_dict().items()}
-    left["random state"] = (torch.cuda if parameters[0].is_cuda else torch).get_rng_state()
+    left["random state"] = torch.cuda.get_rng_state()
     return left
 
 
@@ -132,8 +97,3 @@ LOOPS: dict[str, dict[str, Any]] = {
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-def on_cuda() -> Workload:
-    model, loss_fn, batch = dropout_and_norm()
-    return Workload(model.cuda(), loss_fn, tuple(value.cuda() for value in batch))

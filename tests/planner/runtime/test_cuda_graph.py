@@ -1,4 +1,4 @@
-"""Recorded steps: what replays them is exact. CUDA graphs themselves need a GPU; a stand-in records here."""
+"""Recorded steps: what replays them is exact; on a stand-in for CUDA, and on a GPU with ``-m gpu``."""
 
 import copy
 from collections.abc import Callable
@@ -20,10 +20,11 @@ from planner.runtime.graphed_step import recordable
 from planner.training import per_batch
 from planner.training.compile import _recorder
 from planner.training.per_batch import BatchPlans
+from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import LOOPS, MODELS, assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("_cuda")]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -54,13 +55,12 @@ def test_all_that_is_kept_from_a_step_stays_as_it_was() -> None:
 
 def test_gradients_of_inputs_and_other_results_are_copies_too() -> None:
     torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    x = torch.randn(4, 6, requires_grad=True)
+    model, _, (x, target) = on_device(Workload(nn.Linear(6, 3), None, (torch.randn(4, 6), torch.randn(4, 3))))
+    x.requires_grad_()
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return F.mse_loss(output, target), output.argmax(1)
 
-    target = torch.randn(4, 3)
     step = recorded(Workload(model, loss_fn, (x, target)), seed=None)
     loss, classes = step(x, target)
     assert classes.dtype == torch.int64 and not classes.requires_grad
@@ -85,12 +85,12 @@ class Counts(nn.Module):
 
 
 def test_what_the_step_writes_to_its_inputs_comes_back() -> None:
-    workload = Workload(Counts(), None, (torch.randn(4, 6), torch.zeros(3)))
+    workload = on_device(Workload(Counts(), None, (torch.randn(4, 6), torch.zeros(3))))
     step = recorded(workload, seed=None)
-    assert torch.equal(workload.batch[1], torch.zeros(3))  # recording left it alone
-    count = torch.tensor([1.0, 2.0, 3.0])
+    assert not workload.batch[1].any()  # recording left it alone
+    count = torch.tensor([1.0, 2.0, 3.0]).to("cuda:0")
     step(workload.batch[0], count).backward()
-    assert torch.equal(count, torch.tensor([2.0, 3.0, 4.0]))
+    assert count.tolist() == [2.0, 3.0, 4.0]
     gradient = workload.model.inner.bias.grad
     assert torch.equal(gradient, 4 * count)
 
@@ -100,10 +100,10 @@ def test_recording_leaves_model_gradients_and_random_state_alone() -> None:
     for parameter in workload.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    state = torch.get_rng_state()
+    state = torch.cuda.get_rng_state()
     recorded(workload)
     assert all(torch.equal(value, before[name]) for name, value in workload.model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in workload.model.parameters())
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
 
     workload = dropout_and_norm()
     with pytest.raises(PlannerError, match="models on a CUDA device, and this one is on cpu: leave it out"):
-        planner.compile(*workload, budget="8GB", cuda_graph=True)
+        planner.compile(*make("tied"), budget="8GB", cuda_graph=True)
     with pytest.raises(PlannerError, match="one for each size: leave out cuda_graph=True, or dynamic=True"):
         planner.compile(*workload, budget="8GB", cuda_graph=True, dynamic=True)
     with pytest.raises(PlannerError, match="several processes: leave out cuda_graph=True"):

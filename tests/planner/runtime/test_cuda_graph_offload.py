@@ -1,12 +1,9 @@
-"""Copies to the host and back in recorded steps: here with stand-ins that refuse what a capture refuses, on a GPU as they are."""
+"""Copies to the host and back in recorded steps; on a stand-in for CUDA, and on a GPU with ``-m gpu``."""
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from graphs.capture.step import TrainingStep
@@ -15,91 +12,54 @@ from graphs.errors import CopyError, PlannerError
 from graphs.pools import HOST
 from graphs.simulate import simulate
 from graphs.zoo import Workload
+from planner.runtime.channels import ThreadChannels
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import record, recordable
+from planner.runtime.host_memory import HostMemory
 from solvers.policies.store_all import store_all
 from tests.support.copies import offering, with_random_copies
-from tests.support.cuda_stand_in import Cuda, cuda_stand_in
-from tests.support.recorded_steps import LOOPS, RunsAgain, assert_same, dropout_and_norm, on_cuda, tensors, train
+from tests.support.cuda_device import Order, cuda_device, on_device
+from tests.support.recorded_steps import LOOPS, assert_same, dropout_and_norm, train
 from tests.support.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
 
 
-class Launches(TorchDispatchMode):
-    """Notes every op, with the tensors that it reads and writes: as a CUDA graph it does the same to the same memory again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if not func.overloadpacket.__name__.startswith(("empty", "new_empty", "set_")):  # which launch nothing
-            self.ops.append((func, args, kwargs or {}, made))
-        return made
-
-    def replay(self) -> None:
-        for func, args, kwargs, made in self.ops:
-            for there, again in zip(tensors(made), tensors(func(*args, **kwargs)), strict=True):
-                if there.data_ptr() != again.data_ptr():
-                    there.copy_(again)
-
-
-class Captures:
-    """Stands for ``CudaGraphs``."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        self.cuda = cuda
-
-    def warm_up(self, run: Callable[[], object]) -> None:
-        for _ in range(3):
-            run()
-
-    def record(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[], None]]:
-        launches = Launches()
-        with self.cuda.capturing(), launches:
-            returned = function(*args)
-        return returned, launches.replay
-
-    def held_bytes(self) -> int:
-        return 0
-
-
-def captured_step(workload: Workload, cuda: Cuda, seed: int, host_bytes: int | None = None) -> tuple[Executor, CudaChannels]:
+def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) -> tuple[Executor, CudaChannels]:
     """The recorded step of a schedule that copies at random."""
     captured = recordable(capture(*workload))
     offered = offering(captured)
     schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
-    channels = CudaChannels(CPU, host_bytes)
+    channels = CudaChannels(CUDA, host_bytes)
     executor = Executor(offered, schedule, workload.model, workload.loss_fn, channels)
-    record(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch, Captures(cuda))
+    record(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch, CudaGraphs(CUDA))
     return executor, channels
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_recorded_step_that_copies_trains_as_eager_does(loop: str) -> None:
+@pytest.mark.usefixtures("_cuda")
+def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()
-    eager = train(other, TrainingStep(other.model, other.loss_fn), **LOOPS[loop])
-    with cuda_stand_in() as cuda:
-        step, _ = captured_step(workload, cuda, seed=3)
-        assert_same(eager, train(workload, step, **LOOPS[loop]))
-        del step
-        gc.collect()
+    captured = recordable(capture(*other))
+    launched = Executor(captured, store_all(captured.graph), other.model, other.loss_fn)
+    wanted = train(other, launched, **LOOPS[loop])
+    step, _ = recorded_step(workload, seed=3)
+    assert_same(wanted, train(workload, step, **LOOPS[loop]))
 
 
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("name", ["mutated", "tied"])
-def test_copies_may_be_under_way_where_the_forward_pass_ends(name: str) -> None:
+def test_copies_may_be_under_way_where_the_forward_pass_ends(name: str, order: Order) -> None:
     between = 0
     for seed in range(2):
-        workload, other = make(name), make(name)
-        eager = train(other, TrainingStep(other.model, other.loss_fn), batches=2)
-        with cuda_stand_in() as cuda:
-            step, channels = captured_step(workload, cuda, seed)
+        with cuda_device(order=order, seed=seed) as cuda:
+            workload, other = on_device(make(name)), on_device(make(name))
+            eager = train(other, TrainingStep(other.model, other.loss_fn), batches=2)
+            step, channels = recorded_step(workload, seed)
             locked = dict(cuda.locked)
             assert_same(eager, train(workload, step, batches=2))
             assert cuda.locked == locked
@@ -112,9 +72,8 @@ def test_copies_may_be_under_way_where_the_forward_pass_ends(name: str) -> None:
 
 
 def test_recordings_that_follow_each_other_use_the_same_memory() -> None:
-    workload = dropout_and_norm()
-    with cuda_stand_in() as cuda:
-        step, channels = captured_step(workload, cuda, seed=3)
+    with cuda_device() as cuda:
+        step, channels = recorded_step(dropout_and_norm(), seed=3)
         needed = channels.memory.allocated_bytes
         del step
         gc.collect()
@@ -124,44 +83,32 @@ def test_recordings_that_follow_each_other_use_the_same_memory() -> None:
 
 
 def test_a_host_without_room_for_copies_of_all_sizes_is_one_error() -> None:
-    workload = dropout_and_norm()
-    with cuda_stand_in() as cuda:
-        step, channels = captured_step(workload, cuda, seed=3)
+    with cuda_device():
+        workload = dropout_and_norm()
+        step, channels = recorded_step(workload, seed=3)
         needed = channels.memory.allocated_bytes
         del step, channels
         with pytest.raises(CopyError, match=r"a CUDA graph keeps a place for copies of each size; raise host_budget="):
-            captured_step(workload, cuda, seed=3, host_bytes=needed - 1)
-        captured_step(workload, cuda, seed=3, host_bytes=needed)
+            recorded_step(workload, seed=3, host_bytes=needed - 1)
+        recorded_step(workload, seed=3, host_bytes=needed)
         gc.collect()
 
 
+@pytest.mark.usefixtures("_cuda")
 def test_copies_by_threads_are_not_recorded() -> None:
     workload = dropout_and_norm()
     captured = recordable(capture(*workload))
     offered = offering(captured)
-    executor = Executor(offered, store_all(captured.graph), workload.model, workload.loss_fn)
+    threads = ThreadChannels(HostMemory())
+    executor = Executor(offered, store_all(captured.graph), workload.model, workload.loss_fn, threads)
     step = TrainingStep(workload.model, workload.loss_fn)
     with pytest.raises(PlannerError, match=r"only copies on streams of CUDA can be recorded: leave out options="):
-        record(captured, executor, step, workload.batch, RunsAgain())
+        record(captured, executor, step, workload.batch, CudaGraphs(CUDA))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_cuda_graph_holds_copies(loop: str) -> None:
-    workload, other = on_cuda(), on_cuda()
-    captured = recordable(capture(*workload))
-    offered = offering(captured)
-    schedule = with_random_copies(offered.graph, store_all(captured.graph), 3)
-    executor = Executor(offered, schedule, workload.model, workload.loss_fn)
-    recorder = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
-    record(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch, recorder)
-    launched = Executor(recordable(capture(*other)), store_all(captured.graph), other.model, other.loss_fn)
-    assert_same(train(other, launched, **LOOPS[loop]), train(workload, executor, **LOOPS[loop]))
-
-
-@pytest.mark.gpu
+@pytest.mark.usefixtures("_cuda")
 def test_one_call_plans_a_cuda_graph_with_copies() -> None:
-    workload = on_cuda()
+    workload = dropout_and_norm()
     step = planner.compile(
         *workload, budget="1GB", optimizer="adamw", cuda_graph=True, options=["offload"], link="25GB/s", host_budget="1GB"
     )

@@ -1,9 +1,6 @@
-"""What records CUDA graphs, on a stand-in of ``torch.cuda`` and on a GPU."""
+"""What records CUDA graphs; on a stand-in for CUDA, and on a GPU with ``-m gpu``."""
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,78 +11,76 @@ from graphs.errors import TraceError
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import recordable
-from tests.support.recorded_steps import LOOPS, assert_same, on_cuda, recorded, train
+from tests.support.cuda_device import Order, cuda_device
+from tests.support.cuda_device.memory import WORKSPACE_BYTES
+from tests.support.recorded_steps import LOOPS, assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-
-class FakeCuda:
-    """As much of ``torch.cuda`` as a recorder asks for, without a device; leaving a capture that failed fails as well."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.stream = SimpleNamespace(device=torch.device("cpu"), wait_stream=lambda other: self.log.append("wait"))
-        arguments = inspect.signature(torch.cuda.graph)
-
-        @contextmanager
-        def graph(*args: Any, **options: Any) -> Iterator[None]:
-            assert arguments.bind(*args, **options).arguments["pool"] == (0, 7)
-            self.log.append("begin")
-            try:
-                yield
-            except RuntimeError:
-                raise RuntimeError("operation failed due to a previous error during capture") from None
-            finally:
-                self.log.append("end")
-
-        segments = [{"segment_pool_id": (0, pool), "total_size": 2**pool} for pool in (0, 7, 8, 7)]
-        fakes = {
-            "graph_pool_handle": lambda: (0, 7),
-            "Stream": lambda device: self.stream,
-            "current_stream": lambda device: self.stream,
-            "stream": nullcontext,
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
-            "graph": graph,
-            "memory_snapshot": lambda: segments,
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-        clear = "_cuda_clearCublasWorkspaces"
-        monkeypatch.setattr(torch._C, clear, lambda: self.log.append("clear"), raising=False)
+CUDA = torch.device("cuda:0")
+MIB = 2**20
 
 
-def test_cuda_graphs_warm_up_capture_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCuda(monkeypatch)
-    recorder = CudaGraphs(torch.device("cpu"))
-    recorder.warm_up(lambda: fake.log.append("run"))
-    assert fake.log == ["wait", "run", "run", "run", "wait"]
-    fake.log.clear()
-    returned, replay = recorder.record(lambda a, b: a + b, 1, 2)
-    replay()
-    assert returned == 3
-    assert fake.log == ["clear", "begin", "end", "clear", "replay"]
-    assert recorder.held_bytes() == 2 * 2**7
+@pytest.mark.parametrize("order", Order)
+def test_what_was_recorded_is_done_again_behind_what_was_launched_before(order: Order) -> None:
+    with cuda_device(order=order):
+        x = torch.ones(1000, device=CUDA)
+        recorder = CudaGraphs(CUDA)
+        recorder.warm_up(lambda: x * 3)
+        made, replay = recorder.record(lambda values: values * 3 + 1, x)
+        for value in (2.0, 5.0):
+            x.fill_(value)
+            replay()
+            assert made.tolist() == [3 * value + 1] * 1000
 
 
-def test_a_capture_that_fails_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCuda(monkeypatch)
-
-    def waits() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    said = "cannot be captured as a CUDA graph: operation not permitted when stream is capturing; leave out cuda_graph=True"
-    with pytest.raises(TraceError, match=said):
-        CudaGraphs(torch.device("cpu")).record(waits)
-    assert fake.log[-1] == "clear"
+@pytest.mark.parametrize("order", Order)
+def test_a_function_is_warmed_up_behind_what_was_launched_before(order: Order) -> None:
+    with cuda_device(order=order):
+        x = torch.ones(1000, device=CUDA)
+        CudaGraphs(CUDA).warm_up(lambda: x.mul_(2))
+        assert x.tolist() == [8.0] * 1000
 
 
-@pytest.mark.gpu
+def test_the_pool_holds_a_segment_and_the_workspace() -> None:
+    with cuda_device() as cuda:
+        x = torch.ones(16, 16, device=CUDA)
+        recorder = CudaGraphs(CUDA)
+        recorder.warm_up(lambda: x @ x)
+        made, _ = recorder.record(lambda: x @ x)
+        again, _ = recorder.record(lambda: made @ x)
+        assert recorder.held_bytes() == 2 * MIB + WORKSPACE_BYTES
+        assert not cuda.memories[0].workspaces
+        assert made.data_ptr() != again.data_ptr()
+
+
+def waits(x: torch.Tensor) -> float:
+    return x.sum().item()
+
+
+def leaves_a_stream(x: torch.Tensor) -> torch.Tensor:
+    side = torch.cuda.Stream(CUDA)
+    side.wait_stream(torch.cuda.current_stream(CUDA))
+    with torch.cuda.stream(side):
+        return x + 1
+
+
+@pytest.mark.parametrize(("function", "said"), [(waits, "operation not permitted"), (leaves_a_stream, "unjoined work")])
+def test_a_capture_that_fails_says_what_failed(function: Callable[..., Any], said: str) -> None:
+    with cuda_device() as cuda:
+        x = torch.ones(10, device=CUDA)
+        with pytest.raises(TraceError, match=rf"cannot be captured as a CUDA graph: .*{said}.*; leave out cuda_graph=True"):
+            CudaGraphs(CUDA).record(function, x)
+        assert torch.cuda.current_stream(CUDA) is cuda.defaults[0] and not cuda.memories[0].workspaces
+        assert (x + 1).tolist() == [2.0] * 10
+
+
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.usefixtures("_cuda")
 def test_a_cuda_graph_trains_as_the_planned_step_does(loop: str) -> None:
-    workload, other = on_cuda(), on_cuda()
+    workload, other = dropout_and_norm(), dropout_and_norm()
     captured = recordable(capture(*other))
     launched = Executor(captured, random_schedule(captured.graph, 1), other.model, other.loss_fn)
-    replayed = recorded(workload, recorder=CudaGraphs(torch.device("cuda", torch.cuda.current_device())))
-    wanted, found = train(other, launched, **LOOPS[loop]), train(workload, replayed, **LOOPS[loop])
+    wanted, found = train(other, launched, **LOOPS[loop]), train(workload, recorded(workload), **LOOPS[loop])
     assert_same(wanted, found)

@@ -1,5 +1,6 @@
 """What copies to the host and back reach beside a step: figures that are known, and real ones."""
 
+import gc
 import time
 from itertools import pairwise
 from typing import Any
@@ -16,12 +17,12 @@ from graphs.options.surroundings import Link
 from graphs.zoo import Workload
 from planner.runtime import link
 from planner.runtime.channels import ThreadChannels
-from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.host_tensor import HostTensor
 from planner.runtime.link import link_beside
 from planner.tracing import trace
-from tests.support.cuda_stand_in import cuda_stand_in
+from tests.support.cuda_device import cuda_device, on_device
+from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S
 from tests.support.steps import make
 
 _START_S, _RATE = 3e-3, 0.2e9
@@ -120,13 +121,15 @@ def test_a_step_that_is_not_run_has_none() -> None:
         trace(*make("tied"), roofline="h200", measure_link=True)
 
 
-def test_on_streams_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cuda_stand_in() as cuda:
-        monkeypatch.setattr(
-            link, "open_channels", lambda device, host_bytes, timed: CudaChannels(device, host_bytes, timed=timed)
-        )
-        found = link_of(make("tied"))
-        assert all(rate > 0 for rate in (*vars_of(found.alone), *vars_of(found.beside)))
+@pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
+def test_on_streams_of_cuda(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "LARGE_BYTES", 2**16)
+    with cuda_device(devices=2) as cuda:
+        found = link_of(on_device(make("tied"), place))
+        each_s = LAUNCH_S + 2 * link.LARGE_BYTES / BYTES_PER_S  # by the clock of its stream
+        known = [pytest.approx(link.LARGE_BYTES / each_s)] * 3
+        assert [*vars_of(found.alone)] == [*vars_of(found.beside)] == known
+        gc.collect()
         assert not cuda.locked
 
 

@@ -1,7 +1,6 @@
 """CUDA graphs on the stand-in: what a capture records, and replays."""
 
 import gc
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from planner.runtime.caching_allocator import PoolId
@@ -99,7 +98,7 @@ class graph:  # noqa: N801  # as torch.cuda.graph
     def __init__(
         self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: object
     ) -> None:
-        self._graph, self._stack = cuda_graph, ExitStack()
+        self._graph = cuda_graph
         machine = cuda_graph.machine
         self._pool = machine.new_pool() if pool is None else pool
         self._stream = Stream(machine, machine.device) if stream is None else stream
@@ -110,10 +109,13 @@ class graph:  # noqa: N801  # as torch.cuda.graph
         gc.collect()
         for memory in machine.memories:
             memory.release_unused()
-        self._stack.enter_context(machine.made_current(self._stream))
+        self._before = machine.device, machine.current(self._stream.device.index)
+        machine.make_current(self._stream)
         self._graph.capture_begin(self._pool, self._stream)
 
     def __exit__(self, *_: object) -> None:
         # As in PyTorch: a capture that cannot end leaves its stream the current one.
         self._graph.capture_end()
-        self._stack.close()
+        device, stream = self._before
+        self._graph.machine.make_current(stream)
+        self._graph.machine.device = device

@@ -65,7 +65,8 @@ def cuda_device(
 
 def _forget_devices() -> None:
     """Forget what the planner knows of devices for as long as the process runs: these are others."""
-    libraries._allocated_bytes.clear()
+    libraries._of_a_pass.clear()
+    libraries._of_both.clear()
     for key in [key for key in profile._COSTS if any(isinstance(part, torch.device) and part.type == "cuda" for part in key)]:
         del profile._COSTS[key]
 
@@ -164,7 +165,7 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
         "stream": lambda stream: nullcontext() if stream is None else machine.made_current(stream),
         "current_stream": lambda device=None: machine.current(index(device)),
         "default_stream": lambda device=None: machine.defaults[index(device)],
-        "set_stream": lambda stream: machine._currents().update({stream.device.index: stream}),
+        "set_stream": machine.make_current,
         "synchronize": synchronize,
         "device": device,
         "set_device": lambda device: setattr(machine, "device", index(device)),

@@ -95,14 +95,18 @@ class Machine:
         if stream is None:
             yield
             return
-        device, currents = self.device, self._currents()
-        index = stream.device.index
-        before = currents.get(index, self.defaults[index])
-        self.device, currents[index] = index, stream
+        device, before = self.device, self.current(stream.device.index)
+        self.make_current(stream)
         try:
             yield
         finally:
-            self.device, currents[index] = device, before
+            self.make_current(before)
+            self.device = device
+
+    def make_current(self, stream: Stream) -> None:
+        """Make `stream` the current one of its device, and that device the current one."""
+        self.device = stream.device.index
+        self._currents()[self.device] = stream
 
     def check_may_wait(self, what: str = "waiting for the device") -> None:
         """Refuse what a capture refuses."""
@@ -131,9 +135,14 @@ class Machine:
         self.check_may_wait("page-locking memory")
         values = np.empty(tensor.untyped_storage().nbytes(), dtype=np.uint8)
         self.pinned[values.ctypes.data] = values.nbytes
-        weakref.finalize(values, self.pinned.pop, values.ctypes.data).atexit = False
+        weakref.finalize(values, self._unpin, values.ctypes.data).atexit = False
         made = torch.from_numpy(values).untyped_storage()
         return tensor.set_(made, 0, tensor.size(), tensor.stride())
+
+    def _unpin(self, address: int) -> None:
+        """Forget memory of PyTorch's own, which is not used again before what was launched with it has ended."""
+        self.synchronize()
+        del self.pinned[address]
 
     def lock_memory(self, address: int, size_bytes: int) -> None:
         """Page-lock memory of the host."""
@@ -144,12 +153,14 @@ class Machine:
     def unlock_memory(self, address: int) -> None:
         """Let memory of the host be paged again: nothing that was launched may use it."""
         self.check_may_wait("unlocking memory")
-        end = address + self.locked.pop(address)
+        end = address + self.locked[address]
         for stream in self.streams:
             for queued in list(stream.queue):
                 used = queued.item.host if isinstance(queued.item, Work) else ()
                 if any(first < end and address < first + size for first, size in used):
                     self.wrong.append("memory of the host was unlocked while a copy uses it")
+        self.synchronize()  # it goes now
+        del self.locked[address]
 
     def synchronize(self, index: int | None = None) -> None:
         """Do all that was launched, on one device or on all."""

@@ -142,8 +142,10 @@ class DeviceMemory:
 
     def _give_back(self, held: Held) -> None:
         size_bytes = held.block.size_bytes
-        if size_bytes <= _MOST_FILLED_BYTES:
-            recorded = held.stream.recording is not None
+        recorded = held.stream.recording is not None
+        # The memory of a graph is nobody else's: it may be used again by captures into the same pool, and is so there.
+        shared = held.block.segment.pool == DEFAULT_POOL or recorded
+        if size_bytes <= _MOST_FILLED_BYTES and shared:
             values = self.bytes_of(held, size_bytes)
 
             def overwrite(_: int) -> None:

@@ -4,10 +4,12 @@ The storage of such a tensor is memory of the host that ``DeviceMemory`` has han
 at once, by what the op makes of meta tensors; the CPU's kernel is run when the stream comes to it, on whatever is in memory then.
 """
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -114,6 +116,32 @@ class Ref:
         values = self.machine.memories[self.index].bytes_of(self.held, self.storage_bytes)
         storage = torch.from_numpy(values).untyped_storage()
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRef:
+    """Where a tensor lies in page-locked memory of the host, which this does not hold either."""
+
+    address: int
+    storage_bytes: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "HostRef":
+        storage = tensor.untyped_storage()
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return HostRef(storage.data_ptr(), storage.nbytes(), tensor.dtype, *layout)
+
+    def plain(self, *, again: bool) -> torch.Tensor:
+        """What lies there now."""
+        del again
+        values = np.ctypeslib.as_array((ctypes.c_uint8 * self.storage_bytes).from_address(self.address))
+        return torch.empty(0, dtype=self.dtype).set_(
+            torch.from_numpy(values).untyped_storage(), self.offset, self.size, self.stride
+        )
 
 
 def launch(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -223,12 +251,8 @@ def _outputs(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str,
         if not returns:
             return None
         return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
-    try:
-        with _disable_current_modes():
-            made = func(*pytree.tree_map(_meta, args), **{**pytree.tree_map(_meta, kwargs), **_on_meta(kwargs)})
-    except (NotImplementedError, RuntimeError):
-        return _UNKNOWN
-    if any(not isinstance(leaf, torch.Tensor | type(None)) for leaf in pytree.tree_leaves(made)):
+    made = _forms(func, args, kwargs)
+    if made is _UNKNOWN:
         return _UNKNOWN
 
     def allocated(leaf: Any) -> Any:
@@ -240,6 +264,31 @@ def _outputs(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str,
         return pytree.tree_map(allocated, made)
     found = iter(written)
     return tuple(next(found) if old else allocated(leaf) for old, leaf in zip(aliased, made, strict=True))
+
+
+_known_forms: dict[Any, Any] = {}
+
+
+def _forms(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What `func` returns, as meta tensors; _UNKNOWN where that depends on values."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (func, spec, tuple(map(_form, leaves)))
+    if key not in _known_forms:
+        try:
+            with _disable_current_modes():
+                made = func(*pytree.tree_map(_meta, args), **{**pytree.tree_map(_meta, kwargs), **_on_meta(kwargs)})
+        except (NotImplementedError, RuntimeError):
+            made = _UNKNOWN
+        if any(not isinstance(leaf, torch.Tensor | type(None)) for leaf in pytree.tree_leaves(made)):
+            made = _UNKNOWN
+        _known_forms[key] = made
+    return _known_forms[key]
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.size(), value.stride(), value.is_cuda)
+    return None if isinstance(value, torch.Generator) else (type(value), value)
 
 
 def _meta(value: Any) -> Any:
@@ -369,11 +418,11 @@ def copy_between(machine: Machine, target: torch.Tensor, source: torch.Tensor, *
 
 
 def _queue_copy(target: torch.Tensor, source: torch.Tensor, stream: Stream, host: torch.Tensor | None = None) -> None:
-    ends = _referred(target), _referred(source)
+    ends = tuple(HostRef.of(end) if end is host else _referred(end) for end in (target, source))
     again = stream.recording is not None
 
     def run(_: int) -> None:
-        to, of = (end.plain(again=again) if isinstance(end, Ref) else end for end in ends)
+        to, of = (end.plain(again=again) if isinstance(end, Ref | HostRef) else end for end in ends)
         with torch.no_grad(), _disable_current_modes():
             to.copy_(of)
 

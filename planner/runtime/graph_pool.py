@@ -1,0 +1,36 @@
+"""Prediction of the memory that the pool of CUDA graphs keeps for a schedule: whole segments, and a workspace of its own."""
+
+from graphs.ir import Graph
+from graphs.pools import DEVICE
+from graphs.schedule import Compute, Schedule, boundary
+from planner.runtime.caching_allocator import Block, CachingAllocator
+
+
+def pool_bytes(graph: Graph, schedule: Schedule, workspace_bytes: int) -> int:
+    """Return what the pool holds once both passes of `schedule`, which is valid on `graph`, are captured.
+
+    A capture takes memory as the passes do, in the order of the schedule, from segments that nobody else gets.
+
+    Args:
+        workspace_bytes: that libraries take in the pool for each capture (``planner.runtime.libraries``).
+    """
+    allocator = CachingAllocator()
+    blocks: dict[int, Block] = {}
+    cut, workspace = boundary(graph, schedule), None
+    for place, step in enumerate(schedule.steps):
+        if place in (0, cut) and workspace_bytes:
+            if workspace is not None:
+                allocator.free(workspace)
+            workspace = allocator.alloc(workspace_bytes)
+        if not isinstance(step, Compute):
+            if step.tensor in blocks:
+                allocator.free(blocks.pop(step.tensor))
+            continue
+        op = graph.ops[step.op]
+        for t in op.outputs:
+            tensor = graph.tensors[t]
+            if tensor.pool == DEVICE and tensor.size_bytes and t not in blocks:
+                blocks[t] = allocator.alloc(tensor.size_bytes)
+        if op.workspace_bytes:
+            allocator.free(allocator.alloc(op.workspace_bytes))
+    return allocator.reserved.bytes

@@ -8,6 +8,7 @@ from random import Random
 import torch
 
 from graphs.capture.lower import Capture
+from graphs.cost.others import named_device
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.passes import in_passes
@@ -17,12 +18,14 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.options.traced import with_graph
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
+from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
 from planner.runtime.placed import moved
 from planner.tracing import capture_profiled
 from tests.support.all_choices import BESIDE, any_schedule
 from tests.support.steps import make
 
+CPU = torch.device("cpu")
 SECOND = "cpu:1"
 TRACED = ("chunks", "pack", "kernels", "in-place", "compress")
 
@@ -47,7 +50,7 @@ def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool 
         exact: none of that differs in a bit; else it may be compressed to 4 bits.
     """
     captured = traced(name)
-    around = replace(pools_of_the_cpu(captured, names), host_bytes=host_bytes)
+    around = replace(surroundings(captured, names), host_bytes=host_bytes)
     options = (*(option for option in TRACED if option != "compress"), *BESIDE, *(() if exact else ("compress:4",)))
     return with_graph(captured, with_options(captured.graph, options, around, exact_ops(captured.graph) if exact else None))
 
@@ -60,17 +63,22 @@ def step_with_everything(name: str, seed: int) -> tuple[Capture, Schedule, Execu
     return offered, schedule, Executor(offered, schedule, workload.model, workload.loss_fn)
 
 
-def on_pools(captured: Capture, names: Sequence[str] = (SECOND,)) -> Capture:
-    """`captured` with further pools of the CPU, over a link that is faster than any."""
-    return replace(captured, graph=with_options(captured.graph, ["placement"], pools_of_the_cpu(captured, names)))
+def on_pools(captured: Capture, names: Sequence[str] = (SECOND,), *options: str, main: torch.device = CPU) -> Capture:
+    """`captured`, of the device `main`, with placement on the devices called `names`, and with `options`."""
+    around = surroundings(captured, names, main)
+    return replace(captured, graph=with_options(captured.graph, [*options, "placement"], around))
 
 
-def pools_of_the_cpu(captured: Capture, names: Sequence[str]) -> Surroundings:
-    """Devices called `names`, and the host, over links that are faster than any."""
-    cpu = torch.device("cpu")
-    able = [moved(captured.program, op, op, cpu, cpu) is not None for op in captured.graph.program]
-    times = tuple(op.time_s if can else None for op, can in zip(captured.graph.program, able, strict=True))
-    return Surroundings(Link.even(1e12), others=tuple(OtherDevice(name, times, 1e12) for name in names))
+def surroundings(captured: Capture, names: Sequence[str], main: torch.device = CPU) -> Surroundings:
+    """Devices called `names` beside `main`, and the host, over links that are faster than any."""
+
+    def other(name: str) -> OtherDevice:
+        place = place_of(named_device(name))
+        able = [moved(captured.program, op, op, main, place) is not None for op in captured.graph.program]
+        times = tuple(op.time_s if can else None for op, can in zip(captured.graph.program, able, strict=True))
+        return OtherDevice(name, times, 1e12, block_bytes=512 if place.type == "cuda" else 1)
+
+    return Surroundings(Link.even(1e12), others=tuple(map(other, names)))
 
 
 def placed_step(name: str, seed: int, names: Sequence[str] = (SECOND,)) -> tuple[Capture, Schedule, Executor]:

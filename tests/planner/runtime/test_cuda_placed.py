@@ -1,0 +1,58 @@
+"""Steps on several devices with CUDA among them, on a stand-in: the bits of eager PyTorch, within the bytes of each memory."""
+
+import pytest
+import torch
+
+from graphs.capture.step import TrainingStep
+from graphs.capture.trace import capture
+from graphs.options.passes import in_passes
+from graphs.simulate import simulate
+from planner.runtime.executor import Executor
+from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.tracing import profiled
+from tests.support.all_choices import any_schedule
+from tests.support.cuda_device import Order, cuda_device, on_device
+from tests.support.cuda_device.steps import assert_as_eager
+from tests.support.placed_steps import on_pools, placed_at_random
+from tests.support.steps import make
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("names", [("cuda:1",), ("cpu:1",), ("cpu:1", "cuda:1")], ids=" ".join)
+def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], order: Order) -> None:
+    with cuda_device(devices=2, order=order, seed=len(names)):
+        workload = on_device(make("mutated"))
+        captured = profiled(capture(*workload), *workload, passes=1)
+        offered = on_pools(captured, names, main=CUDA)
+        for seed in range(3):
+            schedule = placed_at_random(offered.graph, seed)
+            assert_as_eager(workload, Executor(offered, schedule, workload.model, workload.loss_fn))
+
+
+@pytest.mark.parametrize("order", Order)
+def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
+    with cuda_device(devices=2, order=order, seed=4):
+        workload = on_device(make("tied"))
+        captured = profiled(capture(*workload), *workload, passes=1)
+        offered = on_pools(captured, ("cuda:1",), "offload", main=CUDA)
+        for seed in range(4):
+            schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+            assert_as_eager(workload, Executor(offered, schedule, workload.model, workload.loss_fn))
+
+
+@pytest.mark.parametrize("names", [("cuda:1",), ("cpu:1",)], ids=" ".join)
+def test_each_memory_holds_what_was_predicted(names: tuple[str, ...]) -> None:
+    with cuda_device(devices=2):
+        workload = on_device(make("tied"))
+        captured = profiled(capture(*workload), *workload, passes=1)
+        offered = on_pools(captured, names, main=CUDA)
+        schedule = placed_at_random(offered.graph, 2)
+        step = Executor(offered, schedule, workload.model, workload.loss_fn)
+        eager = TrainingStep(workload.model, workload.loss_fn)
+        main, other = simulate(offered.graph, schedule).pool_peaks_bytes
+        assert other_peaks_measured(captured, step, eager, workload.batch) == {names[0]: other}
+        assert measured_peak(captured, step, eager, workload.batch).peak_bytes <= main

@@ -93,6 +93,51 @@ def test_memory_that_a_copy_uses_is_held_until_it_has_ended() -> None:
         gc.collect()
 
 
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("seed", range(5))
+def test_copies_wait_for_those_before_them(order: Order, seed: int) -> None:
+    with cuda_device(order=order, seed=seed):
+        copies = CudaChannels(CUDA)
+        ones, twos = torch.ones(1000, device=CUDA), torch.full((1000,), 2.0, device=CUDA)
+        host, out = copies.out(ones)
+        found, back = copies.back(host)  # not before it is on the host
+        place = host.values.data_ptr()
+        del host
+        second, out_again = copies.out(twos)  # into a buffer that is still read
+        assert second.values.data_ptr() == place
+        found_again, back_again = copies.back(second)
+        third, out_at_last = copies.out(found_again, back_again)  # not before it is on the device
+        for copy in (out, back, out_again, back_again, out_at_last):
+            copies.wait(copy)
+        assert torch.equal(found.cpu(), torch.ones(1000)) and torch.equal(found_again.cpu(), torch.full((1000,), 2.0))
+        assert torch.equal(third.values.view(torch.float32), torch.full((1000,), 2.0))
+        del second, third, copies
+        gc.collect()
+
+
+def test_the_host_waits_for_a_copy_by_its_event() -> None:
+    with cuda_device():
+        copies = CudaChannels(CUDA)
+        host, out = copies.out(torch.ones(1000, device=CUDA))
+        place = out.event.point
+        assert place.stream.done < place.place
+        (copy,) = host.copies
+        copy.finish()
+        assert place.stream.done >= place.place and host.values.any()
+        del host, copies
+        gc.collect()
+
+
+def test_memory_of_the_host_is_not_unlocked_while_a_copy_uses_it() -> None:
+    with cuda_device() as cuda:
+        copies = CudaChannels(CUDA)
+        host, out = copies.out(torch.ones(1000, device=CUDA))
+        assert cuda.locked
+        del host, out, copies
+        gc.collect()
+        assert not cuda.locked
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2_sdpa", "resnet18", "mutated"])
 def test_on_a_gpu(name: str) -> None:

@@ -1,0 +1,364 @@
+"""Mutations of the runtime on CUDA: each takes away a wait, an event, a hold or a rounding, and a test must fail.
+
+``python -m tests.support.cuda_device.mutations`` makes each of them in a copy of the sources, runs its test there, and prints the
+table of ``docs/gpu.md``. It takes some minutes; arguments choose mutations by a part of what they take away.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[3]
+_COPIED = ("graphs", "solvers", "planner", "tests", "pyproject.toml")
+_LIMIT_S = 300
+_TESTS = "tests/planner/runtime"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A change of a source that leaves it valid Python.
+
+    Attributes:
+        file: of the source.
+        takes_away: what is missing then.
+        before, after: text of the source, which is there once, and what stands in its place.
+        test: of ``tests/planner/runtime``, which fails then.
+    """
+
+    file: str
+    takes_away: str
+    before: str
+    after: str
+    test: str
+
+    def made_in(self, root: Path) -> None:
+        """Make it in the sources at `root`."""
+        path = root / self.file
+        text = path.read_text()
+        assert text.count(self.before) == 1, f"{self.file} has {text.count(self.before)} times {self.before!r}"
+        path.write_text(text.replace(self.before, self.after))
+
+
+_CHANNELS, _TRANSFERS, _GRAPH = (f"planner/runtime/{name}.py" for name in ("cuda_channels", "transfers", "cuda_graph"))
+_BITS = "test_cuda_channels.py -k in_any_order"
+_UNITS = "test_cuda_channels.py -k copies_wait"
+
+MUTATIONS = (
+    Mutation(
+        _CHANNELS,
+        "the wait of a copy for what computes",
+        "        stream.wait_stream(present)\n        self._part",
+        "        self._part",
+        _BITS,
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait of a copy to the host for the copy that makes its tensor",
+        "events = [copy.event for copy in after if not copy.part.over]",
+        "events: list[torch.cuda.Event] = []",
+        _UNITS,
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait of a copy to the host for those that still use its buffer",
+        "[*events, *_events(host.waits_for)]",
+        "events",
+        _UNITS,
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait of a copy back for the copy to the host",
+        "made = _events(host.copies[:1])",
+        "made: list[torch.cuda.Event] = []",
+        _UNITS,
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait of what computes for a copy",
+        "torch.cuda.current_stream(self._device).wait_event(copy.event)",
+        "pass",
+        _BITS,
+    ),
+    Mutation(
+        _CHANNELS,
+        "the event behind a copy, which is recorded in front of it",
+        "        with torch.cuda.stream(stream):\n            target.copy_(source, non_blocking=True)\n"
+        "        event = stream.record_event(torch.cuda.Event(enable_timing=self._timed))\n",
+        "        event = stream.record_event(torch.cuda.Event(enable_timing=self._timed))\n"
+        "        with torch.cuda.stream(stream):\n            target.copy_(source, non_blocking=True)\n",
+        _BITS,
+    ),
+    Mutation(
+        _CHANNELS,
+        "the hold of a tensor until its copy was waited for",
+        "self.tensor: torch.Tensor | None = tensor",
+        "self.tensor: torch.Tensor | None = None",
+        "test_cuda_channels.py -k held_until",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the end of that hold",
+        "        copy.tensor = None\n",
+        "",
+        "test_cuda_channels.py -k within_their_budget",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait for copies of a step that was dropped",
+        "            self._computing.wait_event(self.event)",
+        "            pass",
+        "test_cuda_channels.py -k dropped",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait of the host for a copy that another thread needs",
+        "    def finish(self) -> None:\n"
+        '        """As ``Copy.finish``: another thread needs what it makes. The computation still has to wait for it."""\n'
+        "        self.event.synchronize()",
+        "    def finish(self) -> None:\n        pass",
+        "test_cuda_placed.py -k sent_on",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait of the host's memory for a copy",
+        "        if not self.part.over:\n            self.event.synchronize()",
+        "        pass",
+        "test_cuda_channels.py -k host_waits",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait for the device before memory of the host is unlocked",
+        "    torch.cuda.synchronize(device)  # a copy may be under way where a step was dropped\n",
+        "",
+        "test_cuda_channels.py -k unlocked",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the wait for both events before the time between them is asked for",
+        "        earlier.event.synchronize()\n        self.event.synchronize()\n        return",
+        "        return",
+        "test_link.py -k streams_of_cuda",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the join of the copying streams where a capture ends",
+        "                    present.wait_stream(stream)",
+        "                    pass",
+        "test_cuda_graph_offload.py -k under_way",
+    ),
+    Mutation(
+        _CHANNELS,
+        "the end of a captured part, whose events are waited for outside",
+        "            part.over, self._part = True, _Part()",
+        "            self._part = _Part()",
+        "test_cuda_graph_offload.py -k under_way",
+    ),
+    Mutation(
+        "planner/runtime/graphed_step.py",
+        "the hold of the host's buffers that a recording uses",
+        "            channels.memory.let_stay()\n",
+        "",
+        "test_cuda_graph_offload.py -k same_memory",
+    ),
+    Mutation(
+        "planner/runtime/graphed_step.py",
+        "the hold of the inputs that a recording reads",
+        "        self._static = [t.detach() if i in self._in_place else t.detach().clone() for i, t in enumerate(static)]",
+        "        self._static = [t.detach() for t in static]",
+        "test_cuda_graph.py -k as_eager_does",
+    ),
+    Mutation(
+        _GRAPH,
+        "the wait of a warm-up for what was launched before",
+        "        self._stream.wait_stream(present)\n",
+        "",
+        "test_cuda_graph_recorder.py -k warmed_up",
+    ),
+    Mutation(
+        _GRAPH,
+        "the wait for a warm-up",
+        "            present.wait_stream(self._stream)\n\n",
+        "            pass\n\n",
+        "test_cuda_graph_recorder.py -k warmed_up",
+    ),
+    Mutation(
+        _GRAPH,
+        "the workspace of a graph in its pool",
+        "        clear_cublas_workspaces()\n        try:",
+        "        try:",
+        "test_cuda_graph_recorder.py -k workspace",
+    ),
+    Mutation(
+        _GRAPH,
+        "the end of that workspace with the capture",
+        "        finally:\n            clear_cublas_workspaces()\n",
+        "",
+        "test_cuda_graph_recorder.py -k workspace",
+    ),
+    Mutation(
+        _TRANSFERS,
+        "the event of who sends",
+        "        self._note(tensor)\n        self._sent.set()",
+        "        self._sent.set()",
+        "test_cuda_placed.py",
+    ),
+    Mutation(
+        _TRANSFERS,
+        "the event of who takes memory",
+        "        self._note(target)\n        self._taken.set()",
+        "        self._taken.set()",
+        "test_cuda_placed.py",
+    ),
+    Mutation(
+        _TRANSFERS,
+        "the wait of a channel for both",
+        "            self._stream.wait_event(event)",
+        "            pass",
+        "test_cuda_placed.py",
+    ),
+    Mutation(
+        _TRANSFERS,
+        "the wait of the host for a channel's stream",
+        "        self._stream.synchronize()\n",
+        "",
+        "test_cuda_placed.py",
+    ),
+    Mutation(
+        _TRANSFERS,
+        "the wait of a copy for the one that fills its tensor",
+        "            self._made_by.finish()",
+        "            pass",
+        "test_cuda_placed.py",
+    ),
+    Mutation(
+        "planner/runtime/observation.py",
+        "the stream of the model's device, which events are recorded on",
+        "mark.record(torch.cuda.current_stream(self._device))",
+        "mark.record()",
+        "test_cuda_times.py",
+    ),
+    Mutation(
+        "planner/runtime/observation.py",
+        "the wait for an event before its time is asked for",
+        "    after.synchronize()\n",
+        "",
+        "test_cuda_times.py",
+    ),
+    Mutation(
+        "graphs/cost/profile.py",
+        "the stream of the op's device, which events are recorded on",
+        "stream = torch.cuda.current_stream(device)",
+        "stream = torch.cuda.current_stream()",
+        "test_cuda_times.py",
+    ),
+    Mutation(
+        "planner/runtime/device_profile.py",
+        "the stream of another device, which events are recorded on",
+        "stream = torch.cuda.current_stream(self._place)",
+        "stream = torch.cuda.current_stream()",
+        "test_cuda_times.py",
+    ),
+    Mutation(
+        "planner/runtime/device_profile.py",
+        "the rounding of what another device allocates",
+        "return -(-size_bytes // self._block_bytes) * self._block_bytes",
+        "return size_bytes",
+        "test_cuda_times.py",
+    ),
+    Mutation(
+        "graphs/capture/statics.py",
+        "the rounding of tensors to 512 bytes",
+        'return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes',
+        "return size_bytes",
+        "test_cuda_channels.py -k within_their_budget",
+    ),
+    Mutation(
+        "planner/runtime/measure.py",
+        "the warm-up of libraries before a peak is measured",
+        "library_bytes = warm_up_libraries(device)",
+        "library_bytes = 0",
+        "test_cuda_peaks.py",
+    ),
+    Mutation(
+        "planner/runtime/observation.py",
+        "the warm-up of libraries before the first step is measured",
+        "        warm_up_libraries(self._device)\n",
+        "",
+        "test_cuda_peaks.py",
+    ),
+    Mutation(
+        "planner/runtime/pool_memory.py",
+        "the warm-up of libraries in another device's thread",
+        "    run()  # libraries allocate what they keep for the device's thread\n",
+        "",
+        "test_cuda_placed.py -k predicted",
+    ),
+    Mutation(
+        "planner/runtime/caching_allocator.py",
+        "the rounding of blocks to 512 bytes",
+        "return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES",
+        "return size_bytes",
+        "test_caching_allocator.py",
+    ),
+    Mutation(
+        "planner/runtime/caching_allocator.py",
+        "segments of 20 MiB",
+        "        return _LARGE_SEGMENT_BYTES\n",
+        "        return size_bytes\n",
+        "test_caching_allocator.py",
+    ),
+    Mutation(
+        "planner/runtime/caching_allocator.py",
+        "the rest of 1 MiB that a large block is not split for",
+        " or (not block.segment.small and remaining <= _SMALL_BYTES)",
+        "",
+        "test_caching_allocator.py",
+    ),
+)
+
+
+def survives(mutation: Mutation) -> bool:
+    """Return whether the test of `mutation` still passes with it."""
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in _COPIED:
+            source = ROOT / name
+            skipped = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, root / name, ignore=skipped) if source.is_dir() else shutil.copy(source, root / name)
+        mutation.made_in(root)
+        file, *chosen = mutation.test.split()
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"{_TESTS}/{file}", *chosen]
+        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            run = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return False  # who is not told waits for ever
+        assert run.returncode in (0, 1), run.stdout.decode()[-2000:]
+        return run.returncode == 0
+
+
+def table() -> str:
+    """The table of mutations and tests, in Markdown."""
+    rows = [f"| `{Path(m.file).name}` | {m.takes_away} | `{m.test}` |" for m in MUTATIONS]
+    return "\n".join(("| source | what is taken away | the test that fails |", "| --- | --- | --- |", *rows))
+
+
+def main(words: list[str]) -> int:
+    """Try the mutations that are asked for, and print the table of all; 1 if one survives."""
+    survivors = 0
+    for mutation in MUTATIONS:
+        if not words or any(word in mutation.takes_away or word in mutation.file for word in words):
+            survived = survives(mutation)
+            survivors += survived
+            state = "SURVIVED" if survived else "failed as it must"
+            print(f"{mutation.file}: {mutation.takes_away}: {state}", file=sys.stderr, flush=True)
+    print(table())
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

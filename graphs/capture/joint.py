@@ -15,7 +15,7 @@ from graphs.capture.conditions import DataGuards
 from graphs.capture.drawn import no_python_draws
 from graphs.capture.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
 from graphs.capture.effects import Effect, UnsettledError, check_effects, recording_effects, settle
-from graphs.capture.failures import first_line, own_message, why
+from graphs.capture.failures import failure, first_line, own_message, unlogged
 from graphs.capture.fakes import on_fakes
 from graphs.capture.guard_messages import readable
 from graphs.capture.guards import Guards, build_guards, guarded_names
@@ -83,14 +83,16 @@ def compiled_graph(
     """
 
     def trace() -> tuple[T, Guards | None, DataGuards | None]:
+        stopped: Exception | None = None
+        traced = None
         try:
             traced = _traced(step, batch, None, make(aot_export_joint_with_descriptors))
         except UnsettledError:
             raise
-        except Exception as error:  # whatever stops it, the user gets one line
-            if "data-dependent" not in str(error).lower():
-                raise TraceError(why(error, step, batch, None)) from error
-            traced = None
+        except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
+            stopped = error
+        if stopped is not None and "data-dependent" not in str(stopped).lower():
+            raise failure(stopped, step, batch, None)
         return _compiled_with_branches(step, batch, make) if traced is None else (*traced, None)
 
     return _settled(step, batch, trace)
@@ -110,21 +112,14 @@ def _compiled_with_branches(
             conditions.append(branches.guards(joint.graph_module.graph, step, batch))
         return joint
 
-    try:
-        traced = _traced(step, batch, branches, make(export))
-    except UnsettledError:
-        raise
-    except Exception as error:  # whatever stops it, the user gets one line
-        raise TraceError(why(error, step, batch, branches)) from error
-    assert traced is not None
-    return *traced, conditions[-1]
+    return *_followed(step, batch, branches, make(export)), conditions[-1]
 
 
 def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     """What `trace` returns, at last; the step and the batch are afterwards as they were."""
 
     def once() -> T:
-        with restored(step, batch):
+        with restored(step, batch), unlogged():
             return trace()
 
     try:
@@ -165,14 +160,25 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
     if found and (known := own_message(found)):
         raise TraceError(known) from found
     branches = Branches(batch)
+    return *_followed(step, batch, branches, partial(_joint, branches=branches)), branches
+
+
+def _followed(step: TrainingStep, batch: Batch, branches: Branches, make: Make[T]) -> tuple[T, Guards | None]:
+    """What `make` makes of `step` with the branches that it takes, and its guards.
+
+    Raises:
+        TraceError: whatever stops the capture, in one line; an exception of the user's own code is raised as it is.
+    """
     try:
-        traced = _traced(step, batch, branches, partial(_joint, branches=branches))
+        traced = _traced(step, batch, branches, make)
     except UnsettledError:
         raise
-    except Exception as error:  # whatever stops the capture, the user gets one line
-        raise TraceError(why(error, step, batch, branches)) from error
-    assert traced is not None
-    return *traced, branches
+    except Exception as error:  # noqa: BLE001
+        stopped = error
+    else:
+        assert traced is not None
+        return traced
+    raise failure(stopped, step, batch, branches)
 
 
 def _attempts(step: TrainingStep, batch: Batch) -> Traced | Exception | None:

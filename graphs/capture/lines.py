@@ -4,10 +4,14 @@ import linecache
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
-from traceback import FrameSummary
+from traceback import FrameSummary, extract_tb
 
+import torch
+
+import graphs
 from graphs.torch_private.capture import TracingContext
 
+_OURS = tuple(package.__path__[0] for package in (torch, graphs))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
@@ -30,18 +34,31 @@ class Line:
 
 
 def where_now() -> Line | None:
-    """The line that Dynamo is at, in the innermost function; None where nothing is captured."""
+    """The line that Dynamo is at, in the innermost function of the user's code; None where nothing is captured."""
     frames = list(TracingContext.extract_stack()) if TracingContext.try_get() else []
-    return _line(frames[-1]) if frames else None
+    theirs = [frame for frame in frames if not is_our_code(frame.filename)]
+    return _line((theirs or frames)[-1]) if frames else None
 
 
 def where_made(stack_trace: str | None) -> Line | None:
-    """The innermost line of a node's stack trace."""
+    """The innermost line of a stack trace that is not of PyTorch or the planner, or the innermost where all are."""
     found = list(_FRAME.finditer(stack_trace or ""))
     if not found:
         return None
-    file, line, function = found[-1].group("file", "line", "function")
+    theirs = next((frame for frame in reversed(found) if not is_our_code(frame["file"])), found[-1])
+    file, line, function = theirs.group("file", "line", "function")
     return Line(file, int(line), function.strip(), linecache.getline(file, int(line)).strip())
+
+
+def where_raised(error: BaseException) -> Line | None:
+    """The innermost line of the traceback of `error` that is not of PyTorch or the planner; None where all are."""
+    theirs = [frame for frame in extract_tb(error.__traceback__) if not is_our_code(frame.filename)]
+    return _line(theirs[-1]) if theirs else None
+
+
+def is_our_code(file: str) -> bool:
+    """Return whether `file` is part of PyTorch or of the planner: not what a user can change."""
+    return file.startswith(_OURS)
 
 
 def ways_on() -> str:

@@ -1,12 +1,13 @@
 """What is captured: one training step of a model, from a batch to its loss."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphs.capture.signature import take_apart, target_names
+from graphs.capture.signature import Batch, arguments, take_apart, target_names
 from graphs.errors import TraceError
 from graphs.torch_private.core import pytree
 
@@ -57,8 +58,46 @@ class TrainingStep(nn.Module):
         elif args:
             returned = self.loss_fn(self.model(*args[:-1]), args[-1])
         else:
-            targets = {name: value for name, value in kwargs.items() if name in self._target_names}
-            inputs = {name: value for name, value in kwargs.items() if name not in self._target_names}
+            inputs, targets = self._by_name(kwargs)
             returned = self.loss_fn(self.model(**inputs), **targets)
         loss, rest = take_apart(returned)
         return loss, pytree.tree_map(torch.Tensor.detach, rest)
+
+    def wrong_call(self, batch: Batch) -> str | None:
+        """Return what is said where the model or the loss function does not take what `batch` gives it; None if they do."""
+        args, kwargs = arguments(batch)
+        names = [f"input {i}" for i in range(len(args))]
+        if self.loss_fn is None:
+            return _wrong_call("the model", self.model, names, list(kwargs))
+        if args:
+            return _wrong_call("the model", self.model, names[:-1], []) or _wrong_call(
+                "the loss function", self.loss_fn, ["the model's output", names[-1]], []
+            )
+        inputs, targets = self._by_name(kwargs)
+        return _wrong_call("the model", self.model, [], list(inputs)) or _wrong_call(
+            "the loss function", self.loss_fn, ["the model's output"], list(targets)
+        )
+
+    def _by_name(self, kwargs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+        """Return what the model and the loss function get of a batch by name."""
+        targets = {name: value for name, value in kwargs.items() if name in self._target_names}
+        return {name: value for name, value in kwargs.items() if name not in targets}, targets
+
+
+def _wrong_call(what: str, function: Callable[..., object], positional: Sequence[str], by_name: Sequence[str]) -> str | None:
+    """Return what is said where `function` does not take so many arguments, or not by these names; None if it does."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # written in C
+        return None
+    try:
+        signature.bind(*positional, **dict.fromkeys(by_name))
+    except TypeError as error:
+        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        takes = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        given = " and ".join([*positional, *(f"{name}=" for name in by_name)]) or "nothing"
+        return (
+            f"{what} takes {takes}, and is given {given} ({error}): a batch is (*inputs, target), for loss_fn(model(*inputs), "
+            "target), or a dict of what model and loss_fn take by name; without a loss_fn the model gets all of it"
+        )
+    return None

@@ -12,7 +12,8 @@ from graphs.capture.batch_norms import ignored_inputs
 from graphs.capture.conditions import DataGuards
 from graphs.capture.convolutions import chosen_by_timing, warn_not_recomputed
 from graphs.capture.guards import Guards
-from graphs.capture.outputs import fake, first_backward, is_random, outputs, storage
+from graphs.capture.lines import where_made
+from graphs.capture.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
 from graphs.capture.program import Call, Program, variable
 from graphs.capture.redraw import LOCK
 from graphs.capture.render import Renderer
@@ -21,7 +22,7 @@ from graphs.capture.statics import StaticTensors, allocated_bytes, dtype_name
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.torch_private.capture import GradAOTOutput, TangentAOTInput
-from graphs.torch_private.core import OpOverload
+from graphs.torch_private.core import OpOverload, with_effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,14 @@ class _Lowering:
             if node not in self.expressions:  # an item of a view that returns several
                 self.expressions[node] = f"{self.expressions[_node(node.args[0])]}[{node.args[1]!r}]"
             return
-        if not isinstance(node.target, OpOverload):
+        called = operator_of(node)
+        if node.target is with_effects:
+            raise TraceError(
+                f"{where_made(node.meta.get('stack_trace'))} calls {node.args[1]}, whose effects torch.compile orders, and no "
+                "plan can: use planner.compile for functions of torch.linalg that raise errors, or those that do not (inv_ex, "
+                "cholesky_ex, solve_ex)"
+            )
+        if called is None:
             raise TraceError(
                 f"the step calls {node.target}, which a static graph cannot hold: shapes and control flow must not depend on data"
             )
@@ -170,6 +178,9 @@ class _Lowering:
             self._add(node, phase, [], mutates=(self.statics.find(_node(node.args[0]).meta["desc"]),))
             return
         made = list(_storages(node.meta["val"]))
+        if called in CHECKS:
+            self._add(node, phase, [])
+            return
         if not made or any(isinstance(size, torch.SymInt) for _, t in made for size in t.shape):
             raise TraceError(
                 f"{node.target} in {self._module(node) or 'the step'} makes a size or a number that depends on the data: "
@@ -229,23 +240,19 @@ class _Lowering:
             self.owner[storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)
-        assert isinstance(node.target, OpOverload)
+        writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+        repeatable = not (writes or node.target in CHECKS or chosen_by_timing(str(node.target), self.statics.device))
         self.ops.append(
             Op(
                 id=len(self.ops),
                 name=node.name,
-                target=str(node.target),
+                target=str(operator_of(node)),
                 inputs=inputs,
                 outputs=tuple(t for t, _ in results),
                 time_s=0.0,
                 phase=phase,
                 # What is computed from an input that the step overwrites is right only before the write.
-                recomputable=not (
-                    mutates
-                    or self.written.intersection(inputs)
-                    or node.target._schema.is_mutable
-                    or chosen_by_timing(str(node.target), self.statics.device)
-                ),
+                recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
                 random=state is not None,
                 mutates=mutates,
                 module=self._module(node),

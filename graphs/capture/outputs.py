@@ -17,7 +17,9 @@ from graphs.errors import TraceError
 from graphs.torch_private.capture import (
     AOTInput,
     AOTOutput,
+    BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
     ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -25,14 +27,14 @@ from graphs.torch_private.capture import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from graphs.torch_private.core import OpOverload, detect_fake_mode, pytree
+from graphs.torch_private.core import OpOverload, auto_functionalized, detect_fake_mode, pytree, with_effects
 
 aten = torch.ops.aten
 
 # Namespaces of operators whose tags say whether they draw random numbers.
 KNOWN_NAMESPACES = {"aten", "inductor", "mkldnn", "onednn", "planner", "prims", "quantized"}
 
-# Raise an error by what they read, and return nothing.
+# Raise an error by what they read, as eager PyTorch does, and return nothing.
 CHECKS = (aten._linalg_check_errors.default,)
 
 
@@ -46,11 +48,37 @@ def fix_outputs(graph: fx.Graph) -> None:
         TraceError: the loss is no scalar, or no trainable parameter reaches it; a tensor is sparse; or the step writes to a
             parameter that it trains.
     """
+    plain_checks(graph)
     check_outputs(graph)
     _drop_needless_copies(graph)
     _write_back_mutations(graph, first_backward(graph))
     _own_gradients(graph)
     remove_dead_code(graph)
+
+
+def plain_checks(graph: fx.Graph) -> None:
+    """Let ops that check what is computed be plain calls in `graph`, in place, where they pass on tokens that order effects.
+
+    They run where they are, once, as all ops that are not recomputed: nothing else orders them. Before torch 2.13 they are
+    plain calls anyway.
+    """
+    effects = graph.find_nodes(op="call_function", target=with_effects)
+    if not effects or any(node.args[1] not in CHECKS for node in effects):
+        return
+    for node in effects:
+        token, check, *given = node.args
+        with graph.inserting_before(node):
+            plain = graph.call_function(check, tuple(given), node.kwargs)
+        plain.meta = {**node.meta, "val": None}
+        for item in list(node.users):
+            item.replace_all_uses_with(token)
+            graph.erase_node(item)
+        graph.erase_node(node)
+    kinds = ForwardTokenAOTOutput | BackwardTokenAOTOutput
+    _set_outputs(graph, [(value, desc) for value, desc in outputs(graph) if not isinstance(desc, kinds)])
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
+            graph.erase_node(node)
 
 
 def check_outputs(graph: fx.Graph) -> None:
@@ -94,13 +122,20 @@ def items(node: fx.Node, path: str) -> Iterator[fx.Node]:
             yield from items(user, path[len(step) :])
 
 
+def operator_of(node: fx.Node) -> OpOverload | None:
+    """The operator that `node` calls, though it be on copies of what it writes to; None if it calls none."""
+    called = node.args[0] if node.target is auto_functionalized else node.target
+    return called if isinstance(called, OpOverload) else None
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws from the generator."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    called = operator_of(node)
+    if called is None or torch.Tag.nondeterministic_seeded not in called.tags:
         return False
-    if "scaled_dot_product" not in node.target.name():
+    if "scaled_dot_product" not in called.name():
         return True
-    position = [argument.name for argument in node.target._schema.arguments].index("dropout_p")
+    position = [argument.name for argument in called._schema.arguments].index("dropout_p")
     dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     # The CPU kernels draw nothing at 0; what those of other devices do is theirs to change.
     return bool(dropout) or fake(node.all_input_nodes[0]).device.type != "cpu"
@@ -115,11 +150,11 @@ def _check_loss(graph: fx.Graph) -> None:
         raise TraceError(f"the loss has shape {shape}, not one element: reduce it (for example with .mean()) before returning it")
     supported = PlainAOTOutput | GradAOTOutput | InputMutationAOTOutput
     others = [desc for value, desc in outputs(graph) if value is not None and not isinstance(desc, supported)]
-    checked = any(graph.find_nodes(op="call_function", target=op) for op in CHECKS)  # before torch 2.13 they have no tokens
-    if checked or any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
+    if any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
+        effects = ", ".join({str(node.args[1]) for node in graph.find_nodes(op="call_function", target=with_effects)})
         raise TraceError(
-            "the step has an op that raises an error by what it computes, which no graph can hold: of torch.linalg take those "
-            "that do not (inv_ex, cholesky_ex, solve_ex), and check what they say of errors outside of what is planned"
+            f"the step has an op whose effects no graph can hold ({effects}): call it before or after the step, on what the "
+            "step returns"
         )
     if others:
         raise TraceError(f"the step returns {others[0]!r}, a kind of output that is not supported: return plain tensors")
@@ -277,7 +312,8 @@ def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, AOTOutput]]) -> None
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Remove what no output needs, except writes and random ops (which move the generator on)."""
+    """Remove what no output needs, except writes, checks and random ops (which move the generator on)."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and node.target is not aten.copy_.default and not is_random(node):
+        needed = node.users or node.target in (aten.copy_.default, *CHECKS) or is_random(node)
+        if node.op == "call_function" and not needed:
             graph.erase_node(node)

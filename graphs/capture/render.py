@@ -11,7 +11,6 @@ from graphs.capture.eager_ops import called
 from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from graphs.capture.redraw import drawing_from
 from graphs.errors import TraceError
-from graphs.torch_private.core import OpOverload
 
 LAID_OUT = "laid_out"  # what lays an argument out anew is called so
 
@@ -45,7 +44,6 @@ class Renderer:
         strides = read_strides(node)
         args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg, strides) for arg in node.args]
         args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
-        assert isinstance(node.target, OpOverload)
         target, name = called(node.target), str(node.target)
         if drawn := drawn_in_place(node):
             target, name, args[0] = drawn[0], str(drawn[0]), self._render_filled(args[0], drawn[1])

@@ -79,7 +79,7 @@ class MeasuredOp:
         """Return what it reads by id: synthetic tensors, and the real ones as they are, but copies of those it overwrites."""
         written = self.call.op.mutates
         return {
-            t: value.make() if isinstance(value, TensorSpec) else value.clone() if t in written else value
+            t: value.make(self.call.op.target) if isinstance(value, TensorSpec) else value.clone() if t in written else value
             for t, value in self.inputs.items()
         }
 

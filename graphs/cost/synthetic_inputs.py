@@ -6,6 +6,8 @@ from typing import Self
 
 import torch
 
+# Their integers are pivots, which count from 1.
+_PIVOTED = {"aten.linalg_lu_solve.default", "aten.linalg_ldl_solve.default", "aten.lu_unpack.default"}
 _BLOCK_ELEMENTS = 2**16  # of random numbers; larger tensors repeat them: each copy doubles what is filled
 
 
@@ -39,14 +41,14 @@ class TensorSpec:
         elements = value.untyped_storage().nbytes() // value.element_size()
         return cls(tuple(value.shape), value.stride(), int(value.storage_offset()), elements, value.dtype, value.device)
 
-    def make(self) -> torch.Tensor:
-        """Return a tensor of this layout with numbers between 1/4 and 3/4.
+    def make(self, target: str) -> torch.Tensor:
+        """Return a tensor of this layout with numbers between 1/4 and 3/4, for an op that calls `target`.
 
         Probabilities, variances and arguments of logarithms lie in that range. Integers are 0, which is a valid index.
         Nothing but the tensor itself is allocated.
         """
         if not self.dtype.is_floating_point:
-            flat = torch.zeros(self.elements, dtype=self.dtype, device=self.device)
+            flat = torch.full((self.elements,), int(target in _PIVOTED), dtype=self.dtype, device=self.device)
             return flat.as_strided(self.shape, self.stride, self.offset)
         flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         block = _random_block(self.dtype)

@@ -59,8 +59,10 @@ from torch._functorch import config as functorch_config  # how joint graphs are 
 from torch._functorch._aot_autograd.descriptors import (  # what the inputs and outputs of a joint graph are
     AOTInput,
     AOTOutput,
+    BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
     ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,

@@ -62,6 +62,9 @@ disable_python_dispatcher = torch._C._DisablePythonDispatcher
 get_dispatch_mode = torch._C._get_dispatch_mode
 PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 from_functional_tensor = torch._from_functional_tensor
+# In functional graphs they stand for ops that write to their arguments, and for ops with effects.
+auto_functionalized = torch.ops.higher_order.auto_functionalized_v2
+with_effects = torch.ops.higher_order.with_effects
 # Conditions on values are ops in a graph.
 assert_true = torch._assert
 assert_async = torch._assert_async

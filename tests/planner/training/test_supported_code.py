@@ -133,3 +133,78 @@ def test_overlapping_buffers_that_are_written_have_a_way_out() -> None:
     check_trains_as_eager(
         lambda: Between(lambda module, x: shift(module, x, module.both[1]), both=torch.rand(2, 32)), F.mse_loss, batch_of
     )
+
+
+def definite(x: torch.Tensor) -> torch.Tensor:
+    return x.t() @ x + 3 * torch.eye(x.shape[1])
+
+
+CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cholesky": lambda x: x + torch.linalg.cholesky(definite(x))[:1],
+    "solve": lambda x: torch.linalg.solve(definite(x), x.t()).t(),
+    "inv": lambda x: x + torch.linalg.inv(definite(x))[:1],
+    "slogdet": lambda x: x + torch.linalg.slogdet(definite(x)).logabsdet,
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_linear_algebra_that_checks_its_results_trains_as_in_eager_mode(name: str) -> None:
+    check_trains_as_eager(lambda: Between(lambda _, x: CHECKED[name](x)), F.mse_loss, batch_of)
+
+
+def test_a_check_of_linear_algebra_raises_as_in_eager_mode_and_the_model_is_as_before() -> None:
+    def shifted(module: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            module.calls += 1
+        return x + torch.linalg.cholesky(x.t() @ x - module.shift * torch.eye(32))[:1]
+
+    model = Between(shifted, calls=torch.zeros(()), shift=torch.tensor(-3.0))
+    step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1, compare_eager=False)
+    step(*batch_of(0)).backward()
+    model.shift.fill_(1e6)
+    for run in (step, lambda x, y: F.mse_loss(model(x), y)):
+        with pytest.raises(torch.linalg.LinAlgError, match="the input is not positive-definite"):
+            run(*batch_of(0))
+        assert model.calls == (1 if run is step else 2)
+
+
+@torch.library.custom_op("supported_code::sine_into", mutates_args={"out"})
+def sine_into(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.sin(x, out=out)
+
+
+@torch.library.custom_op("supported_code::sine_and_cosine", mutates_args={"sine"})
+def sine_and_cosine(x: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    torch.sin(x, out=sine)
+    return x.cos()
+
+
+@sine_and_cosine.register_fake
+def _(x: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Sine(torch.autograd.Function):
+    """By operators that write to what they are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        sine = torch.empty_like(x)
+        sine_into(x, sine)
+        return sine
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * sine_and_cosine(x, torch.empty_like(x))
+
+
+def sine_of_buffer(module: Any, x: torch.Tensor) -> torch.Tensor:
+    sine_into(x.detach(), module.sine[1])
+    return x + module.sine.sum(0)
+
+
+@pytest.mark.parametrize("call", [lambda _, x: Sine.apply(x), sine_of_buffer])
+def test_operators_that_write_to_their_arguments_train_as_in_eager_mode(call: Callable[..., torch.Tensor]) -> None:
+    check_trains_as_eager(lambda: Between(call, sine=torch.ones(2, 96, 32)), F.mse_loss, batch_of)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from graphs.ir import Graph
-from graphs.schedule import Compute, Free, Step
+from graphs.schedule import Compute, Free, Schedule, Step, boundary, live_after
 
 Pairs = Sequence[tuple[int, int]]  # an output, and the input that it is written over
 
@@ -30,3 +30,16 @@ class Overwriting:
         behind = takewhile(lambda later: isinstance(later, Free), islice(steps, place + 1, None))
         freed = {later.tensor for later in behind if isinstance(later, Free)}
         return [(o, t) for o, t in op.overwrites if t in freed and t not in self._lent]
+
+
+def kept_that_are_overwritten(graph: Graph, schedule: Schedule) -> set[int]:
+    """Return the tensors in memory between the passes that the backward pass writes over, so that it cannot come again."""
+    cut = boundary(graph, schedule)
+    kept, overwriting, found = live_after(graph, schedule.steps[:cut]), Overwriting(graph), set[int]()
+    for place, step in enumerate(schedule.steps):
+        over = overwriting.follow(schedule.steps, place)
+        if place >= cut:
+            found.update(t for _, t in over if t in kept)
+            if isinstance(step, Free):
+                kept.discard(step.tensor)  # what is made again is another one
+    return found

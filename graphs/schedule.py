@@ -1,6 +1,6 @@
 """What to do, step by step: the one form in which every method's answer ends."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.errors import ScheduleError
@@ -82,3 +82,14 @@ def boundary(graph: Graph, schedule: Schedule) -> int:
     while index < len(steps) and isinstance(steps[index], Free):
         index += 1
     return index
+
+
+def live_after(graph: Graph, steps: Iterable[Step]) -> set[int]:
+    """Return the tensors made by ops that are in memory after `steps`, the first ones of a schedule."""
+    live: set[int] = set()
+    for step in steps:
+        if isinstance(step, Compute):
+            live.update(graph.ops[step.op].outputs)
+        else:
+            live.discard(step.tensor)
+    return live

@@ -14,10 +14,11 @@ from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError, PlannerError
 from graphs.ir import Graph, Kind, Tensor
 from graphs.options.placement import is_placed
+from graphs.overwriting import kept_that_are_overwritten
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.torch_private.core import current_transform
+from graphs.torch_private.core import backward_comes_again, current_transform
 from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.codegen import Code, compile_schedule
 from planner.runtime.copying import check_runnable
@@ -106,6 +107,7 @@ class Executor:
         places = {HOST: torch.device("cpu")}
         if self.devices is not None:
             places |= dict(zip((pool.name for pool in self.devices.pools), self.devices.places, strict=True))
+        self._written_over = kept_that_are_overwritten(self.graph, schedule)
         self.memory = PlannedMemory(
             self.graph, self.launched.lines, lambda pool: places.get(pool, device), StateNotMade(self.graph, self._step)
         )
@@ -225,6 +227,30 @@ class Executor:
             return lambda: None  # those that come in between are of others
         return lambda: self.earlier_gradients.before_backward(parameters)
 
+    def hand_over(self, ctx: Any) -> list[Any]:
+        """Return what the forward pass has left for the backward pass, which empties the list and may write over what is in it.
+
+        Where the backward pass comes again (``retain_graph=True``), it is there for that too: all that was saved stays in memory,
+        and what this pass writes over is copied before.
+
+        Raises:
+            PlannerError: it comes again, and the plan copies to the host, or runs on other devices.
+        """
+        alive: list[Any] = ctx.alive
+        if not backward_comes_again():
+            ctx.alive = None
+            return alive
+        if self.channels is not None or self.devices is not None:
+            raise PlannerError(
+                "backward(retain_graph=True) of a plan that copies to the host, or to other devices, cannot come again: leave it "
+                "out, or plan without the options offload and placement"
+            )
+        again = list(alive)
+        for i, tensor in enumerate(self.code.saved):
+            if tensor in self._written_over:
+                again[i] = alive[i].clone()
+        return again
+
     def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
         """The static tensors for the backward pass."""
         static: list[Any] = [None] * len(self.program.sources)
@@ -269,14 +295,17 @@ class _Step(torch.autograd.Function):
                 "gradients (a penalty) with model(...) itself"
             )
         if ctx.alive is None:
-            raise RuntimeError("backward() was called twice on one planned step: its tensors are freed after the first")
+            raise RuntimeError(
+                "backward() was called twice on one planned step, whose tensors are freed after the first: call the first with "
+                "retain_graph=True"
+            )
         if ctx.versions != [ctx.alive[i]._version for i in executor.code.returned]:
             raise RuntimeError(
                 "one of the tensors that the step returned was modified in place, and its backward pass reads it: clone() it "
                 "before writing to it, or write after backward()"
             )
         ctx.look_beside()
-        alive, ctx.alive = ctx.alive, None
+        alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
         try:
             with torch.autocast(_device_type(static), enabled=False):

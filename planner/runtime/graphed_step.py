@@ -21,7 +21,7 @@ from graphs.capture.unchanged import unchanged
 from graphs.cost.replay import real_static, written_by
 from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
-from graphs.torch_private.core import foreach_copy_, pytree
+from graphs.torch_private.core import backward_comes_again, foreach_copy_, pytree
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 
@@ -74,7 +74,7 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
         torch.autocast(static[0].device.type, enabled=False),
     ):
         recording = Recording(executor, static, recorder)
-    executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward, returned=())
+    executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward, saved=(), returned=())
 
 
 class Recording:
@@ -141,6 +141,10 @@ class Recording:
             raise PlannerError(
                 "backward() came after another call of the step, which has overwritten this one's tensors: a recorded step holds "
                 "those of one forward pass; call backward() before the next, or compile without cuda_graph=True"
+            )
+        if backward_comes_again():
+            raise PlannerError(
+                "backward(retain_graph=True) of a recorded step cannot come again: leave it out, or cuda_graph=True"
             )
         self._static[self._tangent].copy_(static[self._tangent])
         copies = _room_for(self._gradients)

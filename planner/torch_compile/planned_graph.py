@@ -17,6 +17,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.redraw import generator_of
 from graphs.errors import PlannerError
 from graphs.ir import Graph
+from graphs.overwriting import kept_that_are_overwritten
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -27,7 +28,7 @@ from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.random_state import RandomState
 from planner.runtime.step_lines import StepLines
 from planner.torch_compile import partition
-from planner.torch_compile.rest_of_step import kept_bytes, writes_over_kept
+from planner.torch_compile.rest_of_step import kept_bytes
 
 # Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
 # over besides tensors: what is on the host, and copies that may be under way.
@@ -96,7 +97,7 @@ class PlannedGraph(ABC):
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        if writes_over_kept(self.captured.graph, schedule):
+        if kept_that_are_overwritten(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
         self._passes.append(self.passes(schedule))
         self._schedule = schedule

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from graphs.ir import Graph, Op, Phase
 from graphs.options import without_options
-from graphs.overwriting import Overwriting
 from graphs.pools import DEVICE
-from graphs.schedule import Compute, Schedule, Step, boundary, schedule_of
+from graphs.schedule import Compute, Schedule, Step, boundary, live_after, schedule_of
 from graphs.simulate import simulate
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
@@ -56,32 +55,8 @@ def keeping_all(graph: Graph) -> Schedule:
 
 def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
     """What is in memory between the forward and the backward pass, static bytes left out."""
-    live = _live(graph, schedule.steps[: boundary(graph, schedule)])
+    live = live_after(graph, schedule.steps[: boundary(graph, schedule)])
     return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
-
-
-def writes_over_kept(graph: Graph, schedule: Schedule) -> bool:
-    """Whether the backward pass writes over what is in memory between the passes, so that it cannot come again."""
-    cut = boundary(graph, schedule)
-    kept, overwriting = _live(graph, schedule.steps[:cut]), Overwriting(graph)
-    for place, step in enumerate(schedule.steps):
-        over = overwriting.follow(schedule.steps, place)
-        if place >= cut and any(t in kept for _, t in over):
-            return True
-        if place >= cut and not isinstance(step, Compute):
-            kept.discard(step.tensor)  # what is made again is another one
-    return False
-
-
-def _live(graph: Graph, steps: Iterable[Step]) -> set[int]:
-    """What ops have made that is in memory behind `steps`, the first ones of a schedule."""
-    live: set[int] = set()
-    for step in steps:
-        if isinstance(step, Compute):
-            live.update(graph.ops[step.op].outputs)
-        else:
-            live.discard(step.tensor)
-    return live
 
 
 def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:

@@ -114,11 +114,11 @@ def test_another_mode_is_refused() -> None:
         step(*workload.batch)
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_a_second_backward_needs_the_graph_to_be_retained() -> None:
     step, batch = executor()
     loss = step(*batch)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="called twice"):
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"called twice on one planned step.*: call the first with retain_graph=True"):
         loss.backward()
 
 

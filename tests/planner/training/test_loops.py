@@ -13,12 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import planner
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import MismatchError
+from graphs.ir import Phase
+from graphs.options.traced import with_traced
+from graphs.overwriting import kept_that_are_overwritten
+from graphs.schedule import schedule_of
 from graphs.zoo import Workload, build
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
+from tests.support.budgets import HALF_WAY
 from tests.support.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -233,3 +239,43 @@ def resident_bytes() -> int:
     """Memory of this process; 0 where the system does not say."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
+
+
+def dropout_at_half_way() -> tuple[nn.Module, Callable[..., Any]]:
+    model = make("vit").model
+    return model, planner.compile(
+        model, F.cross_entropy, make("vit").batch, budget=HALF_WAY, passes=1, wait="5%", swap="never", compare_eager=False
+    )
+
+
+def sigmoid_over_what_is_saved() -> tuple[nn.Module, Callable[..., Any]]:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), nn.Sigmoid(), nn.Linear(32, 10))
+    captured = with_traced(capture(model, F.cross_entropy, make("vit").batch), ["in-place"])
+    graph = captured.graph
+    (sigmoid,) = (op.id for op in graph.ops if op.name == "sigmoid")
+    first = next(op.id for op in graph.ops if op.phase is Phase.BACKWARD)
+    schedule = schedule_of(graph, [*range(first), sigmoid, *range(first, len(graph.ops))])
+    assert kept_that_are_overwritten(graph, schedule)
+    return model, Executor(captured, schedule, model, F.cross_entropy)
+
+
+@pytest.mark.usefixtures("half_way")
+@pytest.mark.parametrize("plan", [dropout_at_half_way, sigmoid_over_what_is_saved])
+def test_backward_comes_again_where_the_graph_is_retained(plan: Callable[[], tuple[nn.Module, Callable[..., Any]]]) -> None:
+    batch = make("vit").batch
+    model, step = plan()
+
+    def gradients(run: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        loss = loss_of(run(*batch))
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward(torch.tensor(0.5))
+        with pytest.raises(RuntimeError, match=r"call the first with retain_graph=True|Specify retain_graph=True"):
+            loss.backward()
+        second = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return [*first, *second]
+
+    assert all(map(torch.equal, gradients(step), gradients(lambda x, y: F.cross_entropy(model(x), y))))

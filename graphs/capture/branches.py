@@ -19,6 +19,7 @@ from torch import fx, nn
 from graphs.capture.conditions import DataGuards, GuardWriter, number
 from graphs.capture.known import KnownValues
 from graphs.capture.lines import Line, refused, where_made, where_now
+from graphs.capture.next_steps import check_next_steps
 from graphs.capture.outputs import tensors_in
 from graphs.capture.signature import Batch, leaves
 from graphs.errors import TraceError
@@ -148,8 +149,9 @@ class Branches:
                 self._symbols.append(symbol)
         for node in list(graph.nodes):
             if node not in symbolic and any(arg in symbolic for arg in node.all_input_nodes):
-                if node.op != "output" and node.meta.get("example_value") is None:
-                    graph.erase_node(node)  # a check of what is decided
+                only_checks = node.op != "output" and all(arg in symbolic for arg in node.all_input_nodes)
+                if only_checks and node.meta.get("example_value") is None:
+                    graph.erase_node(node)  # of what is decided
                 else:
                     node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._settled)
         for node in reversed(symbolic):
@@ -189,7 +191,11 @@ class Branches:
                 outcome = partial(_evaluate, decision.expression, symbols)
                 writer.expect(decision.line or lines[0], positions, outcome, decision.outcome, shown)
         guards = writer.finish()
-        return guards if guards is None or self._fake else guards.confirmed(step, batch)
+        if guards is None or self._fake:
+            return guards
+        guards = guards.confirmed(step, batch)
+        check_next_steps(guards, graph, step, batch)
+        return guards
 
     def _assertion(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, Line | None]]) -> None:
         asserted, line = node.args[0], where_made(node.meta.get("stack_trace"))

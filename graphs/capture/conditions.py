@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -107,8 +108,20 @@ class DataGuards:
             raise TraceError(f"a branch on data cannot be followed: {error}") from error
         return replace(self, checks=checks)
 
-    def _compute(self, step: nn.Module, batch_leaves: Sequence[object]) -> Sequence[Any]:
-        given = self.program.gather(step, batch_leaves)
+    def outcomes(self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor]) -> list[object]:
+        """Return what each of the checks finds, where `buffers`, by name, stand for those of `step`.
+
+        Raises:
+            MismatchError: some cannot be computed then.
+        """
+        values = self._compute(step, batch_leaves, buffers)
+        return [guard.of(values) for guard in self.checks]
+
+    def _compute(
+        self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> Sequence[Any]:
+        found = zip(self.program.sources, self.program.gather(step, batch_leaves), strict=True)
+        given = [buffers.get(source.name, value) if source.kind is Kind.BUFFER else value for source, value in found]
         device = next((value.device.type for value in given if isinstance(value, torch.Tensor)), "cpu")
         with torch.no_grad(), torch.autocast(device, enabled=False):
             try:
@@ -196,12 +209,16 @@ class GuardWriter:
         """The guards; None where there are none."""
         if not self._checks:
             return None
-        self._graph.output(tuple(self._outputs))
-        assert self._joint.owning_module is not None
-        module = fx.GraphModule(self._joint.owning_module, self._graph)
+        module, program = self.computed()
         # As the step comes to them: what an earlier one says may be why a later one cannot be computed.
         checks = sorted(self._checks, key=lambda check: max(check.values))
-        return DataGuards(tuple(checks), module, Program((), tuple(self._sources), "", (), (), {}))
+        return DataGuards(tuple(checks), module, program)
+
+    def computed(self) -> tuple[fx.GraphModule, Program]:
+        """What computes all values that were asked for, and a program whose sources are what that takes."""
+        self._graph.output(tuple(self._outputs))
+        assert self._joint.owning_module is not None
+        return fx.GraphModule(self._joint.owning_module, self._graph), Program((), tuple(self._sources), "", (), (), {})
 
     def _copy(self, node: fx.Node, line: Line | None) -> fx.Node:
         match node.op:

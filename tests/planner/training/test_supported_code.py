@@ -208,3 +208,57 @@ def sine_of_buffer(module: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("call", [lambda _, x: Sine.apply(x), sine_of_buffer])
 def test_operators_that_write_to_their_arguments_train_as_in_eager_mode(call: Callable[..., torch.Tensor]) -> None:
     check_trains_as_eager(lambda: Between(call, sine=torch.ones(2, 96, 32)), F.mse_loss, batch_of)
+
+
+class Contrast(nn.Module):
+    """Contrasts queries with a queue of earlier keys, to which ``enqueue`` adds new ones."""
+
+    def __init__(self, enqueue: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.queries = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        self.keys = nn.Linear(32, 16).requires_grad_(requires_grad=False)
+        self.register_buffer("queue", torch.randn(240, 16))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.int64))
+        self.enqueue = enqueue
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries, keys = F.normalize(self.queries(x), dim=1), F.normalize(self.keys(x), dim=1)
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone().t()], 1)
+        with torch.no_grad():
+            self.enqueue(self, keys)
+        return logits
+
+
+def by_number(module: Any, keys: torch.Tensor) -> None:
+    start = int(module.pointer)
+    module.queue[start : start + len(keys)] = keys[: len(module.queue) - start]
+    module.pointer[0] = (start + len(keys)) % len(module.queue)
+
+
+def by_tensor(module: Any, keys: torch.Tensor) -> None:
+    module.queue.index_copy_(0, (module.pointer + torch.arange(len(keys))) % len(module.queue), keys)
+    module.pointer.add_(len(keys))
+
+
+def first_of_all(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits / 0.07, torch.zeros(len(logits), dtype=torch.int64))
+
+
+def test_a_queue_with_a_pointer_trains_where_no_number_is_taken_out_of_it() -> None:
+    with pytest.raises(TraceError, match=r"test_supported_code.py:\d+ .* takes a number out of pointer, .* queue.index_copy_"):
+        planner.trace(Contrast(by_number), first_of_all, batch_of(0))
+    check_trains_as_eager(lambda: Contrast(by_tensor), first_of_all, batch_of)
+
+
+def test_a_slice_by_a_number_of_a_buffer_is_written() -> None:
+    def write(module: Any, x: torch.Tensor) -> torch.Tensor:
+        start = int(module.start)
+        with torch.no_grad():
+            module.history[start : start + 96] = x
+        return x + module.history.mean(0)
+
+    def make() -> nn.Module:
+        return Between(write, history=torch.zeros(200, 32), start=torch.tensor(50))
+
+    step = check_trains_as_eager(make, F.mse_loss, batch_of)
+    assert step.plan.eager is not None

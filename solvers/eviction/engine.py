@@ -74,6 +74,7 @@ class Eviction:
         self.at_hand = self.there  # nothing need be executed for it; more than that where tensors come back from the host
         self.next_use = [readers[0] if readers else NEVER for readers in graph.consumers]
         self.cost: dict[int, float] = {}  # to make tensors again, where nothing has changed since it was found
+        self.costs_with: dict[int, set[int]] = {}  # by tensor: those whose costs change when it goes, or is there again
         self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
         self.alone_bytes = [op.workspace_bytes + sum(self.size[t] for t in problem.held[op.id] - graph.kept) for op in graph.ops]
         self.staying_bytes = self._staying_bytes()
@@ -243,6 +244,7 @@ class Eviction:
             if self.alone_bytes[i] + staying_bytes > self.capacity_bytes:
                 return _DOOMED_S
             for u in self.inputs[i]:
+                self.costs_with.setdefault(u, set()).add(t)
                 if not self.at_hand[u] and (producer := self.producer[u]) not in found:
                     found.add(producer)
                     stack.append(producer)
@@ -266,19 +268,10 @@ class Eviction:
         self._forget_costs(t)
 
     def _forget_costs(self, t: int) -> None:
-        """Of what is there and made from `t` by way of what is not; of `t` itself too."""
+        """Of `t`, and of what would be made from it, directly or by way of what is not there."""
         self.cost.pop(t, None)
-        stack, seen = [t], {t}
-        while stack:
-            for reader in self.graph.consumers[stack.pop()]:
-                if reader > self.done:
-                    break
-                for u in self.graph.ops[reader].outputs:
-                    if self.at_hand[u]:
-                        self.cost.pop(u, None)
-                    elif u not in seen:
-                        seen.add(u)
-                        stack.append(u)
+        for u in self.costs_with.pop(t, ()):
+            self.cost.pop(u, None)
 
     def _look_ahead(self, op: int) -> None:
         """Find the next use of what `op` reads, now that it has been executed; all of it is there."""

@@ -1,5 +1,7 @@
 """Rules of eviction: what they execute fits, and how little memory they get by with."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
-from solvers.eviction.engine import evicting_order
+from solvers.eviction.engine import Eviction, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, Guide
 from solvers.policies.store_all import store_all
@@ -36,6 +38,24 @@ def test_what_is_executed_fits(graph: Graph, share: float) -> None:
         first = list(dict.fromkeys(order))
         assert first == list(range(len(graph.ops)))
         assert len(order) > len(first)
+
+
+class CheckedCosts(Eviction):
+    """Finds every cost that it remembers anew before it is used."""
+
+    def _ranks(self, tensors: Sequence[int]) -> list[float]:
+        for t in tensors:
+            assert self.cost[t] == self._cost(t)
+        return super()._ranks(tensors)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_remembered_costs_are_those_of_what_is_there(seed: int, share: float) -> None:
+    graph = random_training_step(seed, 25)
+    for rule in (*RULES, *TIGHT_RULES):
+        problem = problem_of(graph, between(graph, share))
+        assert CheckedCosts(problem, rule).run() == evicting_order(problem, rule)
 
 
 @pytest.mark.parametrize("layers", [1, 4, 12])

@@ -65,7 +65,10 @@ def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudge
             these tensors together no more than the host holds.
     """
     need = need_at(graph, None, copies)
-    low, high = need.total_bytes, need_at(graph, 0, copies).total_bytes
+    low = need.total_bytes
+    if (found := need_at(graph, low, copies)).total_bytes <= low:
+        return LeastBudget(low, need)  # as mostly: nothing that may be executed again takes more
+    low, need, high = low + 1, found, need_at(graph, 0, copies).total_bytes
     while low < high:  # budgets below `low` are refuted, `high` is not
         middle = (low + high) // 2
         found = need_at(graph, middle, copies)

@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs.ir import Graph
+from graphs.options.offload import Copies
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import diamond, kept_output, training_chain, two_outputs
-from solvers.bounds import any_order_need, describe_need, least_budget_bound, need_at, too_small_message
+from solvers import bounds
+from solvers.bounds import Need, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.order.reorder import constraints, permuted
 from solvers.policies.store_all import store_all
 
@@ -54,6 +56,22 @@ def test_what_takes_more_than_the_budget_cannot_be_made_again() -> None:
     assert need_at(graph, None).total_bytes == need_at(graph, 19).total_bytes == 17
     assert need_at(graph, 18).total_bytes == 18
     assert least_budget_bound(graph).budget_bytes == 18
+
+
+def test_budgets_are_searched_only_where_executing_an_op_again_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+
+    def counting(graph: Graph, budget_bytes: int | None, copies: Copies | None = None) -> Need:
+        asked.append(budget_bytes)
+        return need_at(graph, budget_bytes, copies)
+
+    monkeypatch.setattr(bounds, "need_at", counting)
+    graph = training_chain(12)
+    assert least_budget_bound(graph).budget_bytes == 3
+    assert asked == [None, 3]
+    asked.clear()
+    assert least_budget_bound(random_graph(5, 10)).budget_bytes > need_at(random_graph(5, 10), None).total_bytes
+    assert len(asked) > 3
 
 
 def test_messages_say_what_and_how_much() -> None:

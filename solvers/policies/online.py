@@ -176,13 +176,16 @@ class Online:
                 self._unlock(t)
                 if self.deallocation is Deallocation.BANISH:
                     self._try_to_banish(self.base[t])
-            if reason := self.stop():
-                raise FailedError(reason, Reason.TIME)
+            self._go_on()
             if self.recomputed_s > self.thrash_s:
                 raise FailedError(
                     f"it thrashes: recomputation takes more than {self.thrash_s / self.graph.time_s:.0%} of the step",
                     Reason.THRASHING,
                 )
+
+    def _go_on(self) -> None:
+        if reason := self.stop():
+            raise FailedError(reason, Reason.TIME)
 
     def _inputs(self, op_id: int) -> tuple[int, ...]:
         """What op `op_id` reads, static tensors left out, and what it reads as a view."""
@@ -235,6 +238,7 @@ class Online:
                     Reason.MEMORY,
                 )
             self._free(self.heuristic.choose(candidates))
+            self._go_on()  # an op may take hundreds of evictions, each as long as its execution
 
     # Tensors.
 

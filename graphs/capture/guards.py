@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from graphs.capture.guard_messages import Scope, code_of, explain, fails, is_mode, readable
+from graphs.capture.replaced import Frames, Replaceable, replaceable
 from graphs.errors import MismatchError
 from graphs.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
 from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module
 
-WAYS_OUT = (
-    "plan again (planner.compile), or plan with replan=True, which does so by itself; a number that changes often may be a "
-    "tensor that is changed in place, which a plan reads at every step"
-)
+PLAN_AGAIN = "plan again (planner.compile), or plan with replan=True, which does so by itself"
+WAYS_OUT = f"{PLAN_AGAIN}; a number that changes often may be a tensor that is changed in place, which a plan reads at every step"
 
 OTHER_MODE = (
     "To evaluate, call model(...) itself, or the step under torch.no_grad(). To train, call model.{mode}() first, or plan in "
@@ -74,12 +73,14 @@ class Guards:
         manager: of Dynamo.
         scope: the globals that guards name.
         outside: tensors that must still be the same objects.
+        replaceable: functions that must still be the same objects, and variables of the environment.
         state: of PyTorch as a whole.
     """
 
     manager: CheckFunctionManager
     scope: Scope
     outside: tuple[Outside, ...]
+    replaceable: Replaceable
     state: Mapping[str, object]
 
     def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -92,6 +93,8 @@ class Guards:
         Raises:
             MismatchError: says what changed, from what to what, where it is read, and what to do.
         """
+        if (changed := self.replaceable.changed()) is not None:
+            raise MismatchError(changed, f": what it was is part of the plan; {PLAN_AGAIN}")
         local = {"self": step, "args": args, "kwargs": kwargs}
         # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched: not what the step is.
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
@@ -124,13 +127,19 @@ class Guards:
 
 
 def build_guards(
-    output: CaptureOutput, code: Any, step: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    output: CaptureOutput,
+    code: Any,
+    frames: Frames,
+    step: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Guards:
     """The guards of what Dynamo captured of `step`, called with these arguments.
 
     Args:
         output: of ``fullgraph_capture``.
         code: the code object that was captured.
+        frames: all functions that were captured with it (``graphs.capture.replaced.recording_frames``).
 
     Raises:
         AssertionError: Dynamo finds that a guard does not hold right after it was made.
@@ -142,7 +151,8 @@ def build_guards(
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
-    return Guards(manager, scope, tuple(_outside(sources, step, local, scope)), state())
+    outside = tuple(_outside(sources, step, local, scope))
+    return Guards(manager, scope, outside, replaceable(frames, step), state())
 
 
 def guarded_names(output: CaptureOutput) -> frozenset[str]:

@@ -20,6 +20,7 @@ from graphs.capture.fakes import on_fakes
 from graphs.capture.guard_messages import readable
 from graphs.capture.guards import Guards, build_guards, guarded_names
 from graphs.capture.outputs import CHECKS
+from graphs.capture.replaced import Frames, recording_frames
 from graphs.capture.signature import Batch, arguments, call, leaves
 from graphs.capture.step import TrainingStep
 from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags, unchecked_distributions
@@ -229,6 +230,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
             if branches:
                 dynamo.enter_context(branches.taken())
             effects = dynamo.enter_context(recording_effects())
+            frames = dynamo.enter_context(recording_frames())
             with compiling_state(), dynamo_phase("fullgraph_capture"):
                 output = fullgraph_capture(step, args, kwargs)
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
@@ -241,7 +243,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
         with kept_in_graphs(CHECKS):
             made = make(stack, module, args, kwargs)
         with disable_current_modes():  # what guards look at is real
-            return made, _guards(output, effects, step, batch)
+            return made, _guards(output, effects, frames, step, batch)
 
 
 def _settings(stack: ExitStack) -> None:
@@ -261,7 +263,7 @@ def _settings(stack: ExitStack) -> None:
     )
 
 
-def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, batch: Batch) -> Guards | None:
+def _guards(output: CaptureOutput, effects: list[Effect], frames: Frames, step: TrainingStep, batch: Batch) -> Guards | None:
     """The guards of what was captured; None where it is on fake tensors, and never executed."""
     args, kwargs = arguments(batch)
     local = {"self": step, "args": args, "kwargs": kwargs}
@@ -271,7 +273,7 @@ def _guards(output: CaptureOutput, effects: list[Effect], step: TrainingStep, ba
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
         return None
     try:
-        guards = build_guards(output, get_traced_fn(step)[0].__code__, step, args, kwargs)
+        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, args, kwargs)
     except AssertionError as error:
         raise TraceError(
             f"the step reads a value that is another each time: {first_line(error)}; compute it outside of what is planned, and "

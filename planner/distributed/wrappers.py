@@ -148,7 +148,10 @@ class Sharded(Unwrapped):
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
     ) -> Capture:
-        """The step on whole parameters, beside this rank's shards: of optimizer state and earlier gradients there is no more."""
+        """The step on whole parameters, beside this rank's shards: of optimizer state there is no more.
+
+        Earlier gradients are whole as long as they are not sent (``set_requires_gradient_sync(False)``).
+        """
         whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
         captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
         captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
@@ -257,9 +260,11 @@ def _without_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def _shrunk(captured: Capture, share: float) -> Capture:
-    """`captured` with this share of the optimizer state and of earlier gradients."""
-    graph, kinds = captured.graph, (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
-    tensors = tuple(replace(t, size_bytes=round(t.size_bytes * share)) if t.kind in kinds else t for t in graph.tensors)
+    """`captured` with this share of the optimizer state."""
+    graph = captured.graph
+    tensors = tuple(
+        replace(t, size_bytes=round(t.size_bytes * share)) if t.kind is Kind.OPTIMIZER_STATE else t for t in graph.tensors
+    )
     return replace(captured, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))
 
 

@@ -29,6 +29,7 @@ from planner.runtime.host_memory import HostMemory
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
+from planner.runtime.unseen_writes import UnseenWrites
 
 _OTHER_SIZES = (
     "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). If sizes vary, let each have a plan: "
@@ -52,6 +53,7 @@ class Executor:
         code: both passes as they are run.
         memory: what they hold.
         earlier_gradients: what may lie beside them.
+        check_writes: find writes to what the backward pass reads that autograd does not see.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Executor:
         else:
             self.launched = compile_schedule(capture.graph, capture.program, schedule, self.channels)
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
+        self.check_writes = False
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
@@ -111,6 +114,11 @@ class Executor:
         self.memory = PlannedMemory(
             self.graph, self.launched.lines, lambda pool: places.get(pool, device), StateNotMade(self.graph, self._step)
         )
+
+    def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
+        """Refuse, from now on, what a training loop must not do: what is measured before is the step alone."""
+        self.earlier_gradients.budget_bytes = budget_bytes
+        self.check_writes = check_writes
 
     def ticking(self, tick: Callable[[int], None]) -> Code:
         """Return both passes with a call of `tick` behind each execution of an op, with its id; on one device only."""
@@ -219,6 +227,7 @@ class Executor:
         increment_version([static[i] for i in self._untold])
         ctx.save_for_backward(*(static[i] for i in self._checked))
         ctx.unchecked = [static[i] for i in self._unchecked]
+        ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in self._checked) if self.check_writes else None
 
     def look_beside(self, static: Sequence[Any]) -> Callable[[], None]:
         """Look at the gradients that lie beside the forward pass; return what looks at them before the backward pass."""
@@ -252,14 +261,27 @@ class Executor:
         return again
 
     def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
-        """The static tensors for the backward pass."""
+        """The static tensors for the backward pass.
+
+        Raises:
+            PlannerError: one was written without autograd's knowledge, and is looked at.
+        """
         static: list[Any] = [None] * len(self.program.sources)
         for i, tensor in zip(self._checked, ctx.saved_tensors, strict=True):
             static[i] = tensor
         for i, tensor in zip(self._unchecked, ctx.unchecked, strict=True):
             static[i] = tensor
         static[self._tangent] = tangent
+        if ctx.unseen is not None:
+            ctx.unseen.check(static[i] for i in self._checked)
         return static
+
+    def _name(self, index: int) -> str:
+        """Return what the static tensor at `index` is called in messages."""
+        source = self.program.sources[index]
+        if source.kind is Kind.INPUT:
+            return f"{self.signature.names[int(source.name)]} of the batch"
+        return source.name.removeprefix("model.")
 
     def place_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """`gradients` in the order of the static tensors, None for those that get none."""

@@ -6,6 +6,7 @@ again when, is ours (``planner.torch_compile.partition``). Guards, graph breaks 
 
 import copy
 import math
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,13 +16,18 @@ import torch
 from torch import fx
 
 from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
+from graphs.capture.guard_messages import readable
+from graphs.capture.lower import Capture
 from graphs.cost.devices import DEVICES, Device, device_called, get_device
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.torch_private.capture import (
+    BufferAOTInput,
     InstructionTranslator,
     InstructionTranslatorBase,
+    ParamAOTInput,
+    PlainAOTInput,
     aot_autograd,
     boxed_nop,
     functorch_config,
@@ -38,7 +44,7 @@ from planner.torch_compile.partition import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
 from planner.torch_compile.shared_budget import SharedBudget
 
-_OPTIONS = ("budget", "compile", "host_budget", "link", "options", "roofline", "time_limit", "tolerance", "wait")
+_OPTIONS = ("budget", "check_writes", "compile", "host_budget", "link", "options", "roofline", "time_limit", "tolerance", "wait")
 _COMPILERS = ("eager", "inductor")
 
 
@@ -55,9 +61,10 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
             measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` and ``wait`` (as in
             ``planner.compile``: each graph is solved until its schedule is good enough, by default 1% or 3 seconds);
-            and ``options``, ``link`` and ``host_budget``, likewise: with ``["offload"]`` tensors also go to the host and
-            come back, and all graphs share the host's memory; with ``["chunks"]`` loss heads that are in a graph may be
-            computed in chunks, and ``pack``, ``kernels`` and ``in-place`` are found in each graph likewise.
+            ``check_writes`` (as there, of each graph); and ``options``, ``link`` and ``host_budget``, likewise: with
+            ``["offload"]`` tensors also go to the host and come back, and all graphs share the host's memory; with
+            ``["chunks"]`` loss heads that are in a graph may be computed in chunks, and ``pack``, ``kernels`` and ``in-place``
+            are found in each graph likewise.
 
     Raises:
         PlannerError: unknown options, options of graphs that do not go with this (``graphs.options``), or no budget.
@@ -84,6 +91,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
             with stages.stage(Stage.MEASURE) as stage:
                 captured = capture_joint(joint, device, measure=measure, options=budget.traced, on_op=stage.advance)
             graph = PlannedOps(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+            if budget.options.get("check_writes"):
+                graph.checked = _input_names(module, joint, captured)
             _plan(graph, add, stages)
         planned.append(graph)
         return graph.interface()
@@ -123,6 +132,8 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graph = PlannedKernels(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+        if budget.options.get("check_writes"):
+            graph.checked = _input_names(module, joint, captured)
         if is_share(budget.options["budget"]):
             graph.eager = _as_eager(joint)
         with stages:
@@ -138,6 +149,26 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     )
     compiled: Callable[..., Any] = compiler(module, inputs)
     return compiled
+
+
+def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:
+    """Return what the inputs of a joint graph are called in the code that Dynamo captured as `module`, by tensor."""
+    given = module.graph.find_nodes(op="placeholder")
+    descs = {node.name: node.meta["desc"] for node in joint.graph.find_nodes(op="placeholder")}
+    names: dict[int, str] = {}
+    for source in captured.program.sources:
+        match descs.get(source.name):
+            case PlainAOTInput(idx=index):
+                names[source.tensor] = _named(given[index])
+            case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+                names[source.tensor] = str(target)
+    return names
+
+
+def _named(placeholder: fx.Node) -> str:
+    argument = placeholder.meta.get("grapharg")
+    path = placeholder.name if argument is None else readable(argument.source.name, {}, {})
+    return re.sub(r"L\['(\w+)'\]", r"\1", path)
 
 
 def _stages() -> Stages:

@@ -34,6 +34,7 @@ def checkpoint(
     link: str | float | None = None,
     host_budget: str | int | None = None,
     roofline: str | None = None,
+    check_writes: bool = False,
 ) -> M:
     """Make `model` keep within `budget` what its backward pass needs, and return it: the same object, changed in place.
 
@@ -47,7 +48,7 @@ def checkpoint(
         budget: as in ``planner.compile``, of the model's parameters, buffers, inputs, gradients and activations; a share is of
             the largest peak so far without recomputation. Outside are the loss function, the optimizer's state and gradients
             of earlier batches. None: make the model an ordinary one again.
-        time_limit_s, wait, tolerance, kernels, options, link, host_budget: as in ``planner.compile``.
+        time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes: as in ``planner.compile``.
         roofline: the device whose times are modelled; None: each op is measured where the model is.
 
     Raises:
@@ -77,6 +78,7 @@ def checkpoint(
         "link": link,
         "host_budget": host_budget,
         "roofline": roofline,
+        "check_writes": check_writes,
     }
     checked = backend.check_options({name: value for name, value in given.items() if value is not None and value != ()})
     model._compiled_call_impl = _call(model, torch.compile(_own(model), backend=backend.planner, dynamic=False, options=checked))

@@ -6,7 +6,7 @@ plan of its own forward pass, whatever came after.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from planner.runtime.channels import Channels
 from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.random_state import RandomState
 from planner.runtime.step_lines import StepLines
+from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
 
@@ -59,6 +60,7 @@ class PlannedGraph(ABC):
         tangents: its static tensors that are gradients of its outputs.
         outputs: how many tensors the forward pass returns besides what it saves.
         slots: a tensor for each place among what is saved.
+        checked: by tensor, names of inputs that are looked at for writes that autograd does not see.
         lean: a schedule that keeps little between the passes; None as long as none was looked for.
         watch: called with what a forward pass gets; returns what is to be called with what it returns, and with the
             tensor that dies with what it saves.
@@ -73,6 +75,7 @@ class PlannedGraph(ABC):
         self.tangents = tuple(tangents)
         self.outputs = outputs
         self.slots = tuple(slots)
+        self.checked: Mapping[int, str] = {}
         self.lean: Schedule | None = None
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
         self._handing_over: set[int] = set()  # plans whose forward passes hand over more than tensors
@@ -130,6 +133,8 @@ class PlannedGraph(ABC):
             # Autograd holds the storage for as long as a backward pass may come, whichever tensors it makes of it.
             plan.untyped_storage().handed_over = handed_over  # type: ignore[attr-defined]
             self._handing_over.add(number)
+        if self.checked:
+            plan.untyped_storage().unseen = UnseenWrites(self._inputs(returned[self.outputs :]))  # type: ignore[attr-defined]
         if seen is not None:
             seen(returned[: self.outputs], plan)
         return [*returned[: self.outputs], *(nothing if t is None else t for t in returned[self.outputs :]), plan]
@@ -152,6 +157,8 @@ class PlannedGraph(ABC):
             raise PlannerError(
                 "backward(retain_graph=True) keeps what the plan writes over: leave it out, or the option 'in-place' of the graph"
             )
+        if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
+            unseen.check(tensor for _, tensor in self._inputs(args))
         args += handed_over
         del plan, handed_over  # with what is on the host, unless the backward pass may come again
         try:
@@ -159,6 +166,12 @@ class PlannedGraph(ABC):
         except Exception as error:
             self._memory(number).raise_if_out_of_memory(error, "backward")
             raise
+
+    def _inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the inputs of the graph that are checked, with their names, among what is `saved` in the places of ``slots``."""
+        for t, value in zip(self.slots, saved, strict=False):
+            if t in self.checked and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
+                yield self.checked[t], value
 
     def _memory(self, number: int) -> PlannedMemory:
         """What the plan `number` holds."""

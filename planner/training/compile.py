@@ -64,6 +64,7 @@ def compile(  # noqa: A001
     other_devices: Sequence[str] = (),
     wait: Wait | str | float | None = None,
     swap: str = "exact",
+    check_writes: bool = False,
     on_progress: View | None = None,
 ) -> PlannedStep:
     """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
@@ -114,6 +115,8 @@ def compile(  # noqa: A001
             steps. With a gap or work the plan is the same for the same costs, and stays.
         swap: which better plans do: ``exact``, those that make the same bits; ``any``, also those whose options round otherwise;
             ``never``.
+        check_writes: compare checksums of parameters, buffers and inputs that the backward pass reads, as the forward pass ends
+            and as the backward pass begins, to find writes that autograd does not see: it takes time in each step, and some MB.
         on_progress: called with each ``planner.progress.Progress`` from the begin of the capture on, each time that a step is
             planned; of several processes, on the first one only. ``LineView()`` and ``NotebookView()`` of ``planner.progress``
             show it. None: log to the logger ``planner``, at INFO.
@@ -174,6 +177,7 @@ def compile(  # noqa: A001
         measure_link=choices is not None and choices.measures_link,
         options=() if choices is None else choices.options,
         other_devices=tuple(other_devices),
+        check_writes=check_writes,
         stages=_stages(wrapper, on_progress),
     )
     if max_plans < 1:

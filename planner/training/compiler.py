@@ -60,6 +60,7 @@ class Compiler:
         measure_link: whether copies to the host and back are measured beside a step that is profiled.
         options: choices that graphs are given, of which some are found in the captured step.
         other_devices: that ops of a step that is profiled are measured on too.
+        check_writes: find writes to what backward passes read that autograd does not see.
         stages: what planning is reported to.
     """
 
@@ -75,6 +76,7 @@ class Compiler:
     measure_link: bool = False
     options: tuple[str, ...] = ()
     other_devices: tuple[str, ...] = ()
+    check_writes: bool = False
     stages: Stages = field(default_factory=Stages)
 
     def capture(self, batch: Batch) -> Capture:
@@ -183,7 +185,7 @@ class Compiler:
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
         """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""
-        executor.earlier_gradients.budget_bytes = plan.budget_bytes
+        executor.start_training(plan.budget_bytes, check_writes=self.check_writes)
         return PlannedStep(
             plan,
             self.wrapper.wrapped(executor),
@@ -268,7 +270,7 @@ class Compiler:
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
         plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
-        executor.earlier_gradients.budget_bytes = plan.budget_bytes
+        executor.start_training(plan.budget_bytes, check_writes=self.check_writes)
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 

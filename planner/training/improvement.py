@@ -123,7 +123,7 @@ class Improvement:
         self.plan = replace(
             plan, budget_bytes=self.plan.budget_bytes, measured_peak_bytes=None, eager=_of_another_plan(self.plan.eager)
         )
-        executor.earlier_gradients.budget_bytes = self.plan.budget_bytes
+        executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
         return Swap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
 

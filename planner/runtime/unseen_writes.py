@@ -1,0 +1,37 @@
+"""Writes that autograd does not see, between a forward and a backward pass: through ``.data``, NumPy or DLPack.
+
+Eager PyTorch reads what is in memory then; so does a plan, which may also compute activations from it again.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from graphs.capture.checksum import checksum
+from graphs.errors import PlannerError
+
+
+class UnseenWrites:
+    """Checksums of tensors that a backward pass reads, as its forward pass ends."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the checksums of `tensors`, each with a name for messages."""
+        self._known = [(name, _version(tensor), checksum(tensor)) for name, tensor in tensors]
+
+    def check(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Compare them with those of the same `tensors` now. What was written with autograd's knowledge is autograd's to say.
+
+        Raises:
+            PlannerError: one has other bits; names it.
+        """
+        for (name, version, before), tensor in zip(self._known, tensors, strict=True):
+            if version == _version(tensor) and not torch.equal(before, checksum(tensor)):
+                raise PlannerError(
+                    f"{name} was written between the step and its backward pass in a way that autograd does not see (.data, "
+                    "NumPy, DLPack), and the backward pass reads it: gradients would be of other values than the loss. Write "
+                    "behind backward(), or before the step"
+                )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -355,8 +355,8 @@ def main(words: list[str]) -> int:
             survived = survives(mutation)
             survivors += survived
             state = "SURVIVED" if survived else "failed as it must"
-            print(f"{mutation.file}: {mutation.takes_away}: {state}", file=sys.stderr, flush=True)
-    print(table())
+            sys.stderr.write(f"{mutation.file}: {mutation.takes_away}: {state}\n")
+    sys.stdout.write(f"{table()}\n")
     return int(survivors > 0)
 
 

@@ -33,7 +33,8 @@ class Step:
 def gpu_tests() -> tuple[str, ...]:
     """Return the files that have tests for a GPU: to collect all others takes longer than to run these."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return tuple(str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text())
+    marks = "pytest.mark.gpu", '"_cuda"'  # or a fixture that is so marked
+    return tuple(str(file.relative_to(ROOT)) for file in files if any(mark in file.read_text() for mark in marks))
 
 
 _TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=20", *gpu_tests())

@@ -1,4 +1,4 @@
-"""Recorded steps: what replays them is exact; on a stand-in for CUDA, and on a GPU with ``-m gpu``."""
+"""Recorded steps: what replays them is exact, on a stand-in for CUDA."""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import LOOPS, MODELS, assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("_cuda")]
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("_stand_in")]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

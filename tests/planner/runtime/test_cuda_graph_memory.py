@@ -31,11 +31,12 @@ from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("_cuda")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 MIB = 2**20
 
 
+@pytest.mark.usefixtures("_stand_in")
 def test_what_goes_in_and_out_is_counted_twice() -> None:
     workload = dropout_and_norm()
     plain = capture(*workload)
@@ -53,6 +54,7 @@ def allocated(size_bytes: int) -> int:
     return -(-size_bytes // 512) * 512
 
 
+@pytest.mark.usefixtures("_cuda")
 def test_a_replayed_step_allocates_what_was_counted() -> None:
     workload = dropout_and_norm()
     by_kind = recordable(capture(*workload)).graph.static_bytes_by_kind
@@ -73,6 +75,7 @@ def test_a_replayed_step_allocates_what_was_counted() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "mutated"])
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.usefixtures("_cuda")
 def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
     workload = on_device(make(name))
     device = next(workload.model.parameters()).device
@@ -117,6 +120,7 @@ class LosesMemory(CudaGraphs):
         return super().held_bytes() + self._lost
 
 
+@pytest.mark.usefixtures("_stand_in")
 def test_the_budget_holds_for_what_the_recordings_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, other = on_device(make("gpt2_written")), on_device(make("gpt2_written"))
     device = next(workload.model.parameters()).device
@@ -134,6 +138,7 @@ def test_the_budget_holds_for_what_the_recordings_keep(monkeypatch: pytest.Monke
     assert_same(train(other, TrainingStep(other.model, other.loss_fn)), train(workload, step))
 
 
+@pytest.mark.usefixtures("_stand_in")
 def test_a_budget_without_room_for_the_pool_is_refused_before_anything_is_recorded() -> None:
     workload = on_device(make("tied"))
 
@@ -153,6 +158,7 @@ class NeverFits(CudaGraphs):
         return super().held_bytes() + 10**9
 
 
+@pytest.mark.usefixtures("_stand_in")
 def test_a_pool_that_never_fits_is_one_error() -> None:
     workload = on_device(make("tied"))
     device = next(workload.model.parameters()).device
@@ -162,6 +168,7 @@ def test_a_pool_that_never_fits_is_one_error() -> None:
         solved(workload, budget_with_pool(workload), partial(NeverFits, device))
 
 
+@pytest.mark.usefixtures("_cuda")
 def test_the_pool_of_cuda_graphs_is_within_the_budget() -> None:
     workload = dropout_and_norm()
     step = planner.compile(*workload, budget="1GB", optimizer="adamw", cuda_graph=True)

@@ -94,7 +94,7 @@ def test_a_host_without_room_for_copies_of_all_sizes_is_one_error() -> None:
         gc.collect()
 
 
-@pytest.mark.usefixtures("_cuda")
+@pytest.mark.usefixtures("_stand_in")
 def test_copies_by_threads_are_not_recorded() -> None:
     workload = dropout_and_norm()
     captured = recordable(capture(*workload))

@@ -88,9 +88,8 @@ class _Settings:
                 torch._C._pop_torch_dispatch_stack(None)
 
 
-def engine(machine: Machine, original: Callable[..., Any], thread: DeviceThread) -> Callable[..., Any]:
-    """Stands for ``_engine_run_backward``."""
-    del machine
+def engine(original: Callable[..., Any], thread: DeviceThread) -> Callable[..., Any]:
+    """Stands for ``_engine_run_backward``, the `original`."""
 
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(output, OnDevice) for output in outputs):

@@ -1,7 +1,7 @@
 """What ``torch`` and ``torch.cuda`` are while the stand-in is installed."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from planner.runtime.caching_allocator import CachingAllocator
 from tests.support.cuda_device import graphs, tensors
 from tests.support.cuda_device.autograd import DeviceThread, engine
 from tests.support.cuda_device.machine import Machine
+from tests.support.cuda_device.ops import launch
 from tests.support.cuda_device.streams import Event, Order, Stream
 from tests.support.cuda_device.tensors import OnDevice
 from tests.support.cuda_device.tracing import traced_on_the_cpu
@@ -43,6 +44,7 @@ def cuda_device(
     thread = DeviceThread(machine)
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("aten", "IMPL") as library:
         patch.setattr(OnDevice, "machine", machine, raising=False)
+        patch.setattr(OnDevice, "launch", staticmethod(launch), raising=False)
         patch.setattr(graphs.CUDAGraph, "machine", machine, raising=False)
         for name, value in _torch_cuda(machine).items():
             patch.setattr(torch.cuda, name, value)
@@ -114,7 +116,7 @@ def _torch(machine: Machine, thread: DeviceThread) -> Iterator[tuple[object, str
     yield torch.Tensor, "to", moved
     yield torch.Tensor, "cuda", to_cuda
     yield torch, "empty", made
-    yield torch.autograd, "_engine_run_backward", engine(machine, engine_of, thread)
+    yield torch.autograd, "_engine_run_backward", engine(engine_of, thread)
     yield torch._C, "_cuda_clearCublasWorkspaces", lambda: [memory.workspaces.clear() for memory in machine.memories]
     yield from traced_on_the_cpu()
 
@@ -130,7 +132,6 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
 
     def synchronize(device: Any = None) -> None:
         machine.check_may_wait()
-        machine.synchronized += 1
         machine.synchronize(index(device))
 
     def empty_cache() -> None:
@@ -245,6 +246,3 @@ def _empty_strided(machine: Machine, size: Any, stride: Any, **kwargs: Any) -> O
 def _like(machine: Machine, form: torch.Tensor, kwargs: dict[str, Any]) -> OnDevice:
     index = _index(machine, kwargs.get("device"))
     return tensors.new(machine, index, form.size(), form.stride(), form.dtype, form.untyped_storage().nbytes())
-
-
-Patches = Callable[[], Iterator[tuple[object, str, object]]]

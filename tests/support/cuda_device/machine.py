@@ -41,7 +41,6 @@ class Machine:
         pinned: page-locked memory of PyTorch's own: likewise.
         wrong: what was done that would be undefined on CUDA.
         passes: threads that backward passes ran in.
-        synchronized: times that the host has waited for a whole device.
     """
 
     def __init__(self, devices: int, order: Order, seed: int, capacity_bytes: int | None) -> None:
@@ -59,7 +58,6 @@ class Machine:
         self.pinned: dict[int, int] = {}
         self.wrong: list[str] = []
         self.passes: set[int] = set()
-        self.synchronized = 0
         self._here = threading.local()
         self._running = False
 

@@ -9,7 +9,8 @@ import torch
 from graphs.capture import joint, trace
 from graphs.capture.signature import Batch
 from graphs.capture.step import TrainingStep
-from tests.support.cuda_device.tensors import OnDevice, _plain
+from tests.support.cuda_device.tensors import OnDevice
+from tests.support.cuda_device.tensors import plain as on_the_host
 
 
 def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:
@@ -38,7 +39,7 @@ def _on_the_cpu(step: torch.nn.Module) -> Iterator[None]:
         if not isinstance(value, OnDevice):
             return value
         if id(value) not in made:
-            same = _plain(value.detach())
+            same = on_the_host(value.detach())
             made[id(value)] = torch.nn.Parameter(same, value.requires_grad) if isinstance(value, torch.nn.Parameter) else same
         return made[id(value)]
 
@@ -56,7 +57,7 @@ def _on_the_cpu(step: torch.nn.Module) -> Iterator[None]:
 
 def _batch_on_the_cpu(batch: Batch) -> Any:
     def plain(value: Any) -> Any:
-        return _plain(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, OnDevice) else value
+        return on_the_host(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, OnDevice) else value
 
     return torch.utils._pytree.tree_map(plain, batch)
 

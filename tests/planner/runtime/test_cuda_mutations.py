@@ -1,0 +1,28 @@
+"""Each wait, event, hold and rounding of the runtime on CUDA is held by a test: without it, that one fails."""
+
+import pytest
+
+from tests.support.cuda_device.mutations import MUTATIONS, ROOT, Mutation, survives, table
+
+
+def name_of(mutation: Mutation) -> str:
+    return mutation.takes_away.replace(" ", "-")
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
+def test_what_is_taken_away_is_in_the_sources(mutation: Mutation) -> None:
+    source = (ROOT / mutation.file).read_text()
+    assert source.count(mutation.before) == 1
+    compile(source.replace(mutation.before, mutation.after), mutation.file, "exec")
+    file, *_ = mutation.test.split()
+    assert (ROOT / "tests" / "planner" / "runtime" / file).exists()
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in (ROOT / "docs" / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
+def test_a_test_fails_without_it(mutation: Mutation) -> None:
+    assert not survives(mutation)

@@ -1,11 +1,13 @@
 """The state of a random generator, saved and compared without memory from PyTorch's allocator, which the budget counts."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from graphs.capture.redraw import LOCK
+from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class RandomState:
             return NotImplemented
         if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which is not what the budget counts
             return torch.equal(self.copy.get_state(), other.copy.get_state())
-        return self._next_numbers() == other._next_numbers()
+        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():  # it is no part of the step
+            return self._next_numbers() == other._next_numbers()
 
     __hash__ = None  # type: ignore[assignment]
 

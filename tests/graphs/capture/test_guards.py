@@ -93,7 +93,7 @@ CHANGES = {
     "a hook before": (lambda m, b: m.register_forward_pre_hook(lambda *_: None), "hooks of model were added"),
     "a backward hook": (lambda m, b: m.norm.register_full_backward_hook(lambda *_: None), "hooks of model.norm were added"),
     "eval": (lambda m, b: m.eval(), r"training was True .* and is False now \(train\(\) or eval\(\) was called\)"),
-    "frozen": (lambda m, b: m.first.bias.requires_grad_(False), r"model.first.bias.requires_grad was True .* is not now"),
+    "frozen": (lambda m, b: m.first.bias.requires_grad_(False), r"model.first.bias.requires_grad was True .* is False now"),
     "a forward of its own": (lambda m, b: setattr(m.first, "forward", lambda x: x), "model.first.forward was set"),
     "another tensor": (lambda m, b: setattr(m, "scale", torch.zeros(4)), r"model.scale is another tensor .*\(model.scale.copy_"),
     "another global tensor": (lambda m, b: globals().__setitem__("WEIGHTS", torch.zeros(4)), "WEIGHTS is another tensor"),

@@ -23,9 +23,14 @@ def cpp(*types: str) -> str:
     return f"async_compile.cpp_pybinding({list(types)}, r'''extern \"C\" void kernel() {{}}''')"
 
 
-def triton(*parameters: str, mutated: Sequence[str] = ()) -> str:
-    """A kernel for CUDA with these parameters, of which it also writes to those that are `mutated`."""
+def triton(*parameters: str, mutated: Sequence[str] = (), before: str = "") -> str:
+    """A kernel for CUDA with these parameters, of which it also writes to those that are `mutated`.
+
+    Args:
+        before: source of other functions.
+    """
     source = (
+        f"{before}\n"
         f"@triton_heuristics.pointwise(inductor_meta={{'kernel_name': 'triton_', 'mutated_arg_names': {list(mutated)}}})\n"
         f"@triton.jit\ndef triton_({', '.join(parameters)}, XBLOCK: tl.constexpr):\n    pass\n"
     )

@@ -83,9 +83,10 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
             signature: list[str] = ast.literal_eval(types)
             written = (i for i, declared in enumerate(signature) if "*" in declared and not declared.startswith("const "))
         # Those that a model brings along say not what they write to, and are refused.
-        case "triton", [_, ast.Constant(value=str(source)), *_] if mutated := _MUTATED.search(source):
+        case "triton", [ast.Constant(value=kernel), ast.Constant(value=str(source)), *_] if mutated := _MUTATED.search(source):
             names = set(ast.literal_eval(mutated[1]))
-            function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef))
+            # There are others where it scans: what two elements are combined by.
+            function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == kernel)
             parameters = [parameter.arg for parameter in function.args.args]
             written = (i for i, p in enumerate(parameters) if p in names or _WRITTEN.match(p))
         case _:

@@ -61,6 +61,13 @@ def test_what_is_not_known_is_refused(call: str) -> None:
         called(call, somebodys_kernel=lambda *_: None, relu=lambda _: pytest.fail("it is called"))
 
 
+def test_a_kernel_that_scans_comes_with_what_combines_two_elements() -> None:
+    combine = "@triton.jit\ndef _triton_helper_fn_add0(arg0_0, arg1_0):\n    return arg0_0 + arg1_0\n"
+    scan = triton("in_ptr0", "out_ptr0", "ws_ptr", "xnumel", before=combine)
+    writes = Writes(positions=frozenset({1, 2}))
+    assert called("scan.run(a, b, c, 4, stream=stream0)", {"scan": scan}) == ("scan", writes)
+
+
 def test_a_kernel_that_a_model_brings_along_is_refused() -> None:
     source = "@triton_heuristics.user_autotune(custom_kernel=True)\n@triton.jit\ndef add_(in_ptr0, out_ptr0, y_ptr):\n    pass\n"
     with pytest.raises(TraceError, match=r"^Inductor compiled add_0 by async_compile\.triton, of which it is not known"):

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 VALUE = "_v"  # the name of a value's variable begins with it; those of Inductor's do not
 
@@ -27,6 +27,22 @@ def items(statements: Iterable[ast.stmt]) -> dict[str, list[str]]:
             case ast.Assign(value=ast.Subscript(value=ast.Name(id=name), slice=index)):
                 found.setdefault(name, []).append(f"[{ast.unparse(index)}]")
     return found
+
+
+def methods_on(expression: ast.expr, variables: Container[str]) -> list[str] | None:
+    """Return the methods that are called on one of `variables` or a part of it, one after the other; None where it is none."""
+    found: list[str] = []
+    while True:
+        match expression:
+            case ast.Call(func=ast.Attribute(value=called, attr=method)):
+                found.insert(0, method)
+                expression = called
+            case ast.Subscript(value=whole):
+                expression = whole
+            case ast.Name(id=name) if name in variables:
+                return found
+            case _:
+                return None
 
 
 def variable_of(number: int) -> ast.Name:

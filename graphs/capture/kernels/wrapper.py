@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from graphs.capture.kernels.in_place import noted
-from graphs.capture.kernels.values import VALUE, Inline, items, number_of, numbers, variable_of
+from graphs.capture.kernels.values import VALUE, Inline, items, methods_on, number_of, numbers, variable_of
 from graphs.capture.kernels.writes import Kernels, Writes
 from graphs.errors import TraceError
 from graphs.ir import Phase
@@ -255,7 +255,7 @@ class _Reader:
             launch.lines += [f"_ = {source}", *picked, "del _"]
 
     def _called(self, call: ast.Call) -> tuple[str, Writes]:
-        methods = self._methods(call)
+        methods = methods_on(call, self.bound)
         if methods is None:
             return self.kernels.called(call)
         reductions = [method for method in methods if method in _REDUCTIONS]
@@ -264,26 +264,11 @@ class _Reader:
             self._refuse(ast.Expr(call))
         return (reductions or methods)[0], Writes()
 
-    def _methods(self, expression: ast.expr) -> list[str] | None:
-        """The methods that are called on a variable, or on a part of it, one after the other; None where it is none."""
-        found: list[str] = []
-        while True:
-            match expression:
-                case ast.Call(func=ast.Attribute(value=called, attr=method)):
-                    found.insert(0, method)
-                    expression = called
-                case ast.Subscript(value=whole):
-                    expression = whole
-                case ast.Name(id=name) if name in self.bound:
-                    return found
-                case _:
-                    return None
-
     def _written(self, call: ast.Call, writes: Writes) -> set[int]:
         """The values that `call` writes to."""
         arguments = [arg for i, arg in enumerate(call.args) if i in writes.positions]
         arguments += [keyword.value for keyword in call.keywords if keyword.arg in writes.keywords]
-        if isinstance(call.func, ast.Attribute) and self._methods(call) and _is_in_place(call.func.attr):
+        if isinstance(call.func, ast.Attribute) and methods_on(call, self.bound) and _is_in_place(call.func.attr):
             arguments.append(call.func.value)
         return {value for argument in arguments for value in numbers(self._inlined(argument))}
 

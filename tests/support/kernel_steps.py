@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import call
 from graphs.ir import Graph
 from graphs.options.selection import IN_PLACE
+from graphs.schedule import Compute, Free, Schedule
 from graphs.zoo import Workload, build
 from planner.distributed.wrappers import unwrap
 from planner.runtime.measure import loss_of
@@ -233,3 +235,12 @@ def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor])
     """Names of what is not equal to the last bit."""
     assert wanted.keys() == found.keys()
     return [name for name in wanted if not torch.equal(wanted[name], found[name])]
+
+
+def freed_over(graph: Graph, schedule: Schedule, place: int) -> set[int]:
+    """What the op at `place` of a schedule writes over."""
+    step = schedule.steps[place]
+    if not isinstance(step, Compute):
+        return set()
+    behind = takewhile(lambda later: isinstance(later, Free), schedule.steps[place + 1 :])
+    return {t for _, t in graph.ops[step.op].overwrites} & {free.tensor for free in behind if isinstance(free, Free)}

@@ -5,18 +5,17 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import takewhile
 
 import pytest
 import torch
 
 from graphs.capture.kernels.variants import Variant
 from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Free, Schedule
+from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from solvers.policies.store_all import store_all
 from tests.support.budgets import on_the_way
-from tests.support.kernel_steps import CASES, Prepared, differences, prepare
+from tests.support.kernel_steps import CASES, Prepared, differences, freed_over, prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -85,15 +84,6 @@ def test_outputs_take_the_memory_of_inputs_that_go(name: str) -> None:
     step = known.step(budget)
     assert step.plan.measured_peak_bytes == measured_as_predicted(known.graph, step.plan.schedule) <= budget
     assert differences(known.wanted, known.found(step)) == []
-
-
-def freed_over(graph: Graph, schedule: Schedule, place: int) -> set[int]:
-    """What the op at `place` of a schedule writes over."""
-    step = schedule.steps[place]
-    if not isinstance(step, Compute):
-        return set()
-    behind = takewhile(lambda later: isinstance(later, Free), schedule.steps[place + 1 :])
-    return {t for _, t in graph.ops[step.op].overwrites} & {free.tensor for free in behind if isinstance(free, Free)}
 
 
 def test_what_a_second_step_overwrites_is_not_read_by_the_backward_pass_of_the_first() -> None:

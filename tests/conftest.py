@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,12 +14,6 @@ settings.load_profile("project")
 
 # Inductor compiles programs that try out the vector instructions of the processor, in ten seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-
-# On this Python alone torch warns whenever guards are built, and tests take warnings for errors.
-if sys.version_info[:3] == (3, 13, 0):
-    import torch
-
-    torch._dynamo.config.issue_3_13_0_warning = False
 
 # A suite in the background of a shell ignores Ctrl-C, and so would the processes that tests send it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -19,9 +19,7 @@ SEARCH_SHARE = 0.25  # of the limit: what looking for an order may take
 _SEARCH_LEAST = 2.0  # of the clock: how long a search may take that was begun with a shorter solve
 _AGAIN, _AGAIN_LEAST = 4.0, 10.0  # times the proof in program order, and at least: what a solve in another order may take
 _REFUTED = 0.1  # of the tolerance: a solve in another order ends when it could gain no more
-# Without any schedule in program order: of the clock at most, and a share of its limit; at least, and the most of that share.
-_PATIENCE, _PATIENCE_SHARE = 30.0, 0.25
-_PATIENCE_LEAST, _PATIENCE_LEAST_SHARE = 5.0, 0.5
+_PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: without any schedule in program order
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def solve_in_best_order(solve: Solver, request: Request) -> Solved:
     clock, began = request.clock, request.clock.now
     program = in_program_order(request.graph)
     with OrderSearch(request.graph, clock.part(SEARCH_SHARE * clock.limit)) as search:
-        patience = _Patience(request, _patience(clock.limit))
+        patience = _Patience(request, min(_PATIENCE, _PATIENCE_SHARE * clock.limit))
         stopping = replace(
             request,
             on_progress=patience,
@@ -82,12 +80,6 @@ def solve_in_best_order(solve: Solver, request: Request) -> Solved:
         second = solve_in(order, solve, request)
         return second if proved else _also_in_program_order(second, solve, request)
     return solve_in(program, solve, request) if patience.gave_up else first
-
-
-def _patience(limit: float) -> float:
-    """Return how long a solve in program order may be without a schedule, of so much in all."""
-    least = min(_PATIENCE_LEAST, _PATIENCE_LEAST_SHARE * limit)
-    return min(_PATIENCE, max(least, _PATIENCE_SHARE * limit))
 
 
 def _faster(first: Solved, second: Solved) -> Solved:

@@ -1,7 +1,6 @@
 """The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -66,17 +65,12 @@ def _run(search: Search, without_copies: PartBeside | None = None, apart: PartBe
     if search.solved():
         return
     beside = None
-    is_large = search.problem.copies is None and ops >= search.params.first_schedule.large_ops
-    if is_large:
-        _follow_rules(search)
-        _seek(search)
-    elif search.problem.copies is not None:
+    if search.problem.copies is not None:
         beside = start_beside(search, Portfolio(search, coarse, coarse, without_copies).find)
     try:
         # From nothing, while others look for schedules: its solutions are to be other ones than theirs.
         detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True, from_best=beside is None)
-        if not is_large:
-            _follow_rules(search)
+        _follow_rules(search)
         if not (search.solved() or search.stopped()):
             beside = beside or start_beside(search, Portfolio(search, coarse, detail).find)
             _go_on(search, detail, beside)
@@ -95,7 +89,7 @@ def _go_on(search: Search, detail: Discretization, beside: Beside) -> None:
         _send(search)
     if search.best is None:
         _evict(search)
-    imitate(search, search.params.first_schedule.imitated, search.params.first_schedule.imitation_limit)
+    imitate(search)
     _bound(search, detail)
     while beside.running and not search.enough():
         search.tell()
@@ -117,7 +111,7 @@ def _follow_rules(search: Search) -> None:
 
 
 def _evict(search: Search) -> None:
-    """Offer what rules of eviction find however much they repeat; failing that, other methods; then what needs least memory."""
+    """Offer what rules of eviction find however much they repeat; failing that, what they find that needs least memory."""
     params = search.params.first_schedule
     began = search.clock.now
     until = began + params.eviction_limit
@@ -134,7 +128,6 @@ def _evict(search: Search) -> None:
         if search.problem.copies is not None and search.clock.now > (began + until) / 2:
             break
         _offer(search, evicted(search.problem, rule, should_stop=should_stop))
-    _seek(search)
     least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
     if least is not None and not should_stop():
         _offer_program(search, least.computed)
@@ -156,32 +149,14 @@ def _send(search: Search) -> None:
             search.offer(order, whole)
 
 
-def _seek(search: Search) -> None:
-    """Offer what other methods do until one has a schedule: none finds one where this solver does not."""
-    params, left_over = search.params.first_schedule, left(search.clock)
-    limit = min(params.seeking_limit, params.seeking_share * left_over)
-    most = min(params.imitation_limit, params.method_share * left_over)
-    imitate(search, params.sought, limit, most=most, should_stop=lambda: search.best is not None or search.stopped())
-
-
-def imitate(
-    search: Search, names: Iterable[str], limit: float, *, most: float = math.inf, should_stop: Callable[[], bool] | None = None
-) -> None:
-    """Offer what other methods do: no schedule is slower than theirs.
-
-    Args:
-        names: in the registry.
-        limit: for all of them.
-        most: that one of them may take.
-        should_stop: polled; by default ``Search.stopped``.
-    """
-    stop = should_stop or search.stopped
-    clock = search.clock.part(limit)
-    for name in names:
-        if search.solved() or stop() or left(clock) <= 0:
+def imitate(search: Search) -> None:
+    """Offer what other methods do: no schedule is slower than theirs."""
+    clock = search.clock.part(search.params.first_schedule.imitation_limit)
+    for name in search.params.first_schedule.imitated:
+        if search.solved() or search.stopped() or left(clock) <= 0:
             return
         search.tell(f"trying {name}")
-        request = Request(search.problem.graph, search.budget_bytes, clock=clock.part(most), should_stop=stop)
+        request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopped)
         found = get_solver(name)(request)
         if found.schedule is not None:
             _offer_program(search, found.schedule.computed)

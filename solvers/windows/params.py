@@ -12,11 +12,6 @@ from solvers.windows.choice_params import BranchParams, CommitmentParams, PartPa
 
 # What tries most comes last.
 _IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
-# Where nothing else has a schedule: all methods that look for one and solve no large program, the fast ones first.
-_SOUGHT = (
-    *("chen-sqrt", "lru", "largest", "dtr-local", "dtr", "checkpoint_blocks", "msps", "memory-budget", "dtr-random", "dtr-full"),
-    *("megengine", "griewank", "chen-greedy", "rotor", "sac-attention", "sac-every-second", "sac", "megengine-static"),
-)
 _GUIDED_RULES = (
     EvictionRule(),
     EvictionRule(size=0.5, distance=0.5),
@@ -66,10 +61,6 @@ class FirstScheduleParams:
         sending_limit: for orders that send what is not needed now, where tensors may go to the host.
         imitated: other methods whose schedules are offered;
         imitation_limit: for all of them.
-        sought: other methods that are asked where rules of eviction find no schedule, until one finds one;
-        seeking_limit, seeking_share: for all of them, and share of what is left of the clock;
-        method_share: the same for one of them, which has no more than the limit for imitation either.
-        large_ops: graphs of as many are asked for a schedule before a model is built, which takes longer than rules do.
     """
 
     rules: tuple[EvictionRule, ...] = RULES
@@ -80,11 +71,6 @@ class FirstScheduleParams:
     sending_limit: float = 4.0
     imitated: tuple[str, ...] = _IMITATED
     imitation_limit: float = 4.0
-    sought: tuple[str, ...] = _SOUGHT
-    seeking_limit: float = 12.0
-    seeking_share: float = 0.4
-    method_share: float = 0.15
-    large_ops: int = 5_000
 
 
 @dataclass(frozen=True, slots=True)

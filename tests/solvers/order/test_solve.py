@@ -114,21 +114,6 @@ def test_without_a_schedule_in_program_order_another_takes_over() -> None:
     assert clock.now < 40
 
 
-def test_short_solves_have_half_of_their_time_in_program_order() -> None:
-    graph = training_chain(6)
-    budget_bytes = int(0.8 * store_all_peak_bytes(graph))
-    began_s: list[float] = []
-
-    def solve(request: Request) -> Result:
-        began_s.append(request.clock.now)
-        while not request.stopped():
-            request.clock.spend(0.25)
-        return Result(graph, budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
-
-    solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(1e-3), WorkClock(8.0)))
-    assert began_s[1] > 4.0
-
-
 def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
     graph = training_chain(6)
     budget_bytes, calls = int(0.8 * store_all_peak_bytes(graph)), 0

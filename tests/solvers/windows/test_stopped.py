@@ -87,7 +87,7 @@ def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = peak_bytes(graph) * share // 10
     search = Search(ask(graph, budget, tolerance=0.0, time_limit_s=60.0))
-    imitate(search, search.params.first_schedule.imitated, search.params.first_schedule.imitation_limit)
+    imitate(search)
     # MONeT's is a program, which takes as long as it is let.
     policies = [name for name, entry in SOLVERS.items() if entry.module.startswith("solvers.policies.") and name != "monet"]
     times = [get_solver(name)(ask(graph, budget)).time_s for name in policies]

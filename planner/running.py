@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch, as_leaves
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.unchanged import unchanged
@@ -124,17 +125,7 @@ def run(
 def _run(
     plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch, stages: Stages, *, repeats: int, seed: int
 ) -> RunReport:
-    provenance = plan.graph.provenance
-    with stages.stage(Stage.CAPTURE):
-        captured = capture_step(
-            model,
-            loss_fn,
-            batch,
-            optimizer=str(provenance.get("optimizer", "none")),
-            accumulate=bool(provenance.get("accumulate", False)),
-            name=str(provenance.get("model", "")),
-        )
-    captured = as_recorded(captured, provenance, recorded_options(plan.settings))
+    captured = _captured(plan, model, loss_fn, batch, stages)
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=without_options(captured.graph).out_of_place())
@@ -183,6 +174,21 @@ def _run(
         not_compared=not_compared,
     )
     return report if not_compared else _compared(report, outcomes, times)
+
+
+def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch, stages: Stages) -> Capture:
+    """Return the step as it was when `plan` was made."""
+    provenance = plan.graph.provenance
+    with stages.stage(Stage.CAPTURE):
+        captured = capture_step(
+            model,
+            loss_fn,
+            batch,
+            optimizer=str(provenance.get("optimizer", "none")),
+            accumulate=bool(provenance.get("accumulate", False)),
+            name=str(provenance.get("model", "")),
+        )
+    return as_recorded(captured, provenance, recorded_options(plan.settings))
 
 
 def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, float]) -> RunReport:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -59,26 +60,24 @@ def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, sol
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_another_number_of_threads_needs_another_plan(tmp_path: Path, solves: list[object]) -> None:
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize(
+    ("get", "set_to", "values"),
+    [
+        (torch.get_num_threads, torch.set_num_threads, (1, 2, 1)),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "highest")),
+    ],
+    ids=["threads", "precision"],
+)
+def test_another_setting_of_kernels_needs_another_plan(
+    get: Callable[[], Any], set_to: Callable[[Any], None], values: tuple[Any, ...], tmp_path: Path, solves: list[object]
+) -> None:
+    before = get()
     try:
-        for count in (1, 2, 1):
-            torch.set_num_threads(count)
+        for value in values:
+            set_to(value)
             compiled(tmp_path)
     finally:
-        torch.set_num_threads(threads)
-    assert len(solves) == 2
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_another_precision_of_products_needs_another_plan(tmp_path: Path, solves: list[object]) -> None:
-    precision = torch.get_float32_matmul_precision()
-    try:
-        for wanted in ("highest", "high", "highest"):
-            torch.set_float32_matmul_precision(wanted)
-            compiled(tmp_path)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+        set_to(before)
     assert len(solves) == 2
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -181,20 +181,20 @@ class Emitter:
     def _compute(self, op: Op, node: fx.Node, over: Pairs) -> None:
         """Call an op of the program."""
         call = self.captured.program.calls[op.id]
+        gone: tuple[str, ...] = ()
         if over:
             assert isinstance(call, Call)
             assert call.in_place is not None
             made = self._written(call.in_place, op)
         else:
-            made = self._called(node)
+            target, given, gone = without_statistics(node) if self.after_forward else (node.target, node.args, ())
+            made = self._called(node, target, given)
         made.meta = dict(node.meta)
-        gone = without_statistics(node)[2] if self.after_forward and not over else ()
         for tensor, path in call.outputs:
             if tensor not in self.env and path not in gone:
                 self.env[tensor] = self._item(made, path)
 
-    def _called(self, node: fx.Node) -> fx.Node:
-        target, given, _ = without_statistics(node) if self.after_forward else (node.target, node.args, ())
+    def _called(self, node: fx.Node, target: object, given: tuple[Any, ...]) -> fx.Node:
         args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node)))
         if drawn := drawn_in_place(node):
             target, args = drawn[0], (self.graph.call_function(to_be_filled, (args[0], tuple(drawn[1]))), *args[1:])

@@ -11,7 +11,7 @@ from graphs.errors import PlannerError
 from solvers import highs
 from solvers.checkmate.model import CheckmateModel
 from solvers.clock import Clock, left
-from solvers.highs.program import Outcome
+from solvers.highs.program import Option, Outcome
 from solvers.request import Request
 
 HIGHS = "HiGHS"
@@ -96,17 +96,17 @@ def run(model: CheckmateModel, name: str, absolute_gap_s: float, request: Reques
 
 def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> PulpAnswer:
     """Built by PuLP and read from HiGHS itself, which tells more than PuLP does."""
-    solver = pulp.getSolver(
-        HIGHS,
-        msg=False,
-        timeLimit=left(request.clock),
-        gapAbs=absolute_gap,
-        gapRel=0.0,
-        mip_feasibility_tolerance=1e-6,
-        parallel="off",
-    )
-    solver.createAndConfigureSolver(model.program)
-    engine: highspy.Highs = model.program.solverModel
+    solver, engine = pulp.getSolver(HIGHS), highs.SilentHighs()  # type: ignore[no-untyped-call]
+    settings: dict[str, Option] = {
+        "time_limit": left(request.clock),
+        "mip_abs_gap": absolute_gap,
+        "mip_rel_gap": 0.0,
+        "mip_feasibility_tolerance": 1e-6,
+        "parallel": "off",
+    }
+    for option, value in settings.items():
+        engine.setOptionValue(option, value)
+    model.program.solverModel = engine
     kinds = highspy.cb.HighsCallbackType
     error: list[BaseException] = []
 

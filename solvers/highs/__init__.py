@@ -47,6 +47,15 @@ def version() -> str:
     return f"{highspy.HIGHS_VERSION_MAJOR}.{highspy.HIGHS_VERSION_MINOR}.{highspy.HIGHS_VERSION_PATCH}"
 
 
+class SilentHighs(highspy.Highs):
+    """A HiGHS that prints nothing: 1.16 prints its name and licence while it is made, before an option can be set."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802 (the first method that is called, by the constructor)
+        """Turn the output off first."""
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
 def solve_program(
     program: Milp,
     *,
@@ -93,9 +102,7 @@ def solve_program(
 
 
 def _load(program: Milp) -> highspy.Highs:
-    solver: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("log_to_console", False)
+    solver = SilentHighs()  # type: ignore[no-untyped-call]
     # Parallel HiGHS shares one process-wide scheduler; on a program of this kind it gains nothing.
     solver.setOptionValue("parallel", "off")
     lp = highspy.HighsLp()

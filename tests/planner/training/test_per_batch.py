@@ -40,7 +40,7 @@ def test_the_main_plan_is_that_of_the_size_that_came_most_often() -> None:
     loop = Loop()
     assert loop.plans.main is None
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         smaller = loop.step(3)
         whole = loop.step(8)
         assert loop.plans.main is smaller
@@ -88,7 +88,7 @@ def test_many_sizes_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"batches have come in 3 sizes so far, .*pad_to_multiple_of=64.*dynamic=True"):
         loop.step(5)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         loop.step(6)
 
 

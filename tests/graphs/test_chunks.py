@@ -58,8 +58,9 @@ def test_so_is_one_that_casts() -> None:
 
 def test_layers_between_and_attention_are_found_where_they_set_the_peak() -> None:
     found = chunked(make("attention"))
-    assert targets(found, "forward") == [
-        ["bmm", "div", "masked_fill", "_softmax", "clone", "bmm"],
+    # Before torch 2.14 dropout at 0 is captured as a copy.
+    assert [[target for target in group if target != "clone"] for group in targets(found, "forward")] == [
+        ["bmm", "div", "masked_fill", "_softmax", "bmm"],
         ["addmm", "gelu", "addmm"],
     ]
     gated = chunked(make("feed_forward"))

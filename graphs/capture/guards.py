@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from graphs.capture.guard_messages import Scope, code_of, explain, fails, is_mode, readable
-from graphs.capture.replaced import Frames, Replaceable, replaceable
+from graphs.capture.replaced import Frames, Replaceable, asks_for_layout, replaceable
 from graphs.errors import MismatchError
 from graphs.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
-from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module
+from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module, pytree
 
 PLAN_AGAIN = "plan again (planner.compile), or plan with replan=True, which does so by itself"
 WAYS_OUT = f"{PLAN_AGAIN}; a number that changes often may be a tensor that is changed in place, which a plan reads at every step"
@@ -74,6 +74,7 @@ class Guards:
         scope: the globals that guards name.
         outside: tensors that must still be the same objects.
         replaceable: functions that must still be the same objects, and variables of the environment.
+        strides: of the tensors of the batch, if the step asks how they are laid out; else empty.
         state: of PyTorch as a whole.
     """
 
@@ -81,6 +82,7 @@ class Guards:
     scope: Scope
     outside: tuple[Outside, ...]
     replaceable: Replaceable
+    strides: tuple[tuple[int, ...], ...]
     state: Mapping[str, object]
 
     def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -100,6 +102,12 @@ class Guards:
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
             if not self.manager.guard_manager.check(local):
                 raise self._error(local)
+        if self.strides and (now := _strides(args, kwargs)) != self.strides:
+            raise MismatchError(
+                f"the tensors of the batch were laid out with strides {self.strides} when the step was planned, and are with "
+                f"{now} now, which the step asks for",
+                f": make them contiguous() as they were, or {PLAN_AGAIN}",
+            )
         for outside in self.outside:
             if outside.find(local, self.scope) is not outside.value:
                 name = readable(outside.name, local, self.scope)
@@ -152,7 +160,8 @@ def build_guards(
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
     outside = tuple(_outside(sources, step, local, scope))
-    return Guards(manager, scope, outside, replaceable(frames, step), state())
+    strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
+    return Guards(manager, scope, outside, replaceable(frames, step), strides, state())
 
 
 def guarded_names(output: CaptureOutput) -> frozenset[str]:
@@ -201,6 +210,10 @@ def _outside(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope
         value = find(local, scope)
         if isinstance(value, torch.Tensor | np.ndarray | np.generic) and id(value) not in known:
             yield Outside(name, find, value)
+
+
+def _strides(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
+    return tuple(leaf.stride() for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
 
 
 def _where(stack: Iterable[FrameSummary] | None) -> str:

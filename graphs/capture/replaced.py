@@ -104,6 +104,11 @@ def recording_frames() -> Iterator[Frames]:
         yield found
 
 
+def asks_for_layout(frames: Frames) -> bool:
+    """Return whether captured code asks how tensors are laid out in memory; layers have a ``stride`` of their own."""
+    return any("is_contiguous" in code.co_names for code in frames)
+
+
 def replaceable(frames: Frames, step: nn.Module) -> Replaceable:
     """Return what the captured `frames` of `step` name."""
     tables: defaultdict[int, dict[str, _Name]] = defaultdict(dict)

@@ -138,6 +138,26 @@ def test_what_the_step_does_not_use_may_be_replaced(
     assert torch.equal(step(*batch), before)
 
 
+class AsksForLayout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (2.0 if x.is_contiguous() else 1.0)
+
+
+def test_a_layout_that_the_step_asks_for_is_checked(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, y = batch
+    other = x.t().contiguous().t()
+    step = planner.compile(AsksForLayout(), F.mse_loss, batch, budget="100%", passes=1)
+    step(x, y)
+    with pytest.raises(MismatchError, match=r"laid out with strides \(\(4, 1\), \(4, 1\)\) .* are with \(\(1, 6\), \(4, 1\)\)"):
+        step(other, y)
+    other_step = planned(batch)  # which does not ask
+    assert torch.allclose(other_step(other, y), other_step(x, y))
+
+
 def test_few_names_are_looked_at(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     guards = capture(Net(), F.mse_loss, batch).guards
     assert guards is not None

@@ -70,7 +70,7 @@ def test_an_optimizer_in_the_backward_pass_does_not_step(hook: Callable[[nn.Modu
 
     def act() -> None:
         nonlocal step
-        step = plan(model)
+        step = plan(model, accumulate=True)
         planner.run(step.plan, model, F.cross_entropy, BATCH, repeats=1)
 
     assert_no_trace(model, act, optimizer)

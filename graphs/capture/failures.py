@@ -42,6 +42,14 @@ _ANSWERS: dict[str, str] = {
         "{where} makes a distribution that checks the values it is given, which no plan can: leave out validate_args=True, or "
         "{on}"
     ),
+    r"torch\.jit\.script/freeze modules|_CachedForward": (
+        "{where} calls a module of torch.jit, in which there is no Python to look into: give the nn.Module that it was made of, "
+        "or {on}"
+    ),
+    r"marked as skipped.*?function `pack_padded_sequence`": (
+        "{where} packs a sequence, whose size then depends on the lengths in the batch: give the padded batch to the layer, and "
+        "take what it returns at lengths - 1 (of a layer in one direction), or {on}"
+    ),
     r"marked as skipped.*?function `(?P<name>[\w.<>]+)`": (
         "{where} calls {name}, which cannot be looked into: call it before the step and pass what it returns with the batch, "
         "make it an operator (torch.library.custom_op), or {on}"

@@ -52,12 +52,12 @@ _HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A tensor or array that the step reads, and that is neither a parameter nor a buffer nor an input: an attribute, a global.
+    """What a step reads that is neither a parameter nor a buffer nor an input: a tensor, array or generator that is an attribute.
 
     Attributes:
         name: where it is, as Dynamo writes it.
         find: finds it there.
-        value: the one that was captured: a tensor, or what NumPy has made.
+        value: the one that was captured.
     """
 
     name: str
@@ -111,8 +111,13 @@ class Guards:
         for outside in self.outside:
             if outside.find(local, self.scope) is not outside.value:
                 name = readable(outside.name, local, self.scope)
-                tensor = isinstance(outside.value, torch.Tensor)
-                kind, change = ("tensor", f"{name}.copy_(...)") if tensor else ("array", f"{name}[...] = ...")
+                match outside.value:
+                    case torch.Tensor():
+                        kind, change = "tensor", f"{name}.copy_(...)"
+                    case torch.Generator():
+                        kind, change = "generator", f"{name}.set_state(...)"
+                    case _:
+                        kind, change = "array", f"{name}[...] = ..."
                 raise MismatchError(
                     f"{name} is another {kind} than when the step was planned",
                     f": change that one in place ({change}), or {WAYS_OUT}",
@@ -141,6 +146,7 @@ def build_guards(
     step: nn.Module,
     args: tuple[object, ...],
     kwargs: dict[str, object],
+    constants: Iterable[str] = (),
 ) -> Guards:
     """The guards of what Dynamo captured of `step`, called with these arguments.
 
@@ -148,6 +154,7 @@ def build_guards(
         output: of ``fullgraph_capture``.
         code: the code object that was captured.
         frames: all functions that were captured with it (``graphs.capture.replaced.recording_frames``).
+        constants: where generators are that ops are given.
 
     Raises:
         AssertionError: Dynamo finds that a guard does not hold right after it was made.
@@ -159,7 +166,7 @@ def build_guards(
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
-    outside = tuple(_outside(sources, step, local, scope))
+    outside = tuple(_outside([*sources, *constants], step, local, scope))
     strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
     return Guards(manager, scope, outside, replaceable(frames, step), strides, state())
 
@@ -208,7 +215,7 @@ def _outside(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope
         name = source.removeprefix("___from_numpy(").removesuffix(")") if source.startswith("___from_numpy(") else source
         find = eval(f"lambda L, G: {name}", {})
         value = find(local, scope)
-        if isinstance(value, torch.Tensor | np.ndarray | np.generic) and id(value) not in known:
+        if isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in known:
             yield Outside(name, find, value)
 
 

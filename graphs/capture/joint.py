@@ -1,7 +1,7 @@
 """The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +19,9 @@ from graphs.capture.failures import failure, first_line, own_message, unlogged
 from graphs.capture.fakes import on_fakes
 from graphs.capture.guard_messages import readable
 from graphs.capture.guards import Guards, build_guards, guarded_names
+from graphs.capture.lines import at, where_made
 from graphs.capture.outputs import CHECKS
+from graphs.capture.own_generators import own_generator, own_generators
 from graphs.capture.replaced import Frames, recording_frames
 from graphs.capture.signature import Batch, arguments, call, leaves
 from graphs.capture.step import TrainingStep
@@ -87,7 +89,7 @@ def compiled_graph(
         stopped: Exception | None = None
         traced = None
         try:
-            traced = _traced(step, batch, None, make(aot_export_joint_with_descriptors))
+            traced = _traced(step, batch, None, make(_export_for_inductor))
         except UnsettledError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
@@ -99,6 +101,17 @@ def compiled_graph(
     return _settled(step, batch, trace)
 
 
+def _export_for_inductor(*args: Any, **options: Any) -> JointWithDescriptors:
+    joint = aot_export_joint_with_descriptors(*args, **options)
+    for node in joint.graph_module.graph.nodes:
+        if own_generator(node) is not None:
+            raise TraceError(
+                f"{at(where_made(node.meta.get('stack_trace')))} gives an op a generator, which Inductor's kernels do not draw "
+                "from: leave it out, or kernels='inductor'"
+            )
+    return joint
+
+
 def _compiled_with_branches(
     step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
 ) -> tuple[T, Guards | None, DataGuards | None]:
@@ -108,7 +121,7 @@ def _compiled_with_branches(
 
     def export(*args: Any, **options: Any) -> JointWithDescriptors:
         with branches.followed():
-            joint = aot_export_joint_with_descriptors(*args, **options)
+            joint = _export_for_inductor(*args, **options)
         with disable_current_modes():  # what decides them is computed on the batch, and not on fake tensors
             conditions.append(branches.guards(joint.graph_module.graph, step, batch))
         return joint
@@ -229,6 +242,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
             dynamo.enter_context(unchecked_distributions())
             if branches:
                 dynamo.enter_context(branches.taken())
+            generators = dynamo.enter_context(own_generators())
             effects = dynamo.enter_context(recording_effects())
             frames = dynamo.enter_context(recording_frames())
             with compiling_state(), dynamo_phase("fullgraph_capture"):
@@ -243,7 +257,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
         with kept_in_graphs(CHECKS):
             made = make(stack, module, args, kwargs)
         with disable_current_modes():  # what guards look at is real
-            return made, _guards(output, effects, frames, step, batch)
+            return made, _guards(output, effects, frames, generators, step, batch)
 
 
 def _settings(stack: ExitStack) -> None:
@@ -263,7 +277,14 @@ def _settings(stack: ExitStack) -> None:
     )
 
 
-def _guards(output: CaptureOutput, effects: list[Effect], frames: Frames, step: TrainingStep, batch: Batch) -> Guards | None:
+def _guards(
+    output: CaptureOutput,
+    effects: list[Effect],
+    frames: Frames,
+    constants: Iterable[str],
+    step: TrainingStep,
+    batch: Batch,
+) -> Guards | None:
     """The guards of what was captured; None where it is on fake tensors, and never executed."""
     args, kwargs = arguments(batch)
     local = {"self": step, "args": args, "kwargs": kwargs}
@@ -273,7 +294,7 @@ def _guards(output: CaptureOutput, effects: list[Effect], frames: Frames, step: 
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
         return None
     try:
-        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, args, kwargs)
+        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, args, kwargs, constants)
     except AssertionError as error:
         raise TraceError(
             f"the step reads a value that is another each time: {first_line(error)}; compute it outside of what is planned, and "

@@ -14,6 +14,7 @@ from graphs.capture.convolutions import chosen_by_timing, warn_not_recomputed
 from graphs.capture.guards import Guards
 from graphs.capture.lines import where_made
 from graphs.capture.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
+from graphs.capture.own_generators import own_generator
 from graphs.capture.program import Call, Program, variable
 from graphs.capture.redraw import LOCK
 from graphs.capture.render import Renderer
@@ -193,6 +194,9 @@ class _Lowering:
             return
         if any(aliases) or len({storage(t) for _, t in made}) < len(made):
             raise TraceError(f"op {node.name!r} ({node.target}) returns tensors that share memory, which cannot be planned")
+        if is_random(node) and (generator := own_generator(node)) is not None:
+            self._add(node, phase, made, generator=generator)
+            return
         state = self._save_state(node, phase) if is_random(node) else None
         self._add(node, phase, made, state=state)
 
@@ -224,6 +228,7 @@ class _Lowering:
         made: list[tuple[str, torch.Tensor]],
         *,
         state: int | None = None,
+        generator: torch.Generator | None = None,
         mutates: tuple[int, ...] = (),
     ) -> None:
         ignored = ignored_inputs(node)
@@ -231,7 +236,7 @@ class _Lowering:
         bases = dict.fromkeys(self.owner[storage(t)] for t in read)
         shared = (other for base in bases for other in sorted(self.statics.in_memory_of((base,))))
         inputs = (*dict.fromkeys(shared), *(() if state is None else (state,)))
-        expression = self.render.call(node)
+        expression = self.render.call(node) if generator is None else self.render.drawing_from(node, generator)
         results = []
         for path, value in made:
             size = allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
@@ -240,8 +245,8 @@ class _Lowering:
             self.owner[storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)
-        writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-        repeatable = not (writes or node.target in CHECKS or chosen_by_timing(str(node.target), self.statics.device))
+        once = generator is not None or node.target in CHECKS or chosen_by_timing(str(node.target), self.statics.device)
+        repeatable = not (once or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable))
         self.ops.append(
             Op(
                 id=len(self.ops),
@@ -253,7 +258,7 @@ class _Lowering:
                 phase=phase,
                 # What is computed from an input that the step overwrites is right only before the write.
                 recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
-                random=state is not None,
+                random=is_random(node),
                 mutates=mutates,
                 module=self._module(node),
             )

@@ -9,6 +9,7 @@ from torch import fx
 from graphs.capture.batch_norms import ignored_inputs
 from graphs.capture.eager_ops import called
 from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
+from graphs.capture.lines import at, where_made
 from graphs.capture.redraw import drawing_from
 from graphs.errors import TraceError
 
@@ -52,8 +53,17 @@ class Renderer:
     def _render_filled(self, like: str, strides: Sequence[int]) -> str:
         return f"{self._name(to_be_filled, 'to_be_filled')}({like}, {tuple(strides)})"
 
-    def redraw(self, node: fx.Node) -> str | None:
-        """The call of `node` with a generator to draw from."""
+    def drawing_from(self, node: fx.Node, generator: torch.Generator) -> str:
+        """The call of `node` that draws from a generator of the user's own."""
+        drawing = self.redraw(node, self._name(generator, f"given_generator_{len(self._names)}"))
+        if drawing is None:
+            raise TraceError(
+                f"{at(where_made(node.meta.get('stack_trace')))} gives {node.target} a generator, which it does not take"
+            )
+        return drawing
+
+    def redraw(self, node: fx.Node, generator: str = "own_generator") -> str | None:
+        """The call of `node` with a generator to draw from, by its name."""
         target, drawn = drawing_from(node), drawn_in_place(node)
         if target is None:
             return None
@@ -62,7 +72,7 @@ class Renderer:
             target, args[0] = drawn[0], self._render_filled(args[0], drawn[1])
         args += [f"{key}={self._render(value)}" for key, value in node.kwargs.items() if key != "generator"]
         name = getattr(target, "__name__", str(target)).replace(".", "_")
-        return f"{self._name(target, f'{name}_from')}({', '.join((*args, 'generator=own_generator'))})"
+        return f"{self._name(target, f'{name}_from')}({', '.join((*args, f'generator={generator}'))})"
 
     def _render(self, arg: object, strides: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> str:
         match arg:

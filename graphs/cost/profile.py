@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphs.capture.lower import Capture
+from graphs.capture.own_generators import states_kept
 from graphs.capture.random_states import RandomStates, random_states_kept
 from graphs.capture.statics import allocated_bytes, dtype_name
 from graphs.cost.allocator import Mark, segment_peaks
@@ -114,7 +115,7 @@ def profile(
     if passes < 1:
         raise PlannerError(f"passes is {passes}: must be at least 1")
     device = static[0].device
-    with isolated(device):
+    with isolated(device), states_kept(capture.program):
         profiler = _Profiler(capture, static, device, passes, model, on_op)
         profiler.measure()
     once = [op for op in capture.graph.program if (cost := profiler.costs.get(op.id)) is not None and not cost.repeats]
@@ -133,7 +134,7 @@ def distinct_ops(
         among: ids of the ops that are looked at; None for all.
     """
     device = static[0].device
-    with isolated(device):
+    with isolated(device), states_kept(capture.program):
         profiler = _Profiler(capture, static, device, 1, None, None)
         profiler.measure()
     equal: dict[_Key, list[int]] = {}

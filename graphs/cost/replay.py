@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from graphs.capture.lower import Capture
+from graphs.capture.own_generators import states_kept
 from graphs.capture.program import load
 from graphs.capture.random_states import random_states_kept
 from graphs.capture.signature import Batch, leaves
@@ -76,6 +77,7 @@ class RealStep:
             for tensor in self._written:
                 stack.enter_context(kept(tensor))
             stack.enter_context(random_states_kept(gpus))
+            stack.enter_context(states_kept(self.capture.program))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             yield

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphs.capture.lower import Capture
+from graphs.capture.own_generators import states_kept
 from graphs.capture.program import Call, load, variable
 from graphs.capture.statics import allocated_bytes
 from graphs.capture.unchanged import same
@@ -72,7 +73,7 @@ class _Profile:
         exact: list[int] = []
         able: list[tuple[MeasuredOp, tuple[int, ...]]] = []
         ops = distinct_ops(self._capture, self._static, self._calls)
-        with isolated(self._here):
+        with isolated(self._here), states_kept(self._capture.program):
             for measured, equal in ops:
                 tensors = measured.tensors()
                 inputs = [tensors[t] for t in measured.call.op.inputs]

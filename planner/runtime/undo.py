@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphs.capture.own_generators import given_to
 from graphs.capture.program import Program
 from graphs.ir import Graph
 from graphs.torch_private.core import backward_comes_again, foreach_copy_, set_version_counter
@@ -41,8 +42,9 @@ class _Undo:
     def __init__(self, graph: Graph, program: Program, code: Code, *, versions_follow: bool) -> None:
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written = [i for i, source in enumerate(program.sources) if source.tensor in overwritten]
-        drawn_from: Any = program.namespace[program.generator] if any(op.random for op in graph.ops) else None
-        self._generator: torch.Generator | None = drawn_from
+        draws = any(op.random for op in graph.ops)
+        drawn_from: list[Any] = [program.namespace[program.generator], *given_to(program)] if draws else []
+        self._generators: list[torch.Generator] = drawn_from
         self._increment = int(versions_follow)
         self._code = code
         self._unused: list[_HostCopies] = []  # of steps that are over: to allocate takes longer than to copy
@@ -58,7 +60,7 @@ class _Undo:
         return returned
 
     def _forward(self, static: Sequence[Any]) -> "tuple[_Returned, _Before]":
-        before = _Before([static[i] for i in self._written], self._generator, self._unused)
+        before = _Before([static[i] for i in self._written], self._generators, self._unused)
         try:
             return self._code.forward(static), before
         except BaseException:
@@ -79,32 +81,31 @@ class _Undo:
 
 
 class _Before:
-    """What some tensors held before the step, the versions that autograd knew them by, and the random state.
+    """What some tensors held before the step, the versions that autograd knew them by, and the random states.
 
     Attributes:
         copies: what they held.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], generator: torch.Generator | None, unused: "list[_HostCopies]") -> None:
-        self._tensors, self._generator = tensors, generator
+    def __init__(self, tensors: list[torch.Tensor], generators: list[torch.Generator], unused: "list[_HostCopies]") -> None:
+        self._tensors, self._generators = tensors, generators
         self._versions = [_version(tensor) for tensor in tensors]
         try:
             self.copies = unused.pop()
         except IndexError:  # other threads take them too
             self.copies = _HostCopies(tensors)
         self.copies.take(tensors)
-        self._state = self._drawn = None if generator is None else RandomState.of(generator)
+        self._states = self._drawn = [RandomState.of(generator) for generator in generators]
 
     def note_written(self, increment: int) -> None:
         """Note that the forward pass has written and drawn all that it does, but for an `increment` of the versions."""
         self._written = [_version(tensor) + increment for tensor in self._tensors]
-        if self._generator is not None:
-            self._drawn = RandomState.of(self._generator)
+        self._drawn = [RandomState.of(generator) for generator in self._generators]
 
     def note_drawn(self) -> None:
         """Note that the backward pass begins: if others have drawn since the forward pass, that is where it leads back to."""
-        if self._generator is not None and (now := RandomState.of(self._generator)) != self._drawn:
-            self._state = self._drawn = now
+        if (now := [RandomState.of(generator) for generator in self._generators]) != self._drawn:
+            self._states = self._drawn = now
 
     def write_back(self, *, only_unwritten: bool = False) -> None:
         """Let the tensors hold it again; if `only_unwritten`, those that nobody has written since the step did."""
@@ -113,8 +114,8 @@ class _Before:
                 self.copies.write_back(i, tensor)
                 if not tensor.is_inference():
                     set_version_counter((tensor,), (self._versions[i],))
-        if self._generator is not None and self._state is not None:
-            self._state.restore(self._generator)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            state.restore(generator)
 
 
 class _HostCopies:

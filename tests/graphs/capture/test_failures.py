@@ -112,6 +112,18 @@ def solved(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.lstsq(m.inner(x), x).solution
 
 
+def packed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(m.inner(x).unsqueeze(0), torch.tensor([6]), batch_first=True)
+    return packed.data
+
+
+SCRIPTED = torch.jit.script(nn.Linear(4, 4))
+
+
+def scripted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.inner(SCRIPTED(x))
+
+
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
@@ -121,6 +133,11 @@ def solved(m: Any, x: torch.Tensor) -> torch.Tensor:
         ),
         (listed, r"cannot be captured as one graph: Tensor.tolist\(\) with .*\(return m.inner\(x\) \* m.inner\(x\).tolist\(\)"),
         (checked, r"\(return distributions.Normal.* checks the values it is given, .*: leave out validate_args=True"),
+        (packed, r"\(packed = nn.utils.rnn.pack.* packs a sequence, .*: give the padded batch to the layer, and take"),
+        (
+            scripted,
+            r"\(return m.inner\(SCRIPTED\(x\)\)\) calls a module of torch.jit, .*: give the nn.Module that it was made of",
+        ),
         (solved, r"\(return torch.linalg.lstsq.* calls aten.linalg_lstsq.default, whose result has a size"),
     ],
     ids=lambda given: getattr(given, "__name__", None),

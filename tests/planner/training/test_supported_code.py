@@ -263,3 +263,57 @@ def test_a_slice_by_a_number_of_a_buffer_is_written() -> None:
 
     step = check_trains_as_eager(make, F.mse_loss, batch_of)
     assert step.plan.eager is not None
+
+
+def drawing_masks(module: Any, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.empty_like(x).bernoulli_(0.7, generator=module.generator)
+    noise = torch.randn(x.shape, generator=GENERATOR) + torch.rand(x.shape, generator=module.generator)
+    return F.dropout(x * mask + 0.1 * noise, 0.2) + torch.bernoulli(torch.sigmoid(x), generator=module.generator)
+
+
+GENERATOR = torch.Generator()
+
+
+def test_a_generator_of_the_users_own_draws_as_in_eager_mode() -> None:
+    states = []
+
+    def make() -> nn.Module:
+        GENERATOR.manual_seed(3)
+        return Between(drawing_masks, generator=torch.Generator().manual_seed(2))
+
+    def loss_fn(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(y, target)
+
+    def batch_and_state(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if number == 0:
+            GENERATOR.manual_seed(4)
+        states.append(GENERATOR.get_state())
+        return batch_of(number)
+
+    check_trains_as_eager(make, loss_fn, batch_and_state)
+    assert all(map(torch.equal, states[1:5], states[5:]))
+
+
+def test_planning_and_a_step_that_fails_leave_a_generator_as_it_was_and_another_is_refused() -> None:
+    def failing(module: Any, x: torch.Tensor) -> torch.Tensor:
+        drawn = drawing_masks(module, x)
+        return drawn + torch.linalg.cholesky(module.matrix)[0, 0]
+
+    model = Between(failing, generator=torch.Generator().manual_seed(2), matrix=torch.eye(4))
+    before = model.generator.get_state(), GENERATOR.get_state()
+    step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1)
+    model.matrix.neg_()
+    with pytest.raises(torch.linalg.LinAlgError):
+        step(*batch_of(0))
+    assert torch.equal(model.generator.get_state(), before[0]) and torch.equal(GENERATOR.get_state(), before[1])
+    model.generator = torch.Generator()
+    with pytest.raises(MismatchError, match=r"model.generator is another generator than .*: change that one in place"):
+        step(*batch_of(0))
+
+
+def test_a_generator_does_not_go_with_kernels_of_inductor() -> None:
+    model = Between(drawing_masks, generator=torch.Generator())
+    with pytest.raises(
+        TraceError, match=r"test_supported_code.py:\d+ .* gives an op a generator, .*: leave it out, or kernels='ind"
+    ):
+        planner.compile(model, F.mse_loss, batch_of(0), budget="100%", kernels="inductor")

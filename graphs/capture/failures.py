@@ -54,6 +54,10 @@ _ANSWERS: dict[str, str] = {
         "{where} calls {name}, which cannot be looked into: call it before the step and pass what it returns with the batch, "
         "make it an operator (torch.library.custom_op), or {on}"
     ),
+    r"Attempted to wrap sparse Tensor|builtin operator `matmul`|UserDefinedObjectVariable\((?:Tensor|Parameter)\)": (
+        "{where} takes a sparse tensor for more than a product of a matrix that is not trained with a dense one, as in "
+        "torch.sparse.mm(matrix, x) or matrix @ x: hold it as a dense tensor (matrix.to_dense())"
+    ),
     r"Dynamic shape operator.*?context: (?P<name>\S+)": (
         "{where} calls {name}, whose result has a size that is known once it has run, and a plan needs before: {on}"
     ),

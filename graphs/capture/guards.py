@@ -8,6 +8,7 @@ is left out are guards that need not hold for a plan to be right, or that the st
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from traceback import FrameSummary
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from graphs.capture.guard_messages import Scope, code_of, explain, fails, is_mode, readable
 from graphs.capture.replaced import Frames, Replaceable, asks_for_layout, replaceable
+from graphs.capture.sparse import is_sparse, places
 from graphs.errors import MismatchError
 from graphs.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
 from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module, pytree
@@ -57,7 +59,7 @@ class Outside:
     Attributes:
         name: where it is, as Dynamo writes it.
         find: finds it there.
-        value: the one that was captured.
+        value: the one that was captured; of a sparse matrix the places of what it is made of.
     """
 
     name: str
@@ -109,11 +111,14 @@ class Guards:
                 f": make them contiguous() as they were, or {PLAN_AGAIN}",
             )
         for outside in self.outside:
-            if outside.find(local, self.scope) is not outside.value:
+            found = outside.find(local, self.scope)
+            if found is not outside.value and not (isinstance(found, tuple) and found == outside.value):
                 name = readable(outside.name, local, self.scope)
                 match outside.value:
                     case torch.Tensor():
                         kind, change = "tensor", f"{name}.copy_(...)"
+                    case tuple():
+                        kind, change = "sparse matrix", f"{name}.values().copy_(...)"
                     case torch.Generator():
                         kind, change = "generator", f"{name}.set_state(...)"
                     case _:
@@ -154,7 +159,7 @@ def build_guards(
         output: of ``fullgraph_capture``.
         code: the code object that was captured.
         frames: all functions that were captured with it (``graphs.capture.replaced.recording_frames``).
-        constants: where generators are that ops are given.
+        constants: where generators and sparse matrices are that ops are given.
 
     Raises:
         AssertionError: Dynamo finds that a guard does not hold right after it was made.
@@ -215,12 +220,20 @@ def _outside(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope
         name = source.removeprefix("___from_numpy(").removesuffix(")") if source.startswith("___from_numpy(") else source
         find = eval(f"lambda L, G: {name}", {})
         value = find(local, scope)
-        if isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in known:
+        if isinstance(value, torch.Tensor) and is_sparse(value):
+            yield Outside(name, partial(_places, find), places(value))
+        elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in known:
             yield Outside(name, find, value)
 
 
 def _strides(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
     return tuple(leaf.stride() for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
+
+
+def _places(find: Callable[[Scope, Scope], object], local: Scope, scope: Scope) -> tuple[int, ...]:
+    """Return where the parts of a sparse matrix are, nowhere if there is none any more."""
+    matrix = find(local, scope)
+    return places(matrix) if isinstance(matrix, torch.Tensor) and is_sparse(matrix) else ()
 
 
 def _where(stack: Iterable[FrameSummary] | None) -> str:

@@ -24,6 +24,7 @@ from graphs.capture.outputs import CHECKS
 from graphs.capture.own_generators import own_generator, own_generators
 from graphs.capture.replaced import Frames, recording_frames
 from graphs.capture.signature import Batch, arguments, call, leaves
+from graphs.capture.sparse import sparse_matrices_in_parts, without_sparse_buffers
 from graphs.capture.step import TrainingStep
 from graphs.capture.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags, unchecked_distributions
 from graphs.capture.unchanged import restored
@@ -242,6 +243,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
             dynamo.enter_context(unchecked_distributions())
             if branches:
                 dynamo.enter_context(branches.taken())
+            matrices = dynamo.enter_context(sparse_matrices_in_parts())
             generators = dynamo.enter_context(own_generators())
             effects = dynamo.enter_context(recording_effects())
             frames = dynamo.enter_context(recording_frames())
@@ -249,15 +251,16 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
                 output = fullgraph_capture(step, args, kwargs)
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
         forget_compiled(output)
+        matrices.attach(module)
         if branches:
             branches.settle(module)
         elif asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        with kept_in_graphs(CHECKS):
+        with kept_in_graphs(CHECKS), without_sparse_buffers(module):
             made = make(stack, module, args, kwargs)
         with disable_current_modes():  # what guards look at is real
-            return made, _guards(output, effects, frames, generators, step, batch)
+            return made, _guards(output, effects, frames, [*generators, *matrices.names], step, batch)
 
 
 def _settings(stack: ExitStack) -> None:

@@ -40,6 +40,11 @@ def check_batch(batch: Batch) -> None:
             raise TraceError(
                 f"{name} is a numpy.{type(leaf).__name__}, which no step takes: pass a tensor (torch.as_tensor) or a plain number"
             )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise TraceError(
+                f"{name} is a sparse tensor, which no step takes: give a matrix that does not change to the model "
+                "(register_buffer), and pass others as dense tensors"
+            )
 
 
 def leaves(batch: Batch) -> list[object]:

@@ -8,6 +8,7 @@ from torch import nn
 from graphs.capture.outputs import storage
 from graphs.capture.program import TANGENT, Source
 from graphs.capture.signature import Batch, leaves
+from graphs.capture.sparse import is_sparse
 from graphs.errors import TraceError
 from graphs.ir import Kind, Tensor
 from graphs.torch_private.capture import AOTInput, BufferAOTInput, ParamAOTInput, PlainAOTInput, ViewBaseAOTInput
@@ -36,7 +37,8 @@ class StaticTensors:
         for name, parameter in step.named_parameters(remove_duplicate=False):
             self.add(Kind.PARAMETER, name, parameter)
         for name, buffer in step.named_buffers(remove_duplicate=False):
-            self.add(Kind.BUFFER, name, buffer)
+            if not is_sparse(buffer):  # what it is made of is added where the step reads it
+                self.add(Kind.BUFFER, name, buffer)
         for index, leaf in enumerate(leaves(batch)):
             if isinstance(leaf, torch.Tensor):
                 self.add(Kind.INPUT, str(index), leaf)

@@ -41,8 +41,10 @@ from torch._dynamo.utils import (
     get_metrics_context as _metrics_context,
 )
 from torch._dynamo.variables import (
+    BuiltinVariable,  # `@` between what is captured
     TensorVariable,  # a tensor while code is captured
     TorchInGraphFunctionVariable,  # holds the handlers of functions that are captured in a way of their own
+    UserDefinedObjectVariable,  # what is carried along as it is
     VariableTracker,  # makes an answer to what captured code asks
 )
 from torch._dynamo.variables import (
@@ -53,6 +55,10 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables import (
     user_defined as dynamo_user_defined,  # calls them too
+)
+from torch._dynamo.variables.builder import (
+    VariableBuilder,  # takes a value of the user's into the capture
+    wrap_fx_proxy,  # a tensor for a new node
 )
 from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() says that a step is captured
 from torch._functorch import config as functorch_config  # how joint graphs are made

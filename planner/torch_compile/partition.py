@@ -20,6 +20,7 @@ from graphs.capture.outputs import items, outputs
 from graphs.capture.program import file_of
 from graphs.capture.random_ops import drawn_once
 from graphs.capture.signature import Signature
+from graphs.capture.sparse import is_sparse
 from graphs.capture.statics import StaticTensors
 from graphs.cost.devices import Device
 from graphs.cost.profile import profile
@@ -63,6 +64,8 @@ def capture_joint(
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]
+    if any(isinstance(value, torch.Tensor) and is_sparse(value) for value in values):
+        raise TraceError("the graph takes a sparse tensor, which no plan of torch.compile does: use planner.compile for the step")
     dynamic = any(
         isinstance(size, torch.SymInt)
         for value in values

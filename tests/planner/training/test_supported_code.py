@@ -11,6 +11,7 @@ from torch import distributions, nn
 
 import planner
 from graphs.errors import MismatchError, TraceError
+from graphs.ir import Kind
 from tests.support.training_beside_eager import check_trains_as_eager
 
 _INPUTS, _TARGETS = torch.randn(2, 4, 96, 32, generator=torch.Generator().manual_seed(1)).unbind()
@@ -317,3 +318,78 @@ def test_a_generator_does_not_go_with_kernels_of_inductor() -> None:
         TraceError, match=r"test_supported_code.py:\d+ .* gives an op a generator, .*: leave it out, or kernels='ind"
     ):
         planner.compile(model, F.mse_loss, batch_of(0), budget="100%", kernels="inductor")
+
+
+def adjacency(layout: torch.layout) -> torch.Tensor:
+    weights = torch.rand(96, 96, generator=torch.Generator().manual_seed(2))
+    return (weights * (weights < 0.1)).to_sparse(layout=layout)
+
+
+class Convolutions(nn.Module):
+    """Graph convolutions: `product` multiplies by the adjacency, a buffer."""
+
+    def __init__(self, layout: torch.layout, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", adjacency(layout))
+        self.first, self.second, self.product = nn.Linear(32, 64), nn.Linear(64, 32), product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.product(self.adjacency, self.first(x)))
+        return self.product(self.adjacency, self.second(F.dropout(hidden, 0.2)))
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sparse.mm": torch.sparse.mm,
+    "mm": torch.mm,
+    "@": lambda a, x: a @ x,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_a_sparse_buffer_train_as_in_eager_mode(layout: torch.layout, name: str) -> None:
+    step = check_trains_as_eager(lambda: Convolutions(layout, PRODUCTS[name]), F.mse_loss, batch_of)
+    assert step.measured is not None
+    matrix = adjacency(layout)
+    coo = layout is torch.sparse_coo
+    parts = (matrix.indices(), matrix.values()) if coo else (matrix.crow_indices(), matrix.col_indices(), matrix.values())
+    counted_bytes = sum(t.size_bytes for t in step.measured.tensors if t.kind is Kind.CONSTANT)
+    assert counted_bytes == sum(part.untyped_storage().nbytes() for part in parts)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_values_of_a_sparse_buffer_are_read_anew_and_another_matrix_is_refused() -> None:
+    model = Convolutions(torch.sparse_coo, torch.sparse.mm)
+    step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1, compare_eager=False)
+    model.adjacency.values().mul_(0.5)
+    inputs, targets = batch_of(0)
+    torch.manual_seed(1)
+    loss = step(inputs, targets)
+    torch.manual_seed(1)
+    assert torch.equal(loss, F.mse_loss(model(inputs), targets))
+    model.load_state_dict({**model.state_dict(), "adjacency": adjacency(torch.sparse_coo)})  # puts other parts there
+    with pytest.raises(MismatchError, match=r"model.adjacency is another sparse matrix than .* \(model.adjacency.values"):
+        step(inputs, targets)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_and_planning_take_sparse_matrices_in_turn() -> None:
+    torch._dynamo.reset()
+    for _ in range(2):
+        model = Convolutions(torch.sparse_coo, torch.mm)
+        compiled = torch.compile(model, backend="eager")
+        step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1, compare_eager=False)
+        inputs, targets = batch_of(0)
+        losses = []
+        for run in (model, compiled):
+            torch.manual_seed(5)
+            losses.append(F.mse_loss(run(inputs), targets))
+        torch.manual_seed(5)
+        losses.append(step(inputs, targets))
+        assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+
+
+def test_a_sparse_batch_is_refused_with_a_way_out() -> None:
+    with pytest.raises(TraceError, match=r"input 0 is a sparse tensor, .*: give a matrix that does not change to the model"):
+        planner.trace(Between(lambda _, x: x), F.mse_loss, (adjacency(torch.sparse_coo), batch_of(0)[1]))

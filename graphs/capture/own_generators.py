@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from graphs.capture.program import Program
-from graphs.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable
+from graphs.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, source_name
 
 _MARK = "remat-planner: generator"
 
@@ -63,11 +63,13 @@ def own_generators() -> Iterator[dict[str, torch.Generator]]:
 
 def _generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:
     """Return the generator that stands in the user's code; None for other values."""
-    realized = None if variable is None else variable.realize()
+    if variable is None:
+        return None
+    realized = variable.realize()
     value = getattr(realized, "value", None)
     if not isinstance(value, torch.Generator) or realized.source is None:
         return None
-    found[realized.source.name if isinstance(realized.source.name, str) else realized.source.name()] = value
+    found[source_name(realized.source)] = value
     return value
 
 

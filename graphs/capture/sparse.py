@@ -20,6 +20,7 @@ from graphs.torch_private.capture import (
     TorchInGraphFunctionVariable,
     UserDefinedObjectVariable,
     VariableBuilder,
+    source_name,
     wrap_fx_proxy,
 )
 
@@ -38,7 +39,8 @@ def is_sparse(value: Tensor) -> bool:
 @torch.library.custom_op("planner::sparse_mm", mutates_args=())
 def sparse_mm(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, dense: Tensor) -> Tensor:  # noqa: FBT001
     """The product of the sparse matrix that is made of the parts `matrix` with a dense one."""
-    return torch.sparse.mm(_matrix(matrix, size, coalesced=coalesced), dense)
+    product: Tensor = torch.sparse.mm(_matrix(matrix, size, coalesced=coalesced), dense)
+    return product
 
 
 @sparse_mm.register_fake
@@ -58,9 +60,10 @@ def _(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, gradient: 
 
 
 def _matrix(made_of: Sequence[Tensor], size: Sequence[int], *, coalesced: bool) -> Tensor:
-    if len(made_of) == 2:
-        return torch.sparse_coo_tensor(*made_of, tuple(size), check_invariants=False, is_coalesced=coalesced)
-    return torch.sparse_csr_tensor(*made_of, tuple(size), check_invariants=False)
+    *positions, values = made_of
+    if len(positions) == 1:
+        return torch.sparse_coo_tensor(positions[0], values, tuple(size), check_invariants=False, is_coalesced=coalesced)
+    return torch.sparse_csr_tensor(positions[0], positions[1], values, tuple(size), check_invariants=False)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -121,7 +124,7 @@ def sparse_matrices_in_parts() -> Iterator[SparseMatrices]:
             if len(args) == 2 and not kwargs and is_product(self):
                 matrix, dense = (arg.realize() for arg in args)
                 if isinstance(matrix, UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
-                    found.names.add(matrix.source.name if isinstance(matrix.source.name, str) else matrix.source.name())
+                    found.names.add(source_name(matrix.source))
                     return _product(tx, matrix.value, dense, found.parts)
             return call(self, tx, args, kwargs)
 
@@ -137,11 +140,12 @@ def sparse_matrices_in_parts() -> Iterator[SparseMatrices]:
 
 
 def _product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: dict[str, Tensor]) -> Any:
-    made_of = []
+    made_of, mode = [], tx.fake_mode
+    assert mode is not None
     for part in _parts(matrix):
         proxy = tx.output.register_static_attr_and_return_proxy("sparse_part", part)
-        proxy.node.meta["example_value"] = tx.fake_mode.from_tensor(part)
-        parts[proxy.node.target] = part
+        proxy.node.meta["example_value"] = mode.from_tensor(part)
+        parts[str(proxy.node.target)] = part
         made_of.append(proxy)
     coalesced = matrix.layout is torch.sparse_coo and matrix.is_coalesced()
     arguments = (made_of, list(matrix.shape), coalesced, dense.as_proxy())

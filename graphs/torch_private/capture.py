@@ -132,3 +132,8 @@ def dynamo_phase(name: str) -> Iterator[None]:
     metrics = _metrics_context()
     with patch.object(metrics, "_on_exit", lambda *_: None), metrics, _dynamo_timed(name):
         yield
+
+
+def source_name(source: Any) -> str:
+    """Return where a value is, as Dynamo writes it: in torch 2.11 by a method."""
+    return str(source.name if isinstance(source.name, str) else source.name())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graphs.capture.lower import Capture
@@ -24,7 +25,6 @@ from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
-from planner.runtime.graph_pool import pool_bytes
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.libraries import workspace_bytes
 from planner.runtime.out_of_memory import reporting
@@ -34,6 +34,7 @@ from planner.search import Search
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
+from planner.training.graph_room import with_room_for_pool
 from planner.training.improvement import Consultation, Improvement, over_budget
 from planner.training.step import Improving, PlannedStep
 
@@ -138,7 +139,9 @@ class Compiler:
             plan = self._compared(captured, batch, plan, executor)
             return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
-        plan = self._with_room_for_pool(captured.graph, plan)
+        if self.recorder is not None:
+            library_bytes = workspace_bytes(next(self.wrapper.module.parameters()).device)
+            plan = with_room_for_pool(captured.graph, plan, library_bytes, partial(self._first_plan, captured.graph))
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
             if peak_bytes <= wanted_bytes:
@@ -150,38 +153,10 @@ class Compiler:
             over = over_budget(plan, peak_bytes, wanted_bytes)
             if left:
                 try:
-                    plan = self._first_plan(captured.graph, plan.budget_bytes - (peak_bytes - wanted_bytes))
+                    plan = self._first_plan(captured.graph, plan.peak_bytes - (peak_bytes - wanted_bytes))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
-
-    def _with_room_for_pool(self, graph: Graph, plan: Plan) -> Plan:
-        """Return `plan`, or one that takes less, so that what is recorded of it is predicted to be within the budget.
-
-        Raises:
-            InfeasibleError: none is found.
-        """
-        if self.recorder is None:
-            return plan
-        device = next(self.wrapper.module.parameters()).device
-        wanted_bytes, library_bytes = plan.budget_bytes, workspace_bytes(device)
-        for _ in range(_CORRECTIONS):
-            held_bytes = pool_bytes(with_recorded(graph, plan.settings), plan.schedule, library_bytes)
-            over_bytes = graph.static_bytes + held_bytes - wanted_bytes
-            if over_bytes <= 0:
-                break
-            try:
-                plan = self._first_plan(graph, plan.budget_bytes - over_bytes)
-            except BudgetError as error:
-                tensors_bytes = plan.peak_bytes - graph.static_bytes
-                raise InfeasibleError(
-                    f"a CUDA graph keeps {format_bytes(held_bytes)} for {format_bytes(tensors_bytes)} of tensors: whole segments "
-                    f"of 2 or 20 MiB, and {format_bytes(library_bytes)} that libraries work in. With what is outside of it that "
-                    f"is {format_bytes(over_bytes)} over the budget of {format_bytes(wanted_bytes)}, and no plan is found that "
-                    f"takes as much less: raise the budget to {format_bytes(wanted_bytes + over_bytes)}, or leave out "
-                    "cuda_graph=True"
-                ) from error
-        return plan
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
         """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""

@@ -49,6 +49,7 @@ def test_the_pool_holds_a_segment_and_the_workspace() -> None:
         recorder = CudaGraphs(CUDA)
         recorder.warm_up(lambda: x @ x)
         made, _ = recorder.record(lambda: x @ x)
+        assert recorder.held_bytes() == 2 * MIB + WORKSPACE_BYTES
         again, _ = recorder.record(lambda: made @ x)
         assert recorder.held_bytes() == 2 * MIB + WORKSPACE_BYTES
         assert not cuda.memories[0].workspaces

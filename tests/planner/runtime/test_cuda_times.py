@@ -32,6 +32,16 @@ def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> N
         assert timer.times_s() == pytest.approx({op.id: op.time_s for op in captured.graph.ops})
 
 
+def test_what_cuda_rounds_is_no_reason_to_keep_an_op_on_the_cpu() -> None:
+    with cuda_device():
+        workload = make("tied")
+        captured = profiled(capture(*workload), *workload, passes=1)
+        static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        (other,) = other_devices(captured, static, ["cuda:0"], passes=1)
+        small = [op for op in captured.graph.program if any(captured.graph.tensors[t].size_bytes % 512 for t in op.outputs)]
+        assert small and any(other.times_s[op.id] is not None for op in small)
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_another_device_is_timed_where_it_is(current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):

@@ -45,20 +45,18 @@ def _copy_between(machine: Machine, target: torch.Tensor, source: torch.Tensor, 
             other.wait_stream(stream)
         return
     host, index = (source, target._index) if isinstance(target, OnDevice) else (target, source._index)
-    locked = machine.is_locked(host)
-    if non_blocking and locked:
-        _queue_copy(target, source, machine.current(index), host=host)
+    locked, pinned = machine.is_locked(host), machine.is_pinned(host)
+    if non_blocking and (locked or pinned):
+        _queue_copy(target, source, machine.current(index), host=host if locked else None)
         return
     stream = machine.current(index)
     if host is target or stream.recording is not None or host.dim():
         machine.check_may_wait("a copy that waits")
-    if host is source:
+    if host is source and not (locked or pinned):  # it is staged: the host may write to it at once
         _queue_copy(target, source.detach().clone(), stream)
-        if locked:
-            stream.run_to(stream.issued)
-    else:
-        _queue_copy(target, source, stream)
-        stream.run_to(stream.issued)
+        return
+    _queue_copy(target, source, stream)
+    stream.run_to(stream.issued)
 
 
 def _queue_copy(target: torch.Tensor, source: torch.Tensor, stream: Stream, host: torch.Tensor | None = None) -> None:

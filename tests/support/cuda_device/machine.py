@@ -122,25 +122,21 @@ class Machine:
             self.streams = [stream for stream in self.streams if stream not in ended]
 
     def is_locked(self, tensor: torch.Tensor) -> bool:
-        """True if the host memory of `tensor` is page-locked."""
-        storage = tensor.untyped_storage()
-        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        known = (*self.locked.items(), *self.pinned.items())
-        return any(address <= begin and end <= address + size for address, size in known)
+        """True if the host memory of `tensor` was page-locked where it was: nobody keeps it for a copy."""
+        return _is_within(tensor, self.locked)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """True if the host memory of `tensor` is page-locked memory of PyTorch's own, which keeps it for a copy."""
+        return _is_within(tensor, self.pinned)
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like one of the host, in page-locked memory."""
         self.check_may_wait("page-locking memory")
         values = np.empty(tensor.untyped_storage().nbytes(), dtype=np.uint8)
         self.pinned[values.ctypes.data] = values.nbytes
-        weakref.finalize(values, self._unpin, values.ctypes.data).atexit = False
+        weakref.finalize(values, self.pinned.pop, values.ctypes.data).atexit = False
         made = torch.from_numpy(values).untyped_storage()
         return tensor.set_(made, 0, tensor.size(), tensor.stride())
-
-    def _unpin(self, address: int) -> None:
-        """Forget memory of PyTorch's own, which is not used again before what was launched with it has ended."""
-        self.synchronize()
-        del self.pinned[address]
 
     def lock_memory(self, address: int, size_bytes: int) -> None:
         """Page-lock memory of the host."""
@@ -202,3 +198,9 @@ class Machine:
             self._here.currents = {}
         currents: dict[int, Stream] = self._here.currents
         return currents
+
+
+def _is_within(tensor: torch.Tensor, known: dict[int, int]) -> bool:
+    storage = tensor.untyped_storage()
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return any(address <= begin and end <= address + size for address, size in list(known.items()))

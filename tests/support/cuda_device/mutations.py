@@ -104,7 +104,7 @@ MUTATIONS = (
         "the end of that hold",
         "        copy.tensor = None\n",
         "",
-        "test_cuda_channels.py -k within_their_budget",
+        "test_cuda_channels.py -k held_until",
     ),
     Mutation(
         _CHANNELS,
@@ -162,7 +162,7 @@ MUTATIONS = (
         "the hold of the host's buffers that a recording uses",
         "            channels.memory.let_stay()\n",
         "",
-        "test_cuda_graph_offload.py -k same_memory",
+        "test_cuda_graph_offload.py -k without_room",
     ),
     Mutation(
         "planner/runtime/graphed_step.py",

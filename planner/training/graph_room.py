@@ -1,0 +1,53 @@
+"""Plans that leave room for what CUDA graphs keep besides their tensors, which is predicted before anything is recorded."""
+
+from collections.abc import Callable
+
+from graphs.errors import BudgetError, InfeasibleError
+from graphs.ir import Graph
+from graphs.plan import Plan
+from graphs.units import format_bytes
+from planner.choices import with_recorded
+from planner.runtime.graph_pool import pool_bytes
+
+_TRIES = 6  # solves: segments are coarse, so that a plan that takes less need not keep less
+
+
+def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Callable[[int], Plan]) -> Plan:
+    """Return `plan`, or one whose tensors and pool are within the budget of `plan` together.
+
+    Solved for what is over the budget less, and then half way from what is known to be too little to what is too much.
+
+    Args:
+        library_bytes: that libraries take in the pool (``pool_bytes``).
+        solve: solves `graph` for a budget.
+
+    Raises:
+        InfeasibleError: none is found; says which budget has room for the plan that came closest.
+    """
+    budget_bytes, low_bytes = plan.budget_bytes, graph.static_bytes
+    high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, library_bytes)
+    asked_bytes = plan.peak_bytes - (closest_bytes - budget_bytes)
+    for _ in range(_TRIES):
+        if closest_bytes <= budget_bytes:
+            return closest
+        try:
+            found = solve(max(asked_bytes, low_bytes))
+        except BudgetError:
+            low_bytes = max(asked_bytes, low_bytes)
+        else:
+            high_bytes = found.peak_bytes
+            if (kept_bytes := _kept_bytes(graph, found, library_bytes)) < closest_bytes:
+                closest, closest_bytes = found, kept_bytes
+        asked_bytes = (low_bytes + high_bytes) // 2
+    pool, tensors = closest_bytes - graph.static_bytes, closest.peak_bytes - graph.static_bytes
+    raise InfeasibleError(
+        f"a CUDA graph keeps {format_bytes(pool)} for {format_bytes(tensors)} of tensors: whole segments of 2 or 20 MiB, and "
+        f"{format_bytes(library_bytes)} that libraries work in. With {format_bytes(graph.static_bytes)} outside of it that is "
+        f"over the budget of {format_bytes(budget_bytes)}, and no plan is found that keeps less: raise the budget to "
+        f"{format_bytes(closest_bytes)}, or leave out cuda_graph=True"
+    )
+
+
+def _kept_bytes(graph: Graph, plan: Plan, library_bytes: int) -> int:
+    """Return what is there throughout where `plan` is recorded."""
+    return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, library_bytes)

@@ -15,8 +15,8 @@ def all_compressed(graph: Graph, form: str) -> Schedule:
     variants = {}
     for op in graph.ops:
         if op.target == f"{COMPRESS}.read":
-            best = variants.get(op.stands_for[0], op)
-            variants[op.stands_for[0]] = max(best, op, key=lambda v: sum(t in restores for t in v.inputs))
+            best = variants.get(op.replaces[0], op)
+            variants[op.replaces[0]] = max(best, op, key=lambda v: sum(t in restores for t in v.inputs))
     maker = {restored: op.id for op in graph.ops if op.target == f"{RESTORE}.{form}" for restored in op.outputs}
     forward = {op.id for op in graph.program if op.phase is Phase.FORWARD}
     last_reader = {t: max({graph.tensors[t].producers[0], *graph.consumers[t]} & forward) for t in keeps}

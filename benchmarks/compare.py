@@ -97,7 +97,7 @@ def cpu() -> Iterator[Comparison]:
 
 def cuda() -> Iterator[Comparison]:
     """Large models, measured on a GPU; few rows, for its time is dear."""
-    methods = "windows,checkpoint_blocks,chen-sqrt,sac,sac-every-second,sac-attention,memory-budget,dtr,dtr-local,msps"
+    methods = "windows,checkpoint-blocks,chen-sqrt,sac,sac-every-second,sac-attention,memory-budget,dtr,dtr-local,msps"
     how = ("--measure", "--device", "cuda", "--repeats", "5", "--time-limit", "10s", "--jobs", "4")
     for name, spec in ON_CUDA.items():
         yield Comparison(name, spec, (*how, "--methods", methods, "--budgets", "70%,50%"))

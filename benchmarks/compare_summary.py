@@ -9,9 +9,9 @@ from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_sche
 from planner.studies.comparison_rows import Row, read_rows, simulated
 
 BUDGETS = ("70%", "50%")
-METHODS = ("windows", "checkpoint_blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
+METHODS = ("windows", "checkpoint-blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
 BEST = {f"{kind} (best)": members for kind, members in HEURISTICS.items()}
-BASELINES = ("checkpoint_blocks", "sac", "memory-budget aot_eager", "memory-budget inductor", *HEURISTICS)
+BASELINES = ("checkpoint-blocks", "sac", "memory-budget aot_eager", "memory-budget inductor", *HEURISTICS)
 SIMULATED = {"h200": "modelled for an H200"}
 MEASURED = {"cpu": "on one thread of a CPU", "cuda": "on a GPU"}
 

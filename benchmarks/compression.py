@@ -30,7 +30,7 @@ from planner import options, tracing
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 _VOCAB, _PERIOD = 64, 4
 _CLASSES, _NOISE = 10, 3.0
@@ -135,7 +135,7 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     captured = tracing.capture_profiled(*workload, optimizer=recipe.optimizer, accumulate=False, passes=1, options=["compress"])
     program = without_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
-    keeping = replace(captured, graph=program), store_all(program)
+    keeping = replace(captured, graph=program), keep_everything(program)
     wanted = measure.outcome(executor(*keeping, workload), workload.model, workload.batch, seed=seed)
     ways = {EXACT: keeping, OTHER_WEIGHTS: keeping} | {
         bits: (replace(captured, graph=offered), all_compressed(offered, bits)) for bits in BITS

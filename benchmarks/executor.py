@@ -23,7 +23,7 @@ from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, turn_times
 from planner.studies.baselines import own_code
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {
@@ -44,7 +44,7 @@ def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
     model, loss_fn, batch = workload
     captured = capture(model, loss_fn, batch)
     eager = TrainingStep(model, loss_fn)
-    executor = Executor(captured, store_all(captured.graph), model, loss_fn)
+    executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
     lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
     with unchanged(model, batch):

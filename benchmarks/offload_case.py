@@ -56,7 +56,7 @@ class Case:
             yield self._row(budget, method, graphs.get(method, offered), least_bytes)
 
     def _row(self, budget: str, method: str, graph: Graph, least_bytes: int | None) -> Row:
-        peak_bytes = summarize(self.graph).store_all_peak_bytes
+        peak_bytes = summarize(self.graph).keep_everything_peak_bytes
         blank = Row(
             suite=self.suite,
             model=self.model,

@@ -74,7 +74,7 @@ def rows_of(name: str, case: Case, *, budget: str = BUDGET, limit_s: float = LIM
             "size": answer.size,
             "overhead": answer.overhead,
             "undecided": answer.undecided,
-            "base_s": answer.store_all_time_s,
+            "base_s": answer.keep_everything_time_s,
             "link": LINK,
             **provenance(),
             "gap": None if answer.size is None or result is None else result.gap,

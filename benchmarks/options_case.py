@@ -101,7 +101,7 @@ class Case:
             peak_bytes=None,
             budget_bytes=None,
             proved_bytes=None,
-            base_peak_bytes=summarize(self.traced).store_all_peak_bytes,
+            base_peak_bytes=summarize(self.traced).keep_everything_peak_bytes,
             seconds=None,
             limit=limit.amount(limit.limit),
             link=str(choices.link(self.traced.provenance)) if choices is not None and copies else "",

@@ -24,7 +24,7 @@ from planner.studies.measured import relative_error
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -68,7 +68,7 @@ class _Step:
     @classmethod
     def of(cls, captured: Capture, workload: Workload, option: str, clock: Callable[[], Clock]) -> "_Step":
         program = without_options(captured.graph)
-        keeping = Executor(replace(captured, graph=program), store_all(program), workload.model, workload.loss_fn)
+        keeping = Executor(replace(captured, graph=program), keep_everything(program), workload.model, workload.loss_fn)
         order = reordered(with_options(captured.graph, (option,)))
         least_bytes = least_budget(order.graph, clock=clock()).found_bytes
         return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
@@ -122,7 +122,7 @@ def error_rows(model: str, option: str, clock: Callable[[], Clock]) -> Iterator[
         budget_bytes=None,
         predicted_peak_bytes=None,
         measured_peak_bytes=None,
-        base_peak_bytes=summarize(captured.graph).store_all_peak_bytes,
+        base_peak_bytes=summarize(captured.graph).keep_everything_peak_bytes,
         loss_error=None,
         gradient_error=None,
         largest_error=None,

@@ -37,7 +37,7 @@ from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.solving import summarize
 from solvers.clock import WallClock
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -148,7 +148,7 @@ def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[s
     assert pair.captured is not None
     model, loss_fn, batch = step
     placed = Executor(replace(pair.captured, graph=graph), schedule, model, loss_fn)
-    keeping = Executor(pair.captured, store_all(pair.main), model, loss_fn)
+    keeping = Executor(pair.captured, keep_everything(pair.main), model, loss_fn)
     whole = TrainingStep(model, loss_fn)
     times = median_times({"placed": placed, "kept": keeping}, batch, parameters=list(model.parameters()), repeats=REPEATS)
     (other_bytes,) = other_peaks_measured(pair.captured, placed, whole, batch).values()
@@ -165,7 +165,7 @@ def compare(
 ) -> Iterator[dict[str, object]]:
     """The rows of one model, whose `step` is given, on one pair of devices."""
     about = provenance()
-    peak_bytes = summarize(devices.main).store_all_peak_bytes
+    peak_bytes = summarize(devices.main).keep_everything_peak_bytes
     for budget in budgets:
         unlimited = budget == NO_LIMIT
         budget_bytes = budget_in_bytes("1000%" if unlimited else budget, peak_bytes)
@@ -204,7 +204,7 @@ def _status(result: Result) -> str:
 def _moved(graph: Graph, result: Result) -> dict[str, object]:
     computed = () if result.schedule is None else result.schedule.computed
     optional = [graph.ops[op] for op in computed if graph.ops[op].optional]
-    placed = sum(bool(op.stands_for) for op in optional)
+    placed = sum(bool(op.replaces) for op in optional)
     return {"placed": placed, "copied": len(optional) - placed}
 
 

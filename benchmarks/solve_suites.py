@@ -51,7 +51,7 @@ class Landmarks:
     @cached_property
     def peak_bytes(self) -> int:
         """Of the step without recomputation."""
-        return summarize(self._graph).store_all_peak_bytes
+        return summarize(self._graph).keep_everything_peak_bytes
 
     @cached_property
     def least_bytes(self) -> int:

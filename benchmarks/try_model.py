@@ -120,7 +120,7 @@ class Trial:
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
             self._say(PLANNED, _failed(self._row, error))
             return
-        keeping = summarize(graph).store_all_peak_bytes
+        keeping = summarize(graph).keep_everything_peak_bytes
         self._row = replace(self._row, ops=len(graph.ops), least_bytes=least, keeping_bytes=keeping)
         for share in SHARES:
             self._planned(f"{PLANNED} at {share:.0%}", int(least + share * (keeping - least)))

@@ -30,7 +30,7 @@ def main() -> int:
     workload = build("gpt2", **OPTIONS)
     graph = planner.trace(*workload, name="gpt2", passes=5)
     summary = summarize(graph)
-    peak = summary.store_all_peak_bytes
+    peak = summary.keep_everything_peak_bytes
     print(f"GPT-2 with dropout, {', '.join(f'{k} {v}' for k, v in OPTIONS.items())}: {summary.ops} ops, ", end="")
     print(f"{format_bytes(peak)} without recomputation, of it {format_bytes(summary.static_bytes)} throughout")
     least = least_budget(graph, clock=WallClock(15.0))

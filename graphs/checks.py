@@ -181,27 +181,27 @@ def _check_choice(graph: "Graph", op: "Op", written: Mapping[int, str]) -> None:
     """`written`: for each tensor that is written in place, an op that does."""
     where = f"op {op.name!r}"
     if not op.optional:
-        if op.stands_for or op.differs or op.variance:
-            what = "stands for other ops" if op.stands_for else f"differs from the program ({op.differs or op.variance})"
+        if op.replaces or op.differs or op.variance:
+            what = "replaces other ops" if op.replaces else f"differs from the program ({op.differs or op.variance})"
             raise GraphError(f"{where} {what}, but is not optional")
         return
     for t in set(op.inputs).intersection(op.outputs):
         raise GraphError(f"{where} both reads and makes {graph.tensors[t].name!r}")
-    for p in op.stands_for:
+    for p in op.replaces:
         if not 0 <= p < len(graph.program):
-            raise GraphError(f"{where} stands for op {p}, which is not one of the {len(graph.program)} of the program")
-    if list(op.stands_for) != sorted(set(op.stands_for)):
-        raise GraphError(f"{where} stands for {op.stands_for}: each op once, in ascending order")
-    stood_for = [graph.ops[p] for p in op.stands_for]
-    if set(op.mutates) != {t for p in stood_for for t in p.mutates}:
-        raise GraphError(f"{where} is optional and must write in place what the ops write that it stands for, and nothing else")
-    if op.random != any(p.random for p in stood_for):
-        raise GraphError(f"{where} is optional and must draw random numbers where an op does that it stands for, and only there")
+            raise GraphError(f"{where} replaces op {p}, which is not one of the {len(graph.program)} of the program")
+    if list(op.replaces) != sorted(set(op.replaces)):
+        raise GraphError(f"{where} replaces {op.replaces}: each op once, in ascending order")
+    replaced = [graph.ops[p] for p in op.replaces]
+    if set(op.mutates) != {t for p in replaced for t in p.mutates}:
+        raise GraphError(f"{where} is optional and must write in place what the ops write that it replaces, and nothing else")
+    if op.random != any(p.random for p in replaced):
+        raise GraphError(f"{where} is optional and must draw random numbers where an op does that it replaces, and only there")
     for t in op.inputs:
-        if t in written and not op.stands_for:
+        if t in written and not op.replaces:
             raise GraphError(
                 f"{where} is optional and reads {graph.tensors[t].name!r}, which {written[t]!r} writes in place: say which op it "
-                "stands for, since it has no place of its own before or after the write"
+                "replaces, since it has no place of its own before or after the write"
             )
 
 
@@ -239,7 +239,7 @@ def _check_stand_ins(graph: "Graph") -> None:
 
 def _check_overwrites(graph: "Graph") -> None:
     """An output may take the memory of an input that is as large, goes with the op, and is nobody's memory but its own."""
-    stands_for = {other for t in graph.tensors for other in (t.view_of, t.held_for)}
+    replaces = {other for t in graph.tensors for other in (t.view_of, t.held_for)}
     owned = {(pool.name, pool.owner) for pool in graph.pools}
     for op in graph.ops:
         pairs = op.overwrites
@@ -258,5 +258,5 @@ def _check_overwrites(graph: "Graph") -> None:
                 raise GraphError(f"{where}: both must be in a pool of the stream {op.stream!r}, on which it runs")
             if made.size_bytes != read.size_bytes:
                 raise GraphError(f"{where}: they have {made.size_bytes} and {read.size_bytes} bytes, and must have as many")
-            if stands_for & {o, t} or any(x is not None for x in (made.view_of, made.held_for, read.view_of, read.held_for)):
+            if replaces & {o, t} or any(x is not None for x in (made.view_of, made.held_for, read.view_of, read.held_for)):
                 raise GraphError(f"{where}, but one of them shares its memory with, or stands for, another tensor")

@@ -5,6 +5,10 @@ class PlannerError(Exception):
     """Anything the planner refuses: the message is one clear line."""
 
 
+class UsageError(PlannerError):
+    """A value that an argument cannot have: an unknown name, a wrong type, or one that does not go with another argument."""
+
+
 class GraphError(PlannerError):
     """A graph that does not describe a training step (cycle, negative cost, unknown tensor, ...)."""
 
@@ -37,7 +41,7 @@ class ModelError(PlannerError):
     """A model that was named but cannot be built: no such file or function, wrong options, an error inside."""
 
 
-class UnknownOptionError(ModelError):
+class UnknownOptionError(UsageError):
     """An option that the function which builds a model does not have.
 
     Attributes:

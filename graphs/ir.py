@@ -104,7 +104,7 @@ class Op:
         module: path of the module it was called in, "" if unknown.
         stream: name of the queue it runs on: ops on one stream run in the order of issue, streams side by side.
         optional: not an op of the program: may be executed any number of times from none, anywhere.
-        stands_for: ids of the program's ops that an optional op may be executed in place of, all at once.
+        replaces: ids of the program's ops that an optional op may be executed in place of, all at once.
         differs: what may differ from the program when it is executed (rounding, a lossy value), "" for not a bit.
         overwrites: pairs of an output and an input: where a schedule frees the input right behind the op, and no other stream
             has read it since it came, the output takes its memory. Of ops of the program only.
@@ -126,7 +126,7 @@ class Op:
     module: str = ""
     stream: str = COMPUTE
     optional: bool = False
-    stands_for: tuple[int, ...] = ()
+    replaces: tuple[int, ...] = ()
     differs: str = ""
     overwrites: tuple[tuple[int, int], ...] = ()
     variance: float = 0.0
@@ -271,7 +271,7 @@ class Graph:
         if not self.plain:
             structure["pools"] = [[pool.name, pool.owner] for pool in self.pools]
             structure["places"] = [self.tensors[t].pool for t in used]
-            structure["choices"] = [[op.stream, op.optional, op.stands_for] for op in self.ops]
+            structure["choices"] = [[op.stream, op.optional, op.replaces] for op in self.ops]
         if self.writes_over_inputs:
             structure["overwrites"] = [[[number[t] for t in pair] for pair in op.overwrites] for op in self.ops]
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]

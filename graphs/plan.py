@@ -16,7 +16,7 @@ class GraphSummary:
         fingerprint: ``Graph.fingerprint``.
         ops, tensors: how many the program has.
         static_bytes: bytes in memory throughout.
-        store_all_peak_bytes: peak without recomputation.
+        keep_everything_peak_bytes: peak without recomputation.
         time_s: seconds of the step without recomputation.
         provenance: ``Graph.provenance``.
         optional_ops, optional_tensors: how many it has besides the program's.
@@ -26,7 +26,7 @@ class GraphSummary:
     ops: int
     tensors: int
     static_bytes: int
-    store_all_peak_bytes: int
+    keep_everything_peak_bytes: int
     time_s: float
     provenance: Mapping[str, object] = field(default_factory=dict)
     optional_ops: int = 0
@@ -81,7 +81,7 @@ class Plan:
         compared += f"; {self.lossy}" if self.lossy else ""
         return (
             f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted, {measured} measured "
-            f"(keeping everything: {format_bytes(self.graph.store_all_peak_bytes)}); step time {self._step_time()}, "
+            f"(keeping everything: {format_bytes(self.graph.keep_everything_peak_bytes)}); step time {self._step_time()}, "
             f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}{compared}{self._kernels()}"
         )
 

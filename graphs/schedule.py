@@ -77,7 +77,7 @@ def boundary(graph: Graph, schedule: Schedule) -> int:
     while pending:
         step = steps[index]
         if isinstance(step, Compute):
-            pending.difference_update((step.op, *graph.ops[step.op].stands_for))
+            pending.difference_update((step.op, *graph.ops[step.op].replaces))
         index += 1
     while index < len(steps) and isinstance(steps[index], Free):
         index += 1

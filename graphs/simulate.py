@@ -159,7 +159,7 @@ class _Judge:
                 raise ScheduleError(
                     f"step {index} computes {op.name!r}, but its input {self.graph.tensors[t].name!r} is not in memory"
                 )
-        for place in (*op.stands_for, op_id):
+        for place in (*op.replaces, op_id):
             self._check_order(index, op, self.graph.ops[place])
             self.done[place] = True
         new = [t for t in op.outputs if not there[t]]
@@ -197,7 +197,7 @@ class _Judge:
             return
         for t in (*op.inputs, *op.mutates):
             for writer in self.writers.get(t, ()):
-                if writer != place.id and writer not in op.stands_for and self.done[writer] != (writer < place.id):
+                if writer != place.id and writer not in op.replaces and self.done[writer] != (writer < place.id):
                     side = "before" if writer < place.id else "after"
                     raise ScheduleError(
                         f"step {index} computes {op.name!r} {side} {self.graph.ops[writer].name!r} writes "
@@ -230,7 +230,7 @@ class _Judge:
     def finish(self) -> None:
         for op in self.graph.program:
             if not self.done[op.id]:
-                instead = " or an op that stands for it" if any(op.id in other.stands_for for other in self.graph.ops) else ""
+                instead = " or an op that stands for it" if any(op.id in other.replaces for other in self.graph.ops) else ""
                 raise ScheduleError(f"the schedule never computes {op.name!r}{instead}")
         for t in self.graph.kept:
             if not self.there[t]:

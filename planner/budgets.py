@@ -1,8 +1,8 @@
 """Budgets as users write them, and the bytes they come to. Never imports torch.
 
 A budget is an amount of memory (``8GB``, ``7.5GiB``, whole bytes), a share of the predicted peak of plain eager PyTorch
-(``60%``), or ``auto``: what the device has free. In place of one, the overhead that a plan may have can be given: the budget
-is then the least memory at that price, and travels as the text that ``at_overhead`` returns.
+(``60%`` or the float 0.6), or ``auto``: what the device has free. In place of one, the overhead that a plan may have can be
+given: the budget is then the least memory at that price, and travels as the text that ``at_overhead`` returns.
 """
 
 import math
@@ -15,11 +15,28 @@ _AT_OVERHEAD = "overhead<="
 _WRITTEN = "'8GB', '7.5GiB', '60%'"
 
 
-def budget_or_overhead(budget: str | int | None, max_overhead: str | float | None) -> str | int:
-    """Return the budget, or the text that stands for the least memory at `max_overhead`.
+def read_budget(budget: str | float) -> str | int:
+    """Return `budget`, a fraction (0.6) as the share that it is (``60%``).
 
     Raises:
-        BudgetError: both are given or neither is, or the overhead is not a fraction of 0 or more.
+        BudgetError: a float is not above 0 and at most 1.
+    """
+    if not isinstance(budget, float):
+        return budget
+    if not 0 < budget <= 1:
+        raise BudgetError(
+            f"budget is {budget!r}: a float is a share of the predicted peak of plain eager PyTorch, above 0 and at most 1, such "
+            "as 0.6; write bytes as an int, or text such as '8GB'"
+        )
+    return f"{100 * budget:.12g}%"
+
+
+def budget_or_overhead(budget: str | float | None, max_overhead: str | float | None) -> str | int:
+    """Return the budget (``read_budget``), or the text that stands for the least memory at `max_overhead`.
+
+    Raises:
+        BudgetError: both are given or neither is, the budget is a float that is no share, or the overhead is not a fraction of
+            0 or more.
     """
     if (budget is None) == (max_overhead is None):
         given = "neither" if budget is None else f"both (budget={budget!r}, max_overhead={max_overhead!r})"
@@ -28,7 +45,7 @@ def budget_or_overhead(budget: str | int | None, max_overhead: str | float | Non
             "max_overhead='10%' for the least memory at a tenth more time"
         )
     if budget is not None:
-        return budget
+        return read_budget(budget)
     assert max_overhead is not None
     return at_overhead(max_overhead)
 

@@ -31,7 +31,7 @@ class PlannedTrainerMixin:
     def __init__(
         self,
         *args: Any,
-        budget: str | int | None = None,
+        budget: str | float | None = None,
         max_overhead: str | float | None = None,
         plan_options: Mapping[str, Any] | None = None,
         **kwargs: Any,

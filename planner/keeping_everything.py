@@ -15,7 +15,7 @@ _MOST_HEAP = 2
 def needed_bytes(graph: Graph) -> int:
     """Return what keeping everything takes besides the static tensors."""
     summary = summarize(graph)
-    return summary.store_all_peak_bytes - summary.static_bytes
+    return summary.keep_everything_peak_bytes - summary.static_bytes
 
 
 def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
@@ -33,7 +33,7 @@ def why_it_does_not_fit(graph: Graph, device: torch.device) -> str:
     summary = summarize(graph)
     # The results of both steps are compared in the host's memory.
     compared_bytes = 2 * sum(graph.tensors[t].size_bytes for t in graph.kept) if device.type == "cpu" else 0
-    all_bytes, room_bytes = summary.store_all_peak_bytes + compared_bytes, free_bytes(device) + summary.static_bytes
+    all_bytes, room_bytes = summary.keep_everything_peak_bytes + compared_bytes, free_bytes(device) + summary.static_bytes
     if all_bytes <= room_bytes:
         return ""
     return f"it needs {format_bytes(all_bytes)}, and there is room for {format_bytes(room_bytes)}"

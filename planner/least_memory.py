@@ -10,7 +10,7 @@ from graphs.options.offload import without_copies
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.result import Result, SolveProgress, Status, is_within
 
 PRECISION = 0.01  # of the budget found: where the bisection ends
@@ -50,7 +50,7 @@ def least_memory(
         ``least_budget_proved_bytes``, below which a schedule within the price was proved not to exist (in this order).
     """
     limit_s = graph.time_s * (1 + max_overhead) * (1 + _ROUNDING)
-    best = store_all(without_options(graph))
+    best = keep_everything(without_options(graph))
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes
     low_bytes = proved_bytes = least_budget_bound(*without_copies(graph)).budget_bytes - 1

@@ -33,7 +33,7 @@ class PlannedTraining(pl.Callback):
     The first batch is planned for when it comes. What ``training_step`` logs is logged as ever; it must be tensors.
     """
 
-    def __init__(self, budget: str | int | None = None, *, max_overhead: str | float | None = None, **options: Any) -> None:
+    def __init__(self, budget: str | float | None = None, *, max_overhead: str | float | None = None, **options: Any) -> None:
         """Plan with these settings.
 
         Args:

@@ -8,6 +8,7 @@ from graphs.errors import BudgetError, ModelError
 from graphs.units import parse_budget, parse_fraction, parse_rate
 from planner.budgets import budget_in_bytes
 from planner.models.workload import ModelSpec, parse_spec
+from solvers.registry import SOLVERS
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
@@ -28,6 +29,13 @@ def rate(text: str) -> float:
         return parse_rate(text)
     except BudgetError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def solver(text: str) -> str:
+    """Name of a solver."""
+    if text not in SOLVERS:
+        raise argparse.ArgumentTypeError(f"there is no solver {text!r}: planner solvers lists them all")
+    return text
 
 
 def names(text: str) -> tuple[str, ...]:

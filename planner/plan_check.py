@@ -14,7 +14,7 @@ from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
 from planner.choices import with_recorded
 from planner.solving import check_same_graph, other_peaks, summarize
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.result import Status, is_within
 
 _ROUNDING = 1e-9  # relative, on sums of seconds
@@ -85,7 +85,11 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
     found, program = simulate(offered, plan.schedule), without_options(graph).out_of_place()
     peaks = (
         ("a peak", plan.peak_bytes, found.peak_bytes),
-        ("a peak without recomputation", plan.graph.store_all_peak_bytes, simulate(program, store_all(program)).peak_bytes),
+        (
+            "a peak without recomputation",
+            plan.graph.keep_everything_peak_bytes,
+            simulate(program, keep_everything(program)).peak_bytes,
+        ),
     )
     for what, said_bytes, found_bytes in peaks:
         least_bytes = found_bytes + more_bytes
@@ -94,7 +98,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
                 f"the plan says {what} of {_exact(said_bytes)}, but its tensors alone take {_exact(least_bytes)}: its file was "
                 "edited; solve again"
             )
-    stood_for = any(offered.ops[op].stands_for for op in plan.schedule.computed)  # in more time than the program's ops, or less
+    stood_for = any(offered.ops[op].replaces for op in plan.schedule.computed)  # in more time than the program's ops, or less
     wrong = _other_peaks(plan, offered, found)
     wrong += [] if stood_for else _time_differences(plan, plan.recomputed + plan.copied)
     if wrong := [*wrong, *_bound_differences(plan, plan.time_s)]:
@@ -156,7 +160,7 @@ def _summary_differences(planned: GraphSummary, found: GraphSummary) -> str:
         ("ops", str(planned.ops), str(found.ops)),
         ("tensors", str(planned.tensors), str(found.tensors)),
         ("static memory", _exact(planned.static_bytes), _exact(found.static_bytes)),
-        ("peak without recomputation", _exact(planned.store_all_peak_bytes), _exact(found.store_all_peak_bytes)),
+        ("peak without recomputation", _exact(planned.keep_everything_peak_bytes), _exact(found.keep_everything_peak_bytes)),
     ]
     differences = [f"{what} {there} there, {here} here" for what, there, here in pairs if there != here]
     if not _same_time(planned.time_s, found.time_s):

@@ -24,7 +24,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.tracing import as_recorded, capture_step
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 
@@ -136,7 +136,7 @@ def _run(
     outcomes: dict[str, measure.StepOutcome] = {}
     written = written_by(captured, eager, batch)
     if not not_compared:
-        steps |= {_KEEPING: Executor(captured, store_all(captured.graph), model, loss_fn), _EAGER: eager}
+        steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)
     with stages.stage(Stage.CHECK, f"running {named}") as stage:
         for done, (name, step) in enumerate(() if not_compared else steps.items()):

@@ -27,7 +27,7 @@ from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
@@ -42,7 +42,7 @@ _WOULD_DO = 5.0  # of the clock, for finding a budget that would do, where none 
 
 def solve(
     graph: Graph,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     *,
     max_overhead: str | float | None = None,
     solver: str = "windows",
@@ -62,8 +62,8 @@ def solve(
 
     Args:
         graph: what is planned.
-        budget: memory of the step, static bytes included: bytes, or ``8GB``, ``7.5GiB``, or ``60%`` of the predicted peak of
-            plain eager PyTorch.
+        budget: memory of the step, static bytes included: bytes, or ``8GB``, ``7.5GiB``, or ``60%`` or 0.6 of the predicted
+            peak of plain eager PyTorch.
         max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
             plan is then one of the least memory at that price, which its ``budget_bytes`` is.
         solver: a name in ``solvers.registry``.
@@ -123,7 +123,7 @@ def solve(
     if overhead is not None:
         result = _least_memory(run, graph, solver, overhead, tolerance, clock, reorder, on_progress, should_stop)
     else:
-        budget_bytes = budget_in_bytes(budget, summary.store_all_peak_bytes)
+        budget_bytes = budget_in_bytes(budget, summary.keep_everything_peak_bytes)
         request = Request(graph, budget_bytes, tolerance, clock, on_progress, should_stop)
         if on_plan is not None:
             request = replace(request, on_schedule=lambda schedule, bound_s: on_plan(made(interim(schedule, bound_s))))
@@ -229,7 +229,7 @@ def summarize(graph: Graph) -> GraphSummary:
         ops=len(program.ops),
         tensors=len(program.tensors),
         static_bytes=graph.static_bytes,
-        store_all_peak_bytes=simulate(program, store_all(program)).peak_bytes,
+        keep_everything_peak_bytes=simulate(program, keep_everything(program)).peak_bytes,
         time_s=graph.time_s,
         provenance=graph.provenance,
         optional_ops=len(graph.ops) - len(program.ops),
@@ -244,7 +244,7 @@ def eager_peak_bytes(eager: Graph, planned: Graph) -> int:
         eager: the step as eager PyTorch runs it.
         planned: the same step as it is planned, with all static memory that its process holds.
     """
-    return summarize(eager).store_all_peak_bytes - eager.static_bytes + planned.static_bytes
+    return summarize(eager).keep_everything_peak_bytes - eager.static_bytes + planned.static_bytes
 
 
 def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:

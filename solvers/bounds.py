@@ -90,9 +90,9 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
     instead: dict[int, list[Op]] = {}
     left_out: set[int] = set()
     for op in graph.ops[len(graph.program) :]:
-        if op.stands_for:
-            instead.setdefault(op.stands_for[-1], []).append(op)
-            left_out.update(op.stands_for[:-1])
+        if op.replaces:
+            instead.setdefault(op.replaces[-1], []).append(op)
+            left_out.update(op.replaces[:-1])
     best: Need | None = None
     for place in graph.program:
         if place.id in left_out:
@@ -133,7 +133,7 @@ def _held_bytes(
     And the tensors that these are of: those that must be there, and those that may be on the host, as far as it holds them.
     """
     n = len(graph.program)
-    stood_for = {p for op in graph.ops for p in op.stands_for}
+    stood_for = {p for op in graph.ops for p in op.replaces}
     here, movable = [0] * (n + 1), [0] * (n + 1)
     stays: _Stays = {}
     away: _Stays = {}

@@ -45,7 +45,7 @@ class Ended:
 
 def ended(graph: Graph) -> Ended:
     """`graph` and what it is with such ops."""
-    elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.stands_for for t in graph.ops[p].outputs}
+    elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
     copied = sorted(graph.kept & elsewhere)
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
     early = tuple(t for t in copied if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
@@ -59,7 +59,7 @@ def ended(graph: Graph) -> Ended:
     def moved(of: Iterable[int]) -> tuple[int, ...]:
         return tuple(place[op] for op in of)
 
-    numbered = tuple(replace(op, id=i, stands_for=moved(op.stands_for)) for i, op in enumerate(ops))
+    numbered = tuple(replace(op, id=i, replaces=moved(op.replaces)) for i, op in enumerate(ops))
     tensors = tuple(replace(t, producers=moved(t.producers)) for t in graph.tensors)
     return Ended(graph, replace(graph, ops=numbered, tensors=tensors), tuple(None if op.target == END else op.id for op in ops))
 

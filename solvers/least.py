@@ -14,7 +14,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, left
 from solvers.ending import ended
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -104,7 +104,7 @@ def least_known(
     graph = whole.graph
     rest, copies = without_copies(graph)
     program = without_options(rest)
-    found = [store_all(program)]
+    found = [keep_everything(program)]
     if copies is not None:
         sending = without_computed(without_placement(graph))
         least = least_sending(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)

@@ -22,7 +22,7 @@ class Places:
     Attributes:
         ids: the op of the graph at each position.
         last: for each position the last one of its place.
-        stands_for: for each position the positions that the op there stands for.
+        replaces: for each position the positions that the op there stands for.
         stood_by: for each position those of the ops that stand for it.
         optional: for each position whether the op is optional and stands for none.
         sure: for each position whether all schedules execute it in its place: it is of the program, and nothing stands for it.
@@ -31,7 +31,7 @@ class Places:
 
     ids: tuple[int, ...]
     last: tuple[int, ...]
-    stands_for: tuple[tuple[int, ...], ...]
+    replaces: tuple[tuple[int, ...], ...]
     stood_by: tuple[tuple[int, ...], ...]
     optional: tuple[bool, ...]
     sure: tuple[bool, ...]
@@ -40,7 +40,7 @@ class Places:
     def first(self, i: int) -> int:
         """The op of the program whose place i belongs to."""
         v = self.last[i]
-        while self.stands_for[v]:
+        while self.replaces[v]:
             v -= 1
         return v
 
@@ -53,11 +53,11 @@ class Places:
 
     def executed(self, instead: Collection[int]) -> list[int]:
         """The ops that are executed in their places if those of `instead` stand for others."""
-        skipped = {i for b in instead for i in self.stands_for[b]}
+        skipped = {i for b in instead for i in self.replaces[b]}
         return [
             i
             for i, sure in enumerate(self.sure)
-            if sure or i in instead or not (self.optional[i] or self.stands_for[i] or i in skipped)
+            if sure or i in instead or not (self.optional[i] or self.replaces[i] or i in skipped)
         ]
 
     def alternatives(self, i: int) -> range:
@@ -73,10 +73,10 @@ def places_of(graph: Graph) -> Places:
         return Places(everywhere, everywhere, ((),) * n, ((),) * n, (False,) * n, (True,) * n, plain=True)
     there = [t.static for t in graph.tensors]
     stand_ins: dict[int, list[Op]] = {}
-    loose = [op for op in graph.ops[n:] if not op.stands_for]
+    loose = [op for op in graph.ops[n:] if not op.replaces]
     for op in graph.ops[n:]:
-        if op.stands_for and may_stand(graph, op):
-            stand_ins.setdefault(op.stands_for[-1], []).append(op)
+        if op.replaces and may_stand(graph, op):
+            stand_ins.setdefault(op.replaces[-1], []).append(op)
     ids: list[int] = []
     last: list[int] = []
     for op in graph.program:
@@ -88,14 +88,14 @@ def places_of(graph: Graph) -> Places:
             _put(other, ids, there)
         last += [len(ids) - 1] * (len(ids) - len(last))
     at = {op: position for position, op in enumerate(ids)}
-    stands_for = tuple(tuple(at[p] for p in graph.ops[op].stands_for) for op in ids)
+    replaces = tuple(tuple(at[p] for p in graph.ops[op].replaces) for op in ids)
     stood_by: list[list[int]] = [[] for _ in ids]
-    for position, group in enumerate(stands_for):
+    for position, group in enumerate(replaces):
         for i in group:
             stood_by[i].append(position)
-    optional = tuple(graph.ops[op].optional and not graph.ops[op].stands_for for op in ids)
+    optional = tuple(graph.ops[op].optional and not graph.ops[op].replaces for op in ids)
     sure = tuple(not (graph.ops[op].optional or stood_by[i]) for i, op in enumerate(ids))
-    return Places(tuple(ids), tuple(last), stands_for, tuple(map(tuple, stood_by)), optional, sure, plain=all(sure))
+    return Places(tuple(ids), tuple(last), replaces, tuple(map(tuple, stood_by)), optional, sure, plain=all(sure))
 
 
 def _put(op: Op, ids: list[int], there: list[bool]) -> None:
@@ -111,7 +111,7 @@ def may_stand(graph: Graph, op: Op) -> bool:
     write in place, and none of the other ops between them writes what it reads, or draws random numbers after one of the group
     would have.
     """
-    group = [graph.ops[p] for p in op.stands_for]
+    group = [graph.ops[p] for p in op.replaces]
     if not group:
         return False
     asked = asked_for(graph)
@@ -119,7 +119,7 @@ def may_stand(graph: Graph, op: Op) -> bool:
         return False
     if len(group) == 1:
         return True
-    between = [p for p in graph.program[group[0].id : group[-1].id] if p.id not in op.stands_for]
+    between = [p for p in graph.program[group[0].id : group[-1].id] if p.id not in op.replaces]
     first_random = next((p.id for p in group if p.random), len(graph.program))
     written = {t for p in between for t in p.mutates}
     late = any(p.random and p.id > first_random for p in between)

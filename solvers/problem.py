@@ -101,7 +101,7 @@ class Problem:
     def least_s(self) -> float:
         """No schedule takes less: the program's ops once, or what stands for them where that is faster."""
         gains: dict[int, float] = {}
-        for b, group in enumerate(self.places.stands_for):
+        for b, group in enumerate(self.places.replaces):
             if group:
                 gain = sum(self.time_s[i] for i in group) - self.time_s[b]
                 gains[group[-1]] = max(gains.get(group[-1], 0.0), gain)
@@ -138,7 +138,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
     allowed = [
-        all(graph.ops[p].recomputable for p in (*op.stands_for, op.id)) and (repeatable is None or op.id in repeatable)
+        all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) and (repeatable is None or op.id in repeatable)
         for op in ops
     ]
     allowed = [may or places.optional[i] for i, may in enumerate(allowed)]

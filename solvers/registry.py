@@ -53,14 +53,14 @@ SOLVERS: dict[str, Entry] = {
         choices=True,
         places=True,
     ),
-    "store_all": Entry("solvers.policies.store_all", "keep everything: no recomputation"),
+    "keep-everything": Entry("solvers.policies.keep_everything", "keep everything: no recomputation"),
     "checkmate": Entry(
         "solvers.checkmate",
         "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
         large_programs=True,
     ),
     "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", large_programs=True),
-    "checkpoint_blocks": Entry(
+    "checkpoint-blocks": Entry(
         "solvers.policies.checkpoint_blocks", "recompute each block's forward before its backward, blocks being what fits best"
     ),
     "chen-sqrt": Entry(CHEN, "recompute about sqrt(n) segments (Chen et al.)"),

@@ -72,7 +72,7 @@ def as_instance(name: str, graph: Graph, known: Sequence[Mapping[str, object]]) 
 
 def solved(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
     """What is known at each budget: the best schedule, its time, and a bound on all in this order of first executions."""
-    peak_bytes = summarize(graph).store_all_peak_bytes
+    peak_bytes = summarize(graph).keep_everything_peak_bytes
     least_bytes = least_budget(graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
     known = []
     for share in SHARES:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from graphs.errors import GraphError, MismatchError
+from graphs.errors import MismatchError, UsageError
 from graphs.options.surroundings import OtherDevice
 
 DEVICES_KEY = "devices"  # in the provenance of a graph, and in the settings of plans
@@ -32,11 +32,11 @@ def named_device(name: str) -> NamedDevice:
     """The device that is called `name`.
 
     Raises:
-        GraphError: none can be.
+        UsageError: none can be.
     """
     match = _NAME.fullmatch(name.strip())
     if match is None or match[0] == "cpu:0":
-        raise GraphError(
+        raise UsageError(
             f"there is no device {name!r}: write cpu, cpu:2 for two threads of it, cuda, or cuda:1 for the second GPU"
         )
     kind, number = match[1], match[2]
@@ -58,7 +58,7 @@ def known_devices(said: Mapping[str, object]) -> tuple[OtherDevice, ...]:
     """
     try:
         return msgspec.convert(said.get(DEVICES_KEY, ()), tuple[OtherDevice, ...])
-    except (msgspec.ValidationError, GraphError) as error:
+    except (msgspec.ValidationError, UsageError) as error:
         raise MismatchError(
             f"what is said of other devices is not what a trace measures ({error}): the file was edited; trace the step again "
             "with other_devices= (--other-devices)"

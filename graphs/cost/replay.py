@@ -103,7 +103,7 @@ def _replay(capture: Capture) -> tuple[list[int], Schedule]:
     for op in graph.ops[len(graph.program) :]:
         if op.id in left_out:
             continue
-        place[op.id] = max(op.stands_for or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
+        place[op.id] = max(op.replaces or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
         behind.setdefault(place[op.id], []).append(op.id)
         for t in op.outputs:
             made_at.setdefault(t, place[op.id])

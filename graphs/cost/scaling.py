@@ -126,7 +126,5 @@ def same_ops(one: Graph, other: Graph) -> bool:
 
 
 def _structure(graph: Graph) -> object:
-    ops = [
-        (op.target, op.inputs, op.outputs, op.mutates, op.phase, op.recomputable, op.random, op.stands_for) for op in graph.ops
-    ]
+    ops = [(op.target, op.inputs, op.outputs, op.mutates, op.phase, op.recomputable, op.random, op.replaces) for op in graph.ops]
     return ops, [(t.producers, t.kind) for t in graph.tensors], graph.kept

@@ -41,7 +41,7 @@ class _Summary(Struct, forbid_unknown_fields=True):
     ops: Natural
     tensors: Natural
     static_bytes: Natural
-    store_all_peak_bytes: Natural
+    keep_everything_peak_bytes: Natural
     time_s: Seconds
     provenance: dict[str, object]
     optional_ops: Natural = 0

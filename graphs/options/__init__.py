@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from graphs.checks import check_plain
-from graphs.errors import GraphError
+from graphs.errors import UsageError
 from graphs.ir import Graph, Tensor
 from graphs.options.offload import offloaded
 from graphs.options.placement import placed
@@ -58,17 +58,13 @@ _OF_EAGER = {Setting.INDUCTOR: "it is found among those of eager PyTorch; leave 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        "offload": Option("tensors may go to the host and come back, beside the computation", offloaded, copies=True),
-        "chunks": Option(
-            "loss heads, and other large stretches that are row by row, may be computed in 2 to 16 chunks", refused=_OF_EAGER
-        ),
-        "pack": Option("masks, indices and what activations read may be kept in bits and bytes, exactly", refused=_OF_EAGER),
-        "kernels": Option(
-            "convolutions, attention and losses may be computed by other kernels, with other workspaces", refused=_OF_EAGER
-        ),
-        "in-place": Option("ops may write element by element over an input that goes with them", default=True),
+        "offload": Option("tensors may be offloaded to host memory and reloaded, beside the computation", offloaded, copies=True),
+        "chunks": Option("loss heads and other large row-wise stretches may be computed in 2 to 16 chunks", refused=_OF_EAGER),
+        "pack": Option("masks, indices and inputs of activations may be stored in bits and bytes, exactly", refused=_OF_EAGER),
+        "kernels": Option("convolutions, attention and losses may use other kernels, with other workspaces", refused=_OF_EAGER),
+        "in-place": Option("element-wise ops may write over an input that nothing reads later", default=True),
         "compress": Option(
-            "what the backward pass reads may be kept in 1 to 8 bits, with the gradient error of 4 bits for all: compress:4",
+            "saved tensors may be stored in 1 to 8 bits, within the gradient error of 4 bits for all: compress:4",
             lossy=True,
             refused={
                 **_OF_EAGER,
@@ -77,7 +73,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             },
         ),
         "placement": Option(
-            "ops may run on other devices, with copies between",
+            "ops may run on other devices, with copies between them",
             placed,
             places=True,
             refused={
@@ -96,17 +92,17 @@ def parsed(text: str) -> tuple[str, int | None]:
     """The name of a choice, and the bits behind it; None where there are none.
 
     Raises:
-        GraphError: there is no such choice, it takes no bits, or these are out of range.
+        UsageError: there is no such choice, it takes no bits, or these are out of range.
     """
     name, colon, bits = text.partition(":")
     if name not in OPTIONS:
-        raise GraphError(f"there is no option {name!r} of a graph: choose of {', '.join(OPTIONS)}")
+        raise UsageError(f"there is no option {name!r} of a graph: choose of {', '.join(OPTIONS)}")
     if not colon:
         return name, None
     if not OPTIONS[name].lossy:
-        raise GraphError(f"the option {name!r} takes nothing behind a colon, but {text!r} was given: leave it out")
+        raise UsageError(f"the option {name!r} takes nothing behind a colon, but {text!r} was given: leave it out")
     if bits not in map(str, range(LEAST_BITS, MOST_BITS + 1)):
-        raise GraphError(
+        raise UsageError(
             f"{text!r} has {bits!r} bits: must be a whole number from {LEAST_BITS} to {MOST_BITS}, as in "
             f"'{name}:{REFERENCE_BITS}'"
         )
@@ -117,24 +113,24 @@ def check_options(names: Sequence[str]) -> None:
     """Refuse what is no choice.
 
     Raises:
-        GraphError: there is no such choice, or one is named twice.
+        UsageError: there is no such choice, or one is named twice.
     """
     found = [parsed(text)[0] for text in names]
     for name in found:
         if found.count(name) > 1:
-            raise GraphError(f"the option {name!r} is named twice")
+            raise UsageError(f"the option {name!r} is named twice")
 
 
 def check_complete(names: Sequence[str]) -> None:
     """Refuse also what a graph cannot be solved with: lossy ones that do not say to how many bits.
 
     Raises:
-        GraphError: there is such a name.
+        UsageError: there is such a name.
     """
     check_options(names)
     for name, bits in map(parsed, names):
         if OPTIONS[name].lossy and bits is None:
-            raise GraphError(
+            raise UsageError(
                 f"the option {name!r} needs to know how lossy the whole may be, as bits from {LEAST_BITS} to {MOST_BITS}: write "
                 f"'{name}:{REFERENCE_BITS}'"
             )
@@ -144,11 +140,11 @@ def check_goes_with(names: Sequence[str], setting: Setting) -> None:
     """Refuse what does not go with how a step is captured and run.
 
     Raises:
-        GraphError: there is no such choice, or one does not; says why, and what to do.
+        UsageError: there is no such choice, or one does not; says why, and what to do.
     """
     for name, _ in map(parsed, names):
         if (reason := OPTIONS[name].refused.get(setting)) is not None:
-            raise GraphError(f"the option {name!r} does not go with {setting}: {reason}")
+            raise UsageError(f"the option {name!r} does not go with {setting}: {reason}")
 
 
 def traced_options(names: Sequence[str]) -> tuple[str, ...]:
@@ -161,11 +157,11 @@ def check_traced(names: Sequence[str]) -> None:
     """Refuse what is no choice, or none that is found when a step is traced.
 
     Raises:
-        GraphError: there is such a name.
+        UsageError: there is such a name.
     """
     check_options(names)
     if others := [name for name in names if parsed(name)[0] not in traced_options(names)]:
-        raise GraphError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")
+        raise UsageError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")
 
 
 def with_options(
@@ -178,12 +174,12 @@ def with_options(
         only: names of ops: of those that were found when it was traced there are no others; None for all.
 
     Raises:
-        GraphError: there is no such choice, or it cannot be added to this graph, or the graph was traced without it; or one
+        UsageError: there is no such choice, or it cannot be added to this graph, or the graph was traced without it; or one
             that is lossy does not say to how many bits.
     """
     check_complete(names)
     if missing := [name for name in traced_options(names) if name not in traced_with(graph)]:
-        raise GraphError(
+        raise UsageError(
             f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
             f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
         )
@@ -195,7 +191,7 @@ def with_options(
         if (rewrite := OPTIONS[name].rewrite) is not None:
             if surroundings is None:
                 around = "the link to the host" if OPTIONS[name].copies else "other devices: Surroundings(others=...)"
-                raise GraphError(f"the option {name!r} needs to know {around}")
+                raise UsageError(f"the option {name!r} needs to know {around}")
             graph = rewrite(graph, surroundings)
         if bits is not None:
             graph = replace(graph, variance_limit=variance_at(graph, bits))

@@ -49,7 +49,7 @@ class Additions:
         target: str,
         inputs: Sequence[int],
         outputs: Sequence[int],
-        stands_for: Sequence[int] = (),
+        replaces: Sequence[int] = (),
         recomputable: bool = True,
         differs: str = "",
     ) -> int:
@@ -59,7 +59,7 @@ class Additions:
             called: what computes it.
             arguments: Python source of what that is called with, over variables and names of the program.
             like: an op of the program, in whose phase and module it is.
-            name, target, stands_for, recomputable, differs: as in ``Op``; `target` begins with the name of an option.
+            name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option.
             inputs: tensors that `arguments` read, perhaps with repetition.
             outputs: tensors that it makes, in the order in which `called` returns them.
         """
@@ -75,7 +75,7 @@ class Additions:
             recomputable=recomputable,
             module=like.module,
             optional=True,
-            stands_for=tuple(stands_for),
+            replaces=tuple(replaces),
             differs=differs,
         )
         function = f"{target.partition('.')[0]}_{number}"
@@ -94,7 +94,7 @@ class Additions:
         number, call = len(self.capture.graph.ops) + len(self._ops), self.capture.program.calls[op.id]
         named = replace(op, id=number, name=name, target=target, inputs=tuple(dict.fromkeys(inputs)))
         assert isinstance(call, Call)
-        variant = replace(named, optional=True, stands_for=(op.id,), overwrites=())
+        variant = replace(named, optional=True, replaces=(op.id,), overwrites=())
         self._put(variant, replace(call, expression=expression, in_place=None), self.capture.nodes[op.id])
         return number
 

@@ -136,5 +136,5 @@ def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:
     t, copy = graph.tensors[out.inputs[0]], graph.tensors[out.outputs[0]]
     places = (t.pool, copy.pool, out.stream, back.stream) == (DEVICE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE)
     made = len(t.producers) > 1 and t.producers[-1] == back.id and copy.producers == (out.id,)
-    again = out.recomputable and back.recomputable and not out.stands_for and not back.stands_for
+    again = out.recomputable and back.recomputable and not out.replaces and not back.replaces
     return places and made and again and t.id not in graph.kept and copy.size_bytes == t.size_bytes and out.exact and back.exact

@@ -117,7 +117,7 @@ class _Writer:
                     workspace_bytes=device.workspaces_bytes[op.id] if device.workspaces_bytes else op.workspace_bytes,
                     stream=stream,
                     optional=True,
-                    stands_for=(op.id,),
+                    replaces=(op.id,),
                     overwrites=(),
                     differs="" if op.id in device.exact else device.differs,
                 )
@@ -242,10 +242,10 @@ def placement_beside(graph: Graph) -> Placement:
             if source == 0 and target and after >= count > before:
                 places[target][before], base[after] = after, before
             key = source, target, base[before]
-            known = source != target and base[before] == base[after] < count and key not in copies and not op.stands_for
+            known = source != target and base[before] == base[after] < count and key not in copies and not op.replaces
             copies[key] = op.id
-        elif len(op.stands_for) == 1 and (d := device.get(op.stream, 0)):
-            stood_for = graph.ops[op.stands_for[0]]
+        elif len(op.replaces) == 1 and (d := device.get(op.stream, 0)):
+            stood_for = graph.ops[op.replaces[0]]
             runs[d][stood_for.id] = op.id
             known = (_placed(places[d], stood_for.inputs), _placed(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
         if not known:

@@ -130,9 +130,9 @@ def random_options(seed: int, ops: int, most: int = 4) -> Graph:
         read = {t for p in graph.ops if p not in group for t in p.inputs} | graph.kept
         inputs = [swapped[1] if t == swapped[0] else t for p in group for t in p.inputs if t not in inside]
         outputs = [t for p in group for t in p.outputs if t in read or draw.random() < 0.2]
-        stands_for = tuple(p.id for p in group)
+        replaces = tuple(p.id for p in group)
         mutates = tuple(sorted({t for p in group for t in p.mutates}))
-        add(dict.fromkeys(inputs), dict.fromkeys(outputs), time_s, stands_for=stands_for, mutates=mutates)
+        add(dict.fromkeys(inputs), dict.fromkeys(outputs), time_s, replaces=replaces, mutates=mutates)
 
     while len(made) < ops + most and (len(made) == ops or draw.random() < 0.75):
         first = draw.choice(graph.ops)

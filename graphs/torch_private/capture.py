@@ -1,6 +1,6 @@
 """Private names of Dynamo and AOTAutograd: capturing a step, and how they are told to do it otherwise."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -137,3 +137,15 @@ def dynamo_phase(name: str) -> Iterator[None]:
 def source_name(source: Any) -> str:
     """Return where a value is, as Dynamo writes it: in torch 2.11 by a method."""
     return str(source.name if isinstance(source.name, str) else source.name())
+
+
+def graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return where Dynamo leaves the graph when it compiles `function`, which is called, and why: a line of code and a reason."""
+    found = torch._dynamo.explain(function)(*args, **kwargs)
+    return [
+        (
+            "".join(f"{frame.filename}:{frame.lineno}" for frame in reason.user_stack[-1:]) or "unknown line",
+            " ".join(reason.reason.partition("Hint:")[0].split()),
+        )
+        for reason in found.break_reasons
+    ]

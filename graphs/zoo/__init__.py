@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from graphs.errors import TraceError, UnknownOptionError
+from graphs.errors import UnknownOptionError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,7 +60,7 @@ def build(name: str, **options: Any) -> Workload:
 
     Raises:
         UnknownOptionError: it has no such option.
-        TraceError: unknown name, or a value of the wrong type or out of range.
+        UsageError: unknown name, or a value of the wrong type or out of range.
     """
     factory = _factory(name)
     parameters = inspect.signature(factory).parameters
@@ -82,18 +82,18 @@ def parse_options(name: str, texts: Sequence[str]) -> Mapping[str, Any]:
 
     Raises:
         UnknownOptionError: it has no such option.
-        TraceError: not of this form, given twice, or a value that cannot be read as its type.
+        UsageError: not of this form, given twice, or a value that cannot be read as its type.
     """
     parameters = inspect.signature(_factory(name)).parameters
     options: dict[str, Any] = {}
     for text in texts:
         option, equals, value = (part.strip() for part in text.partition("="))
         if not equals:
-            raise TraceError(f"option {text!r} is not of the form name=value: the options of {name} are {describe_options(name)}")
+            raise UsageError(f"option {text!r} is not of the form name=value: the options of {name} are {describe_options(name)}")
         if option not in parameters:
             raise UnknownOptionError(name, option, f"its options are {describe_options(name)}")
         if option in options:
-            raise TraceError(f"option {option!r} of {name} is given twice")
+            raise UsageError(f"option {option!r} of {name} is given twice")
         options[option] = _read(name, option, value, parameters[option].annotation)
     return options
 
@@ -101,7 +101,7 @@ def parse_options(name: str, texts: Sequence[str]) -> Mapping[str, Any]:
 def _factory(name: str) -> Callable[..., Workload]:
     entry = ZOO.get(name)
     if entry is None:
-        raise TraceError(f"unknown zoo model {name!r}: choose from {', '.join(ZOO)}")
+        raise UsageError(f"unknown zoo model {name!r}: choose from {', '.join(ZOO)}")
     factory: Callable[..., Workload] = getattr(importlib.import_module(entry.module), entry.function)
     return factory
 
@@ -128,7 +128,7 @@ def _check_value(name: str, option: str, value: Any, annotation: Any) -> None:
     else:
         fits, wanted = _is_count(value), "a whole number, at least 1"
     if not fits:
-        raise TraceError(f"option {option} of {name} is {value!r}: it must be {wanted}")
+        raise UsageError(f"option {option} of {name} is {value!r}: it must be {wanted}")
 
 
 def _is_count(value: Any) -> bool:
@@ -153,7 +153,7 @@ def _read(name: str, option: str, text: str, annotation: Any) -> Any:
         wanted = {bool: "true or false", float: "a number"}.get(annotation, "a whole number")
         if annotation == tuple[int, ...]:
             wanted = "whole numbers separated by commas"
-        raise TraceError(f"option {option} of {name} is {text!r}: it must be {wanted}") from None
+        raise UsageError(f"option {option} of {name} is {text!r}: it must be {wanted}") from None
 
 
 def _written(value: Any) -> str:

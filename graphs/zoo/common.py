@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphs.errors import TraceError
+from graphs.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -17,15 +17,15 @@ def creating(dtype: str, device: str) -> Iterator[None]:
     """Floating-point tensors made inside are made in `dtype`, and all tensors on `device`.
 
     Raises:
-        TraceError: unknown dtype, or a device that this machine does not have.
+        UsageError: unknown dtype, or a device that this machine does not have.
     """
     choose("dtype", dtype, DTYPES)
     try:
         place = torch.device(device)
     except RuntimeError:
-        raise TraceError(f"device {device!r} is not one that torch knows: write cpu, cuda or cuda:0") from None
+        raise UsageError(f"device {device!r} is not one that torch knows: write cpu, cuda or cuda:0") from None
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise TraceError(f"device {device!r} is not on this machine: build on cpu, and model the device by its roofline")
+        raise UsageError(f"device {device!r} is not on this machine: build on cpu, and model the device by its roofline")
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[dtype])
     try:
@@ -38,13 +38,13 @@ def creating(dtype: str, device: str) -> Iterator[None]:
 def choose(option: str, value: str, choices: "dict[str, torch.dtype] | tuple[str, ...]") -> None:
     """Refuse a `value` that is none of `choices`."""
     if value not in choices:
-        raise TraceError(f"option {option} is {value!r}: choose from {', '.join(choices)}")
+        raise UsageError(f"option {option} is {value!r}: choose from {', '.join(choices)}")
 
 
 def refuse_if(condition: object, message: str) -> None:
     """Refuse options that do not go together."""
     if condition:
-        raise TraceError(message)
+        raise UsageError(message)
 
 
 def class_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def densenet121(
     """DenseNet-121; DenseNet-169 is ``blocks=(6, 12, 32, 32)``.
 
     Raises:
-        TraceError: `size` is too small for the halvings.
+        UsageError: `size` is too small for the halvings.
     """
     least = 2 ** (len(blocks) + 1)
     refuse_if(size < least, f"option size of densenet121 is {size}: {len(blocks)} blocks need at least {least}")

@@ -108,7 +108,7 @@ def gpt2(
     """GPT-2 small by default; medium is ``layers=24, width=1024, heads=16``.
 
     Raises:
-        TraceError: `width` is no multiple of `heads`; `attention` is neither ``sdpa`` nor ``written``.
+        UsageError: `width` is no multiple of `heads`; `attention` is neither ``sdpa`` nor ``written``.
     """
     choose("attention", attention, ("sdpa", "written"))
     refuse_if(width % heads, f"option width of gpt2 is {width}: it must be a multiple of heads={heads}")

@@ -127,7 +127,7 @@ def llama(
     """Llama 7B by default; `kv_heads` None means as many as `heads`.
 
     Raises:
-        TraceError: `width` is no multiple of 2 * `heads`, or `heads` no multiple of `kv_heads`.
+        UsageError: `width` is no multiple of 2 * `heads`, or `heads` no multiple of `kv_heads`.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     refuse_if(width % (2 * heads), f"option width of llama is {width}: it must be a multiple of 2 * heads = {2 * heads}")

@@ -59,7 +59,7 @@ def unet(
     """The U-Net with four levels by default; `channels` at full resolution, doubled at each of `depth` halvings.
 
     Raises:
-        TraceError: `size` is no multiple of 2^depth; `norm` is neither ``batch`` nor ``group`` (which needs
+        UsageError: `size` is no multiple of 2^depth; `norm` is neither ``batch`` nor ``group`` (which needs
             `channels` to be a multiple of its 8 groups).
     """
     choose("norm", norm, ("batch", "group"))

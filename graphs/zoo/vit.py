@@ -90,7 +90,7 @@ def vit(
     """ViT-B/16 by default; ViT-L/16 is ``layers=24, width=1024, heads=16``; `hidden` None means 4 * `width`.
 
     Raises:
-        TraceError: `size` is no multiple of `patch`, or `width` no multiple of `heads`.
+        UsageError: `size` is no multiple of `patch`, or `width` no multiple of `heads`.
     """
     refuse_if(size % patch, f"option size of vit is {size}: it must be a multiple of patch={patch}")
     refuse_if(width % heads, f"option width of vit is {width}: it must be a multiple of heads={heads}")

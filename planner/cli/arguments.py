@@ -6,7 +6,7 @@ What a command needs is imported when it runs: ``--help`` answers at once.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
@@ -31,8 +31,8 @@ INTERRUPTED = 130
 JOBS = 2  # at a time, unless the user says otherwise
 
 MODEL_HELP = (
-    "zoo:NAME or path/to/file.py:function, options after commas; the function returns (model, loss_fn, batch), "
-    "trained on loss_fn(model(*inputs), target) with the last of the batch as target; a batch that is a dict is given by name"
+    "zoo:NAME or path/to/file.py:function, arguments after commas; the function returns (model, loss_fn, batch), and the step "
+    "is loss_fn(model(*inputs), target), the target being the last of the batch; a batch that is a dict is passed by name"
 )
 
 
@@ -78,6 +78,18 @@ def add_quiet(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+def add_solver(parser: Parser) -> None:
+    """Let the method be chosen."""
+    parser.add_argument(
+        "--solver",
+        type=options.solver,
+        default="windows",
+        metavar="NAME",
+        help="windows (the fastest schedule, with a proof), or a baseline: keep-everything, checkpoint-blocks, sac, "
+        "memory-budget, dtr, ...; planner solvers lists all (default: windows)",
+    )
+
+
 def add_workers(parser: Parser, *, said: str) -> None:
     """Add the options for how many are solved at a time, or where; `said` is what they are."""
     workers = parser.add_mutually_exclusive_group()
@@ -95,40 +107,40 @@ def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
         "--reorder",
         action=argparse.BooleanOptionalAction,
         default=default,
-        help=f"look for an order of the ops that needs less memory, and solve in that (default: {said})",
+        help=f"search for an order of the ops that needs less memory (default: {said})",
     )
 
 
 def add_traced_options(parser: Parser) -> None:
-    """Options of a graph that are found when it is traced."""
-    found = traced_options(tuple(OPTIONS))
-    offered = "; ".join(f"{name}: {OPTIONS[name].description}" for name in found)
-    parser.add_argument(
-        "--options",
-        type=options.names,
-        default=(),
-        metavar="NAMES",
-        help=f"look for choices besides recomputing, and hold them in the graph ({offered})",
-    )
+    """Let options be chosen that are found when a step is traced."""
+    _add_options(parser, traced_options(tuple(OPTIONS)), "what to look for besides recomputation, and add to the graph")
 
 
 def add_choices(parser: Parser) -> None:
-    """Options of a graph, and what is said of the machine for them."""
-    offered = "; ".join(f"{name}: {option.description}" for name, option in OPTIONS.items())
-    traced = ", ".join(traced_options(tuple(OPTIONS)))
+    """Let options be chosen, and describe the machine for them."""
+    _add_options(parser, tuple(OPTIONS), "what the schedule may do besides recomputing")
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="of these options, use only what was verified to give the same bits",
+    )
+    add_copying(parser)
+
+
+def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:
     parser.add_argument(
         "--options",
         type=options.names,
         default=(),
         metavar="NAMES",
-        help=f"choices besides recomputing ({offered}); of graphs that were traced with them: {traced}",
+        help=f"{said}: {', '.join(offered)}; planner options describes each",
     )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="of these choices, only those that differ from the program in not a bit, as far as that was verified",
-    )
-    add_copying(parser)
+
+
+def table_of(described: Mapping[str, str]) -> str:
+    """Return names and their descriptions in two columns."""
+    width = max(map(len, described))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in described.items())
 
 
 def add_copying(parser: Parser) -> None:
@@ -137,29 +149,29 @@ def add_copying(parser: Parser) -> None:
         "--link",
         type=options.rate,
         metavar="RATE",
-        help="what is copied to the host a second, and back at the same time, beside a training step (default: as measured, "
-        f"or published of the device; {LINK} where nothing is known)",
+        help="bytes a second of transfers to host memory, and at the same time back (default: as measured, or published for "
+        f"the device, else {LINK})",
     )
     parser.add_argument(
         "--host-budget",
         type=options.budget,
         metavar="SIZE",
-        help="memory of the host for what is there: 64GB, or 50%% of what is free (default: 50%%)",
+        help="host memory for offloaded tensors: 64GB, or 50%% of what is free (default: 50%%)",
     )
 
 
 def add_how_to_trace(parser: Parser) -> None:
     """Options of what a step is traced on, and with."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run and measure the ops (default: cpu)")
-    where.add_argument("--roofline", choices=tuple(DEVICES), help="model this device instead: nothing is run, nothing allocated")
+    where.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure the ops (default: cpu)")
+    where.add_argument("--roofline", choices=tuple(DEVICES), help="model this device instead: nothing is run or allocated")
     parser.add_argument(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
         default="none",
-        help="count its state as memory (default: none)",
+        help="count its state in memory (default: none)",
     )
-    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier batches are in memory too")
+    parser.add_argument("--accumulate", action="store_true", help="count gradients of earlier batches too")
     parser.add_argument("--passes", type=options.count, default=5, metavar="N", help="times each op is measured (default: 5)")
     parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
 
@@ -207,7 +219,7 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
                 "tensors": summary.tensors,
                 "optional_ops": summary.optional_ops,
                 "static_bytes": summary.static_bytes,
-                "store_all_peak_bytes": summary.store_all_peak_bytes,
+                "keep_everything_peak_bytes": summary.keep_everything_peak_bytes,
                 "time_s": summary.time_s,
             },
             beside=(arguments.output,),
@@ -216,7 +228,7 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
         print_text(
             f"{arguments.output}: {summary.ops:,} ops{optional}, {summary.tensors:,} tensors, "
             f"step time {format_seconds(summary.time_s)}, "
-            f"peak without recomputation {format_bytes(summary.store_all_peak_bytes)}, "
+            f"peak without recomputation {format_bytes(summary.keep_everything_peak_bytes)}, "
             f"of it {format_bytes(summary.static_bytes)} throughout",
             beside=(arguments.output,),
         )

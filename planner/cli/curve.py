@@ -15,11 +15,11 @@ from planner.cli.arguments import (
     add_command,
     add_quiet,
     add_reorder,
+    add_solver,
     add_workers,
     print_json,
     print_text,
 )
-from solvers.registry import SOLVERS
 
 _TOTAL_S = 30.0
 
@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
     add_workers(parser, said="budgets solved")
-    parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
+    add_solver(parser)
     parser.add_argument(
         "--time-limit",
         type=options.duration,

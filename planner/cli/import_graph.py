@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from graphs.errors import PlannerError
+from graphs.errors import UsageError
 from planner import options
 from planner.cli.arguments import DONE, Commands, add_command, add_quiet, print_written
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_writable(arguments.output)
     if Path(arguments.output).exists() and Path(arguments.file).exists() and Path(arguments.output).samefile(arguments.file):
-        raise PlannerError(f"{arguments.output} is the file to import itself: name another for the graph")
+        raise UsageError(f"{arguments.output} is the file to import itself: name another for the graph")
     with LineView(quiet=arguments.quiet) as progress:
         progress.say(f"reading {arguments.file}")
         graph = import_graph(arguments.file)

@@ -9,9 +9,25 @@ import os
 import sys
 from collections.abc import Sequence
 
-from graphs.errors import InfeasibleError, LimitError, PlannerError
-from planner.cli import advise, compare, curve, import_graph, info, max_batch, run, show, solve, trace
-from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, Command, Parser, complain
+import shtab
+
+from graphs.errors import InfeasibleError, LimitError, PlannerError, UsageError
+from planner.cli import (
+    advise,
+    compare,
+    curve,
+    doctor,
+    graph_options,
+    import_graph,
+    info,
+    max_batch,
+    run,
+    show,
+    solve,
+    solvers,
+    trace,
+)
+from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, complain
 from planner.runtime.allocator_failure import allocator_failure
 
 # In the order in which they are listed.
@@ -26,6 +42,9 @@ _COMMANDS: dict[str, Command] = {
     "show": show,
     "info": info,
     "import": import_graph,
+    "solvers": solvers,
+    "options": graph_options,
+    "doctor": doctor,
 }
 
 
@@ -46,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"{error} (planner info shows the largest ops of a graph)")
     except LimitError as error:
         code = LIMIT
+        complain(error)
+    except UsageError as error:
+        code = USAGE
         complain(error)
     except PlannerError as error:
         code = FAILED
@@ -70,7 +92,8 @@ def _run(argv: Sequence[str] | None) -> int:
             _show_version()
             return DONE
         if arguments.command is None:
-            parser.error(f"name a command: {', '.join(_COMMANDS)}")
+            parser.print_help()
+            return DONE
     except SystemExit as end:
         # Where argparse has answered already: --help, a usage error.
         return end.code if isinstance(end.code, int) else DONE
@@ -85,10 +108,11 @@ def build_parser() -> Parser:
         epilog="example:\n"
         "  planner trace zoo:gpt2,layers=4,batch=8,seq=128 -o model.json\n"
         "  planner solve model.json --budget 60% -o plan.json\n"
-        "  planner run plan.json --model zoo:gpt2,layers=4,batch=8,seq=128",
+        "  planner run plan.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
+    shtab.add_argument_to(parser, "--print-completion", help="print completion code for a shell and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for module in _COMMANDS.values():
         module.add(commands)

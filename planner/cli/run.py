@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from graphs.errors import ModelError, UsageError
 from planner import options
 from planner.cli.arguments import (
     DIFFERENT,
@@ -15,8 +16,10 @@ from planner.cli.arguments import (
     print_json,
     print_text,
 )
+from planner.models.workload import ModelSpec, parse_spec
 
 if TYPE_CHECKING:
+    from graphs.plan import Plan
     from planner.running import RunReport
 
 
@@ -31,10 +34,12 @@ def add(commands: Commands) -> None:
         "6 loss, gradients, buffers or random state different from keeping everything or from plain PyTorch "
         "(over its budget\nor not), though the plan may not differ, 1 anything else. Where keeping everything does not fit into "
         "what is free,\nresults are not compared, and the report says so\n\n"
-        "example:\n  planner run plan.json --model zoo:gpt2,layers=4,batch=8,seq=128",
+        "examples:\n  planner run plan.json\n  planner run plan.json --model my_model.py:build,batch=64 --device cuda",
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
-    parser.add_argument("--model", metavar="MODEL", type=options.model, required=True, help=MODEL_HELP)
+    parser.add_argument(
+        "--model", metavar="MODEL", type=options.model, help=f"{MODEL_HELP} (default: the model that the plan was traced from)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps to measure (default: 5)")
     parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights, batch and dropout (default: 0)")
@@ -51,17 +56,31 @@ def run(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.plan)
     check_with_its_graph(plan, arguments.plan)
     with LineView(quiet=arguments.quiet) as progress:
-        progress.say(f"building {arguments.model}")
+        model = arguments.model or _model_of(plan)
+        progress.say(f"building {model}")
         from planner import running
         from planner.models import workload
 
-        built = workload.load(arguments.model, device=arguments.device, seed=arguments.seed)
+        built = workload.load(model, device=arguments.device, seed=arguments.seed)
         report = running.run(plan, *built, repeats=arguments.repeats, seed=arguments.seed, on_progress=progress)
     if arguments.json:
         print_json(run_data(report))
     else:
         print_text(run_text(report))
     return _verdict(report)
+
+
+def _model_of(plan: "Plan") -> ModelSpec:
+    """Return the model that the graph of `plan` was traced from.
+
+    Raises:
+        UsageError: the plan does not say which.
+    """
+    named = plan.graph.provenance.get("model")
+    try:
+        return parse_spec(str(named))
+    except ModelError:
+        raise UsageError("the plan does not name a model that can be built: add --model") from None
 
 
 def _verdict(report: "RunReport") -> int:

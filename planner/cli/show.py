@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import PlannerError
+from graphs.errors import UsageError
 from planner import options
 from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
 
@@ -41,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     wanted = [(path, make) for path, make in ((arguments.output, page), (arguments.trace, chrome_trace)) if path is not None]
     if not wanted:
-        raise PlannerError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
+        raise UsageError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
     plan = read_plan(arguments.plan)
     graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
     for path, _ in wanted:
         check_writable(path)
         if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, graph_path)):
-            raise PlannerError(f"{path} is read for this: name another file to write")
+            raise UsageError(f"{path} is read for this: name another file to write")
     graph = read_graph(graph_path)
     timeline = Timeline(with_recorded(graph, plan.settings), plan)
     for path, make in wanted:
@@ -66,9 +66,9 @@ def _graph_of(plan: "Plan", plan_path: str) -> Path:
 
     path = graph_path(plan, plan_path)
     if path is None:
-        raise PlannerError(f"{plan_path} does not say where its graph is: name what it was solved for (--graph model.json)")
+        raise UsageError(f"{plan_path} does not say where its graph is: name what it was solved for (--graph model.json)")
     if not path.is_file():
-        raise PlannerError(
+        raise UsageError(
             f"the graph of {plan_path} was in {path}, where there is no file now: say where it is (--graph model.json), "
             "or trace and solve again"
         )

@@ -6,10 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import PlannerError
+from graphs.errors import UsageError
 from planner import options
-from planner.cli.arguments import DONE, Commands, add_choices, add_command, add_quiet, add_reorder, print_json, print_text
-from solvers.registry import SOLVERS
+from planner.cli.arguments import (
+    DONE,
+    Commands,
+    add_choices,
+    add_command,
+    add_quiet,
+    add_reorder,
+    add_solver,
+    print_json,
+    print_text,
+)
 from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
@@ -18,13 +27,10 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the command to the command line."""
-    width = max(map(len, SOLVERS))
-    solvers = "\n".join(f"  {name:<{width}} {entry.description}" for name, entry in SOLVERS.items())
     parser = add_command(
         commands,
         "solve",
         "find the fastest schedule of a graph that fits a memory budget",
-        f"solvers:\n{solvers}\n\n"
         "Ctrl-C ends the solve with the best schedule found so far; a second one quits at once.\n"
         "exit codes: 0 a schedule, 2 usage, 3 proved: none fits in the orders of the ops that were tried, 4 none found in time,\n"
         "1 anything else\n\n"
@@ -53,7 +59,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
     )
-    parser.add_argument("--solver", choices=tuple(SOLVERS), default="windows", help="how to solve (default: windows)")
+    add_solver(parser)
     limits = parser.add_mutually_exclusive_group()
     limits.add_argument(
         "--time-limit",
@@ -100,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         check_writable(arguments.output)
         if Path(arguments.output).exists() and Path(arguments.output).samefile(arguments.graph):
-            raise PlannerError(f"{arguments.output} is the graph itself: name another file for the plan")
+            raise UsageError(f"{arguments.output} is the graph itself: name another file for the plan")
     if arguments.write_model is not None:
         _write_model(graph, arguments)
     with (
@@ -146,15 +152,15 @@ def _graph_file(arguments: argparse.Namespace) -> str:
 
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     if arguments.solver != "checkmate":
-        raise PlannerError("--write-model writes the program of the solver checkmate: add --solver checkmate")
+        raise UsageError("--write-model writes the program of the solver checkmate: add --solver checkmate")
     if arguments.budget is None:
-        raise PlannerError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
+        raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
     from graphs.options import with_options
     from planner.budgets import budget_in_bytes
     from planner.solving import order_for, summarize
     from solvers.checkmate import write_model
 
     graph = with_options(graph, ())
-    peak_bytes = summarize(graph).store_all_peak_bytes
+    peak_bytes = summarize(graph).keep_everything_peak_bytes
     ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
     write_model(ordered, budget_in_bytes(arguments.budget, peak_bytes), arguments.write_model)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from graphs.errors import ModelError, UnknownOptionError
+from graphs.errors import UnknownOptionError, UsageError
 from graphs.ir import Graph
 from planner.models.tracing import Tracing
 from planner.models.workload import ModelSpec
@@ -24,13 +24,13 @@ class Sizes:
         first: the size that the model gives, in units; 1 where it gives none.
 
     Raises:
-        ModelError: the size that the model gives is no whole number above 0.
+        UsageError: the size that the model gives is no whole number above 0.
     """
 
     def __init__(self, model: ModelSpec, option: str, tracing: Tracing, *, unit: int = 1, way_out: str) -> None:
         given = dict(model.options).get(option, str(unit))
         if not given.isdecimal() or int(given) < 1:
-            raise ModelError(f"option {option!r} of {model} is {given!r}: a size that varies is a whole number above 0")
+            raise UsageError(f"option {option!r} of {model} is {given!r}: a size that varies is a whole number above 0")
         self.first = max(1, int(given) // unit)
         self._model = model
         self._option = option
@@ -42,7 +42,7 @@ class Sizes:
         """The graph of the training step at a size of so many units.
 
         Raises:
-            ModelError: the model has no such option, or cannot be built.
+            UsageError: the model has no such option, or cannot be built.
             TraceError: the step cannot be captured.
             MemoryError: it was to be measured, and the device has not enough memory.
         """
@@ -54,5 +54,5 @@ class Sizes:
             raise MemoryError(str(error)) from error
         except UnknownOptionError as error:
             if error.option == self._option:
-                raise ModelError(f"{error}; {self._way_out}") from error
+                raise UsageError(f"{error}; {self._way_out}") from error
             raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import ModelError, UnknownOptionError
+from graphs.errors import ModelError, UnknownOptionError, UsageError
 
 if TYPE_CHECKING:
     from graphs.zoo import Workload
@@ -183,7 +183,7 @@ def _typed_options(function: Callable[..., object], spec: ModelSpec) -> dict[str
         options[name] = _read(text, _option_type(named.get(name), hints.get(name)), f"option {name!r} of {what}")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in options]
     if missing:
-        raise ModelError(f"{what} needs a value for {', '.join(missing)}: {spec.source}:{spec.function},{missing[0]}=...")
+        raise UsageError(f"{what} needs a value for {', '.join(missing)}: {spec.source}:{spec.function},{missing[0]}=...")
     return options
 
 
@@ -208,14 +208,14 @@ def _read(text: str, wanted: object, what: str) -> object:
         known = [int, float, bool, str] if text not in ("0", "1") else [int]
     if not known:
         name = getattr(wanted, "__name__", wanted)
-        raise ModelError(f"{what} is of type {name}: only int, float, bool and str can be given on the command line")
+        raise UsageError(f"{what} is of type {name}: only int, float, bool and str can be given on the command line")
     for member in known:
         try:
             return _BOOLEANS[text.lower()] if member is bool else member(text)
         except (KeyError, ValueError):
             continue
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise ModelError(f"{what} is {text!r}: must be {' or '.join(names[member] for member in known)}")
+    raise UsageError(f"{what} is {text!r}: must be {' or '.join(names[member] for member in known)}")
 
 
 def _checked(returned: object, what: str) -> "Workload":

@@ -24,10 +24,10 @@ def describe(progress: Progress) -> str:
 
 def plan_line(plan: Plan) -> str:
     """Return what a plan saves and costs, in one line."""
-    return saved_line(plan.peak_bytes, plan.graph.store_all_peak_bytes, plan.overhead, plan.gap)
+    return saved_line(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
 
 
-def saved_line(peak_bytes: int, store_all_peak_bytes: int, overhead: float, gap: float | None) -> str:
+def saved_line(peak_bytes: int, keep_everything_peak_bytes: int, overhead: float, gap: float | None) -> str:
     """Return what a schedule saves and costs against keeping everything, in one line; `gap` is None where no bound is known."""
     if gap is None:
         proof = ""
@@ -35,7 +35,7 @@ def saved_line(peak_bytes: int, store_all_peak_bytes: int, overhead: float, gap:
         proof = " (proved optimal)"
     else:
         proof = f" (proved within {100 * gap:.2g}%)"
-    memory = f"{format_bytes(peak_bytes)} of {format_bytes(store_all_peak_bytes)}"
+    memory = f"{format_bytes(peak_bytes)} of {format_bytes(keep_everything_peak_bytes)}"
     return f"planned: {memory}, predicted {slower_than('keeping everything', overhead)}{proof}"
 
 

@@ -16,7 +16,7 @@ _OURS = "windows"
 # What methods are called in figures, and how they look: colors that people tell apart who see few of them (Okabe and Ito).
 _KNOWN = {
     _OURS: ("optimal schedule", "#0072B2", "o"),
-    "checkpoint_blocks": ("checkpointing blocks", "#D55E00", "s"),
+    "checkpoint-blocks": ("checkpointing blocks", "#D55E00", "s"),
     "sac": ("selective checkpointing", "#CC79A7", "X"),
     "memory-budget": ("Memory Budget API", "#E69F00", "D"),
     "rotor": ("rotor", "#009E73", "P"),

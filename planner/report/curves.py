@@ -50,8 +50,8 @@ def curve_data(curve: Curve) -> dict[str, object]:
         "complete": curve.complete,
         "reordered": curve.reordered,
         "fingerprint": curve.graph.fingerprint,
-        "store_all_peak_bytes": curve.graph.store_all_peak_bytes,
-        "store_all_time_s": curve.graph.time_s,
+        "keep_everything_peak_bytes": curve.graph.keep_everything_peak_bytes,
+        "keep_everything_time_s": curve.graph.time_s,
         "least_budget_proved_bytes": None if least is None else least.proved_bytes,
         "least_budget_found_bytes": None if least is None else least.found_bytes,
         "points": _rows(curve),
@@ -69,7 +69,7 @@ def curve_frame(curve: Curve) -> "pd.DataFrame":
 
 
 def _rows(curve: Curve) -> list[dict[str, object]]:
-    peak = curve.graph.store_all_peak_bytes
+    peak = curve.graph.keep_everything_peak_bytes
     return [
         {
             "budget_bytes": point.budget_bytes,
@@ -88,7 +88,7 @@ def _rows(curve: Curve) -> list[dict[str, object]]:
 
 
 def _share(curve: Curve, point: Point) -> str:
-    peak = curve.graph.store_all_peak_bytes
+    peak = curve.graph.keep_everything_peak_bytes
     return format_ratio(point.budget_bytes / peak) if peak else _UNKNOWN
 
 

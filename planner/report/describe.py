@@ -50,7 +50,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
 
 def plan_text(plan: Plan) -> str:
     """What ``planner solve`` says about a plan, for people."""
-    peak = plan.graph.store_all_peak_bytes
+    peak = plan.graph.keep_everything_peak_bytes
     share = f", {format_ratio(plan.budget_bytes / peak)} of the {format_bytes(peak)} that eager PyTorch needs" if peak else ""
     time_s, ratio = format_seconds(plan.time_s), f"{1 + plan.overhead:.4f}"
     lines = [

@@ -22,7 +22,7 @@ from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
 from solvers.least import least_known
 from solvers.order.reorder import reordered
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 LISTED = 10
 _ORDER = "in the order of the ops that a solve takes"
@@ -130,7 +130,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         kept_tensors=len(graph.kept),
         static_bytes_by_kind={str(kind): size for kind, size in graph.static_bytes_by_kind.items()},
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
-        reordered_peak_bytes=simulate(order, store_all(order)).peak_bytes,
+        reordered_peak_bytes=simulate(order, keep_everything(order)).peak_bytes,
         least_budget_bytes=least.budget_bytes,
         least_budget_found_bytes=found.peak_bytes,
         least_budget_offload_bytes=offloading.budget_bytes,
@@ -165,7 +165,7 @@ def graph_text(facts: GraphFacts) -> str:
         ("step time", f"{format_seconds(summary.time_s)} ({times})" if times else format_seconds(summary.time_s)),
         ("static memory", format_bytes(summary.static_bytes)),
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
-        ("peak", f"{format_bytes(summary.store_all_peak_bytes)} without recomputation{_reordered(facts)}"),
+        ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_reordered(facts)}"),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
@@ -213,7 +213,7 @@ def _least(facts: GraphFacts) -> str:
 
 
 def _reordered(facts: GraphFacts) -> str:
-    if facts.reordered_peak_bytes == facts.summary.store_all_peak_bytes:
+    if facts.reordered_peak_bytes == facts.summary.keep_everything_peak_bytes:
         return ""
     return f", {format_bytes(facts.reordered_peak_bytes)} with the ops in a better order"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import OutputError, PlannerError
+from graphs.errors import PlannerError, UsageError
 from graphs.io.files import check_writable, write_bytes
 from graphs.units import format_bytes, format_seconds
 from planner.visible import visible
@@ -51,13 +51,14 @@ def check_plot(path: Path) -> None:
     """Find out, before work is spent, whether a figure can be written to `path`.
 
     Raises:
-        OutputError: the folder is not there or not writable, or the name's ending is no format of figures.
+        OutputError: the folder is not there or not writable.
+        UsageError: the name's ending is no format of figures.
         PlannerError: matplotlib is not installed.
     """
     check_writable(path)
     formats = new_figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
-        raise OutputError(f"{path} does not end in a format of figures: choose one of {', '.join(sorted(formats))}")
+        raise UsageError(f"{path} does not end in a format of figures: choose one of {', '.join(sorted(formats))}")
 
 
 def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:

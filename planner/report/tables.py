@@ -33,7 +33,7 @@ def run_row(plan: Plan, report: "RunReport") -> tuple[str, ...]:
     """The cells of COLUMNS for one run: times in seconds, then as multiples of keeping everything, as the bound is."""
     return (
         format_bytes(report.budget_bytes),
-        f"{100 * report.budget_bytes / plan.graph.store_all_peak_bytes:.0f}%",
+        f"{100 * report.budget_bytes / plan.graph.keep_everything_peak_bytes:.0f}%",
         format_bytes(report.predicted_peak_bytes),
         format_bytes(report.measured_peak_bytes),
         format_seconds(report.predicted_time_s),

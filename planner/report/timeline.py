@@ -104,7 +104,7 @@ class Timeline:
         for index, (step, memory) in enumerate(zip(self.plan.schedule.steps, self.simulation.memory_bytes, strict=True)):
             if isinstance(step, Compute):
                 op = self.graph.ops[step.op]
-                places = op.stands_for if op.optional else (op.id,)
+                places = op.replaces if op.optional else (op.id,)
                 again = bool(places) and done.issuperset(places)
                 done.update(places)
                 found.append(Execution(op, index, self.clocks.starts_s[index], self.clocks.ends_s[index], memory, again))

@@ -59,6 +59,14 @@ def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float)
     return LinkProfile(alone, beside, latency_s)
 
 
+def link_alone(device: torch.device) -> Rates:
+    """Return what the link between the host and `device` carries while nothing is computed."""
+    large = _Copies(open_channels(device, None, timed=True), device, LARGE_BYTES)
+    with isolated(device):
+        large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
+        return _rates(large, _LEAST_COPIES, None)
+
+
 def _rates(large: "_Copies", count: int, compute: Compute | None) -> Rates:
     out, back, both = (
         LARGE_BYTES / max(map(mean, large.seconds(count, out=to_host, back=to_device, compute=compute)))

@@ -218,7 +218,7 @@ def _part(name: str, lines: Sequence[str]) -> str:
 
 def _moved_call(graph: Graph, program: Program, devices: Devices, stand_in: Op, device: int) -> Call:
     """The call of an op that stands for one of the program, over the tensors of its device."""
-    call = moved(program, graph.ops[stand_in.stands_for[0]], stand_in, devices.places[0], devices.places[device])
+    call = moved(program, graph.ops[stand_in.replaces[0]], stand_in, devices.places[0], devices.places[device])
     if call is None:
         raise GraphError(
             f"op {stand_in.name!r} cannot be called elsewhere than on {devices.places[0]}: it names another device, or what is "

@@ -69,7 +69,7 @@ class Advice:
     """The memory that a training step needs, and the budget to take. ``print`` shows it as a table.
 
     Attributes:
-        graph: the step; its ``store_all_peak_bytes`` is what plain eager PyTorch needs, as predicted.
+        graph: the step; its ``keep_everything_peak_bytes`` is what plain eager PyTorch needs, as predicted.
         device: that it was measured on or modelled for.
         available_bytes: what a step may use there (``budget="auto"``); None if nothing is known of the device.
         least_proved_bytes, least: no schedule of recomputation needs less (in the order that was tried), and the least that
@@ -93,7 +93,7 @@ class Advice:
     @property
     def eager_peak_bytes(self) -> int:
         """The predicted peak of plain eager PyTorch."""
-        return self.graph.store_all_peak_bytes
+        return self.graph.keep_everything_peak_bytes
 
     def __str__(self) -> str:
         eager, static, proved = map(format_bytes, (self.eager_peak_bytes, self.graph.static_bytes, self.least_proved_bytes))

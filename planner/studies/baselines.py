@@ -103,7 +103,7 @@ def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
 
         return run
 
-    return Method(f"checkpoint_blocks{_at(level, depth)}", prepare)
+    return Method(f"checkpoint-blocks{_at(level, depth)}", prepare)
 
 
 def sac(

@@ -43,7 +43,7 @@ def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
     """Those of `kind`; of SAC, where it runs, checkpointing too, which is SAC that saves nothing."""
     own = [row for row in rows if kind_of(row) == kind]
     if kind == "sac" and any(row.measured_ratio is not None for row in own):
-        own += [row for row in rows if kind_of(row) == "checkpoint_blocks"]
+        own += [row for row in rows if kind_of(row) == "checkpoint-blocks"]
     return own
 
 

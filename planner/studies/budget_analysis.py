@@ -69,9 +69,9 @@ def advise_graph(
         if OPTIONS[parsed(name)[0]].places:
             raise PlannerError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
     least = work.least
-    budgets = evenly(least.found_bytes, max(least.found_bytes, work.summary.store_all_peak_bytes), BETWEEN + 2)[1:-1]
+    budgets = evenly(least.found_bytes, max(least.found_bytes, work.summary.keep_everything_peak_bytes), BETWEEN + 2)[1:-1]
     wanted = budgets
-    if available_bytes is not None and least.found_bytes <= available_bytes < work.summary.store_all_peak_bytes:
+    if available_bytes is not None and least.found_bytes <= available_bytes < work.summary.keep_everything_peak_bytes:
         wanted = tuple(sorted({*budgets, available_bytes}))
     work.solve(wanted)
     middle_bytes = budgets[len(budgets) // 2] if budgets else least.found_bytes
@@ -173,7 +173,7 @@ def _price(known: Frontier, budget_bytes: int, base_s: float) -> Price:
 def _recommended(
     work: _Analysis, available_bytes: int | None, budgets: Sequence[int], offered: Sequence[OptionAdvice]
 ) -> Recommendation:
-    eager_bytes, least_bytes = work.summary.store_all_peak_bytes, work.least.found_bytes
+    eager_bytes, least_bytes = work.summary.keep_everything_peak_bytes, work.least.found_bytes
     if available_bytes is None:
         prices = [work.price(budget) for budget in (least_bytes, *budgets, eager_bytes)]
         cheap = next(price for price in prices if price.overhead is not None and price.overhead <= CHEAP)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from graphs.errors import BudgetError, PlannerError
+from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.schedule import Schedule
@@ -158,7 +158,7 @@ def judge_of(
     recorded: Mapping[str, object] | None = None,
 ) -> SolveRow:
     """The judge of `graph`, by default on whatever machine it is called; `recorded` of the choices that the graph was given."""
-    peak_bytes = summarize(graph).store_all_peak_bytes
+    peak_bytes = summarize(graph).keep_everything_peak_bytes
     return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name, recorded or {})
 
 
@@ -169,13 +169,13 @@ def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
     other devices are not among them.
 
     Raises:
-        PlannerError: no such method.
+        UsageError: no such method.
     """
     every = tuple(name for name, entry in SOLVERS.items() if (offload or not entry.offloads) and not entry.only_places)
     names = every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in SOLVERS:
-            raise PlannerError(f"there is no method {name!r}: choose of {', '.join(SOLVERS)}, or all")
+            raise UsageError(f"there is no method {name!r}: choose of {', '.join(SOLVERS)}, or all")
     return tuple(sorted(names, key=lambda name: name != OPTIMUM))
 
 
@@ -220,7 +220,7 @@ def compare(
     Raises:
         BudgetError: a budget cannot be read, or there is none.
         OutputError: the CSV is of another graph or other choices, or of another make.
-        PlannerError: no such method, or options out of range.
+        UsageError: no such method, or options out of range.
     """
     graph = with_options(graph, ()) if choices is None else choices.offered(graph)
     recorded = {} if choices is None else choices.recorded(graph)
@@ -250,7 +250,7 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        PlannerError: no such method.
+        UsageError: no such method.
     """
     if not budgets:
         raise BudgetError("there is no budget to compare at: name at least one")

@@ -161,9 +161,9 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
         least = _least_in(order, how, clock)
         known.learn_schedule(least.schedule)
         known.infeasible_bytes = least.proved_bytes - 1
-        wanted = evenly(least.found_bytes, summary.store_all_peak_bytes, budgets)
+        wanted = evenly(least.found_bytes, summary.keep_everything_peak_bytes, budgets)
     else:
-        wanted = tuple(sorted({budget_in_bytes(budget, summary.store_all_peak_bytes) for budget in budgets}))
+        wanted = tuple(sorted({budget_in_bytes(budget, summary.keep_everything_peak_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
     plan = Turns(known, wanted, clock=clock, time_limit_s=how.time_limit_s, jobs=how.jobs, on_activity=how.on_activity)

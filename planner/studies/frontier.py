@@ -13,7 +13,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers.clock import Clock, left
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.result import Result, Status, status_of
 
 _ANY_BUDGET = math.inf  # a bound found here holds everywhere
@@ -83,7 +83,7 @@ class Frontier:
         least_s = graph.time_s if without_copies(graph)[0].plain else 0.0
         self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, least_s)]
         self.schedules: list[tuple[float, int, Schedule]] = []
-        self.learn_schedule(store_all(without_options(graph)))
+        self.learn_schedule(keep_everything(without_options(graph)))
 
     def learn_schedule(self, schedule: Schedule) -> None:
         """A schedule that runs, whatever it was found for."""

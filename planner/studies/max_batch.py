@@ -107,7 +107,7 @@ class _SizeSearch:
             complete=complete,
             extrapolated=units in self.extrapolated,
             result=self.best(method, units) if method.solver == OPTIMAL else decided[units].result,
-            store_all_time_s=self.graph(units).time_s,
+            keep_everything_time_s=self.graph(units).time_s,
         )
 
     def doing(self, method: Method, units: int) -> str:

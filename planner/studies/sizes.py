@@ -12,7 +12,7 @@ from solvers.result import Result
 OPTIMAL = "windows"
 BATCH = "batch"
 # Name in the tables and in the registry. What one of them fits, those after it are asked beyond only.
-METHODS = (("keep everything", "store_all"), ("checkpoint every block", "checkpoint_blocks"), ("optimal", OPTIMAL))
+METHODS = (("keep everything", "keep-everything"), ("checkpoint every block", "checkpoint-blocks"), ("optimal", OPTIMAL))
 # Batches whose graphs give the first guess: large enough for the fixed costs of kernels to matter little.
 BATCHES = (8, 16)
 
@@ -30,7 +30,7 @@ class LargestSize:
         complete: False when the search was stopped: larger sizes may fit.
         extrapolated: the graph of `size` was not captured but read off a line or curve through others.
         result: the schedule at `size`; where there is none, why.
-        store_all_time_s: of the step at `size` without recomputation.
+        keep_everything_time_s: of the step at `size` without recomputation.
     """
 
     method: str
@@ -40,14 +40,14 @@ class LargestSize:
     complete: bool
     extrapolated: bool
     result: Result | None
-    store_all_time_s: float
+    keep_everything_time_s: float
 
     @property
     def overhead(self) -> float | None:
         """Of the schedule, as a fraction of the step without recomputation."""
         if self.size is None or self.result is None or self.result.time_s is None:
             return None
-        return self.result.time_s / self.store_all_time_s - 1 if self.store_all_time_s else 0.0
+        return self.result.time_s / self.keep_everything_time_s - 1 if self.keep_everything_time_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from graphs.torch_private.capture import (
     innermost_backend,
 )
 from graphs.torch_private.core import pytree
-from planner.budgets import is_share
+from planner.budgets import is_share, read_budget
 from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
 from planner.search import Search, Wait
@@ -44,7 +44,18 @@ from planner.torch_compile.partition import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
 from planner.torch_compile.shared_budget import SharedBudget
 
-_OPTIONS = ("budget", "check_writes", "compile", "host_budget", "link", "options", "roofline", "time_limit", "tolerance", "wait")
+_OPTIONS = (
+    "budget",
+    "check_writes",
+    "host_budget",
+    "kernels",
+    "link",
+    "options",
+    "roofline",
+    "time_limit_s",
+    "tolerance",
+    "wait",
+)
 _COMPILERS = ("eager", "inductor")
 
 
@@ -57,9 +68,9 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     Args:
         module, inputs: what Dynamo captured.
         options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of all graphs of
-            the model; a percentage is of the peak without recomputation), ``compile`` (whose kernels run: those of
+            the model; a percentage is of the peak without recomputation), ``kernels`` (whose kernels run: those of
             eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
-            measured where the model is), ``time_limit`` (seconds per graph, 60), ``tolerance`` and ``wait`` (as in
+            measured where the model is), ``time_limit_s`` (of solving per graph, 60), ``tolerance`` and ``wait`` (as in
             ``planner.compile``: each graph is solved until its schedule is good enough, by default 1% or 3 seconds);
             ``check_writes`` (as there, of each graph); and ``options``, ``link`` and ``host_budget``, likewise: with
             ``["offload"]`` tensors also go to the host and come back, and all graphs share the host's memory; with
@@ -71,7 +82,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
     budget = _budget(check_options(options))
-    if budget.options.get("compile") == "inductor":
+    if budget.options.get("kernels") == "inductor":
         return _compile_kernels(module, inputs, budget)
     # As training loops do it: backward() is called outside autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
@@ -183,7 +194,7 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stag
     planned = graph.captured.graph
     summary, found = summarize(planned), simulate(planned, graph.schedule)
     overhead = found.time_s / summary.time_s - 1 if summary.time_s else 0.0
-    stages.finish(saved_line(found.peak_bytes, summary.store_all_peak_bytes, overhead, None))
+    stages.finish(saved_line(found.peak_bytes, summary.keep_everything_peak_bytes, overhead, None))
 
 
 def _as_eager(joint: fx.GraphModule) -> Graph:
@@ -225,7 +236,7 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
         return False
     made_by = _made_by(translator)
     options = getattr(made_by, "kwargs", {}).get("options", {})
-    return getattr(made_by, "compiler_fn", None) is planner and options.get("compile") != "inductor"
+    return getattr(made_by, "compiler_fn", None) is planner and options.get("kernels") != "inductor"
 
 
 dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
@@ -241,17 +252,17 @@ def check_options(options: Mapping[str, object] | None) -> dict[str, Any]:
     for name, value in given.items():
         if name not in _OPTIONS:
             raise PlannerError(f"unknown option {name!r} of the backend planner: choose from {', '.join(_OPTIONS)}")
-        if name in ("time_limit", "tolerance") and not (isinstance(value, int | float) and math.isfinite(value)):
+        if name in ("time_limit_s", "tolerance") and not (isinstance(value, int | float) and math.isfinite(value)):
             raise PlannerError(f"option {name!r} is {value!r}: must be a number")
-    if given.get("compile", "eager") not in _COMPILERS:
-        raise PlannerError(f"option 'compile' is {given['compile']!r}: choose from {', '.join(_COMPILERS)}")
-    if given.get("compile") == "inductor" and "roofline" in given:
+    if given.get("kernels", "eager") not in _COMPILERS:
+        raise PlannerError(f"option 'kernels' is {given['kernels']!r}: choose from {', '.join(_COMPILERS)}")
+    if given.get("kernels") == "inductor" and "roofline" in given:
         raise PlannerError("option 'roofline' models ATen's ops, and Inductor's kernels are measured: leave it out")
-    if not isinstance(given.get("budget"), str | int):
+    if not isinstance(given.get("budget"), str | int | float):
         raise PlannerError(
             'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'
         )
-    return given
+    return {**given, "budget": read_budget(given["budget"])}
 
 
 def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:

@@ -12,7 +12,7 @@ from graphs.capture.joint import logging_methods
 from graphs.capture.step import check_module
 from graphs.errors import PlannerError
 from graphs.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
-from planner.budgets import budget_in_bytes
+from planner.budgets import budget_in_bytes, read_budget
 from planner.search import Wait
 from planner.torch_compile import backend
 
@@ -25,7 +25,7 @@ _MOST_SIZES = 64  # of inputs, each of which is captured and planned
 def checkpoint(
     model: M,
     *,
-    budget: str | int | None,
+    budget: str | float | None,
     time_limit_s: float = 60.0,
     wait: Wait | str | float | None = None,
     tolerance: float | None = None,
@@ -67,13 +67,13 @@ def checkpoint(
     if budget is None:
         model._compiled_call_impl = None
         return model
-    budget_in_bytes(budget, 2**30)  # of a share only the spelling is known before the first call
+    budget_in_bytes(read_budget(budget), 2**30)  # of a share only the spelling is known before the first call
     given = {
         "budget": budget,
-        "time_limit": time_limit_s,
+        "time_limit_s": time_limit_s,
         "wait": wait,
         "tolerance": tolerance,
-        "compile": kernels,
+        "kernels": kernels,
         "options": options,
         "link": link,
         "host_budget": host_budget,

@@ -14,7 +14,7 @@ from graphs.schedule import Compute, Schedule, Step, boundary, live_after, sched
 from graphs.simulate import simulate
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 _TRIES = 5  # of bytes to be left for the rest, on the way to the most
 _TRY_S = 2.0
@@ -30,7 +30,7 @@ def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
 
     outputs = sorted(t for t in graph.kept if any(p < cut for p in graph.tensors[t].producers))
     rest = Op(cut, "rest_of_the_step", "rest", tuple(outputs), made, 0.0, rest_bytes, Phase.BACKWARD, recomputable=False)
-    behind = (replace(op, id=op.id + 1, stands_for=shifted(op.stands_for)) for op in graph.ops[cut:])
+    behind = (replace(op, id=op.id + 1, replaces=shifted(op.replaces)) for op in graph.ops[cut:])
     ops = (*graph.ops[:cut], rest, *behind)
     tensors = tuple(replace(t, producers=(cut,) if t.id in made else shifted(t.producers)) for t in graph.tensors)
     return replace(graph, ops=ops, tensors=tensors, kept=graph.kept.union(made))
@@ -50,7 +50,7 @@ def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
 
 def keeping_all(graph: Graph) -> Schedule:
     """Every op of the program once; what else `graph` offers is left alone."""
-    return store_all(without_options(graph))
+    return keep_everything(without_options(graph))
 
 
 def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:

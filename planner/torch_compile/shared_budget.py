@@ -64,7 +64,7 @@ class SharedBudget:
         choices = choices_of(options.get("options", ()), options.get("link"), options.get("host_budget"))
         if choices is not None:
             check_goes_with(choices.options, Setting.TORCH_COMPILE)
-            if options.get("compile") == "inductor":
+            if options.get("kernels") == "inductor":
                 check_goes_with(choices.options, Setting.INDUCTOR)
         if choices is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             check_amount(options.get("host_budget"))
@@ -127,7 +127,7 @@ class SharedBudget:
         there = host_room(order, graph, {run.graph: run.graph.on_host for run in self._runs}, self._host_bytes)
         if more:
             if self._in_percent:
-                room = solving.summarize(captured).store_all_peak_bytes
+                room = solving.summarize(captured).keep_everything_peak_bytes
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
             if graph.lean is None:
@@ -139,7 +139,7 @@ class SharedBudget:
             if not self._runs:
                 raise
             if any(run.graph.lean is None for run in self._runs):  # taken for the last one; from the next step on it keeps less
-                peak_bytes = solving.summarize(captured).store_all_peak_bytes
+                peak_bytes = solving.summarize(captured).keep_everything_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
                 graph.schedule = graph.lean or keeping_all(captured)
                 return
@@ -156,7 +156,7 @@ class SharedBudget:
     @property
     def limit_s(self) -> float:
         """Seconds for each graph."""
-        return float(self.options.get("time_limit", 60.0))
+        return float(self.options.get("time_limit_s", 60.0))
 
     @property
     def _host_bytes(self) -> int:
@@ -174,7 +174,7 @@ class SharedBudget:
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
-        peaks = [solving.summarize(graph).store_all_peak_bytes for graph in captured]
+        peaks = [solving.summarize(graph).keep_everything_peak_bytes for graph in captured]
         step_bytes = max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks))
         self._largest_bytes = max(self._largest_bytes, step_bytes)
         return budget_in_bytes(self.options["budget"], self._largest_bytes)

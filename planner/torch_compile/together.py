@@ -14,7 +14,7 @@ from planner.torch_compile.round_trips import host_room
 from planner.torch_compile.step_memory import Seen, beside
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 _HALVINGS = 4  # on the way to how much the graphs may keep
 _WITNESS_S = 2.0  # for showing that a graph fits
@@ -119,7 +119,7 @@ class Together:
         for graph in self._graphs:
             captured, room = without_options(graph.captured.graph), self._room(graph, kept)
             roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
-            schedule: Schedule | None = store_all(roomy)
+            schedule: Schedule | None = keep_everything(roomy)
             if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
                 schedule = least_evicting_schedule(roomy, WallClock(min(_WITNESS_S, self._limit_s)))
             if schedule is None or simulate(roomy, schedule).peak_bytes > room:

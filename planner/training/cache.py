@@ -82,7 +82,7 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
             f"its measured peak here is {format_bytes(plan.measured_peak_bytes)}, over its budget of "
             f"{format_bytes(plan.budget_bytes)}"
         )
-    whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.graph.store_all_peak_bytes)
+    whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.graph.keep_everything_peak_bytes)
     if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
         raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
     if allowed_overhead(budget) is not None:

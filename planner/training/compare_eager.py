@@ -125,7 +125,7 @@ def warn_of_differences(plan: Plan) -> None:
             warnings.warn(f"the planned step {differing}, more than by the rounding that it may", EagerWarning, stacklevel=3)
     elif not (eager.identical or eager.within_own_error):
         warnings.warn(f"the planned step {eager.what_differs()}", EagerWarning, stacklevel=3)
-    kept_bytes = plan.graph.store_all_peak_bytes
+    kept_bytes = plan.graph.keep_everything_peak_bytes
     if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
         _warn_dearer(format_bytes(kept_bytes), f"{eager.beside} {format_bytes(eager.peak_bytes)}")
     kept_s = eager.planned_time_s / (1 + plan.overhead)

@@ -41,7 +41,7 @@ def compile(  # noqa: A001
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     max_overhead: str | float | None = None,
     optimizer: str | torch.optim.Optimizer = "none",
     accumulate: bool = False,
@@ -80,7 +80,7 @@ def compile(  # noqa: A001
         model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own. A
             model may come with how it is wrapped (``planner.distributed.wrappers``), where its own type does not say so.
             `optimizer` may be the optimizer itself, of ``torch.optim`` or as Accelerate wraps it.
-        budget: bytes, ``8GB``, ``7.5GiB``, ``60%`` of the predicted peak of plain eager PyTorch, or ``auto`` for what the
+        budget: bytes, ``8GB``, ``7.5GiB``, ``60%`` or 0.6 of the predicted peak of plain eager PyTorch, or ``auto`` for what the
             device has free (``planner.training.auto_budget``); parameters, inputs, gradients and optimizer state included.
         max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
             budget is then the least memory at that price. Not with ``kernels="inductor"``.

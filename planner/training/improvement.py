@@ -311,5 +311,5 @@ def rounds_alike(graph: Graph, one: Plan, other: Plan) -> bool:
 def _rounding(graph: Graph, plan: Plan) -> Sequence[str]:
     offered = with_recorded(graph, plan.settings)
     rounding = {op.id for op in offered.ops if op.optional and not op.exact}
-    replaced = {p for op in rounding for p in offered.ops[op].stands_for}
+    replaced = {p for op in rounding for p in offered.ops[op].replaces}
     return [offered.ops[op].name for op in plan.schedule.computed if op in rounding or op in replaced]

@@ -41,7 +41,7 @@ class InductorCompiler(Compiler):
         Raises:
             InfeasibleError, LimitError, BudgetError: the first variant does not fit, and no other does.
         """
-        whole_bytes = summarize(captured.graph).store_all_peak_bytes
+        whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if is_share(budget):
             # Of the peak of eager PyTorch, whose kernels are measured for that.
             eager = replace(self, options=(), measure_link=False).profile(self._captured(batch, None), batch)

@@ -5,12 +5,12 @@ from collections.abc import Collection, Sequence
 from graphs.ir import Graph
 from graphs.schedule import Compute
 from graphs.simulate import simulate
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 
-def store_all_peak_bytes(graph: Graph) -> int:
+def keep_everything_peak_bytes(graph: Graph) -> int:
     """Return the peak of keeping everything in program order."""
-    return simulate(graph, store_all(graph)).peak_bytes
+    return simulate(graph, keep_everything(graph)).peak_bytes
 
 
 def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> int:
@@ -43,7 +43,7 @@ def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after:
 
 def _peak_op(graph: Graph) -> int:
     """The op during which keeping everything has its peak."""
-    schedule = store_all(graph)
+    schedule = keep_everything(graph)
     executed = schedule.steps[simulate(graph, schedule).peak_step]
     assert isinstance(executed, Compute)  # a free adds nothing
     return executed.op

@@ -8,7 +8,7 @@ from graphs.options import without_options
 from graphs.schedule import Compute, Schedule
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
-from solvers.order.peak import any_order_peak_bytes, store_all_peak_bytes
+from solvers.order.peak import any_order_peak_bytes, keep_everything_peak_bytes
 from solvers.order.sifting import sifted
 from solvers.places import may_stand
 from solvers.result import Result
@@ -82,9 +82,9 @@ def _comes_in_time(graph: Graph, op: int) -> bool:
     stand_in = graph.ops[op]
     if not may_stand(graph, stand_in):
         return False
-    made = {t for p in stand_in.stands_for for t in graph.ops[p].outputs}
-    between = graph.ops[stand_in.stands_for[0] : stand_in.stands_for[-1]]
-    return all(p.id in stand_in.stands_for or made.isdisjoint(p.inputs) for p in between)
+    made = {t for p in stand_in.replaces for t in graph.ops[p].outputs}
+    between = graph.ops[stand_in.replaces[0] : stand_in.replaces[-1]]
+    return all(p.id in stand_in.replaces or made.isdisjoint(p.inputs) for p in between)
 
 
 def _is_up(clock: Clock, work: float) -> bool:
@@ -99,12 +99,12 @@ def may_lower_peak(graph: Graph) -> bool:
     lowered no overhead by more than 0.01 points at any budget.
     """
     program = without_options(graph).out_of_place()
-    return any_order_peak_bytes(program, *constraints(program)) < (1 - _LOWER) * store_all_peak_bytes(program)
+    return any_order_peak_bytes(program, *constraints(program)) < (1 - _LOWER) * keep_everything_peak_bytes(program)
 
 
 def lowers_peak(order: Reordering) -> bool:
     """Return whether `order` has a notably lower peak of keeping everything than program order."""
-    before, after = (store_all_peak_bytes(without_options(graph).out_of_place()) for graph in (order.source, order.graph))
+    before, after = (keep_everything_peak_bytes(without_options(graph).out_of_place()) for graph in (order.source, order.graph))
     return after < (1 - _LOWER) * before
 
 
@@ -121,7 +121,7 @@ def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
     """
     place = {op: position for position, op in enumerate(order)}
     ops = tuple(
-        replace(graph.ops[op], id=position, stands_for=tuple(sorted(place[p] for p in graph.ops[op].stands_for)))
+        replace(graph.ops[op], id=position, replaces=tuple(sorted(place[p] for p in graph.ops[op].replaces)))
         for position, op in enumerate(order)
     )
     tensors = tuple(replace(t, producers=tuple(place[p] for p in t.producers)) for t in graph.tensors)
@@ -176,6 +176,6 @@ def _around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:
 
 def _is_no_worse(graph: Graph, than: Graph) -> bool:
     """Whether neither the peak of keeping everything nor the lower bound on the least budget is higher."""
-    return store_all_peak_bytes(graph) <= store_all_peak_bytes(than) and (
+    return keep_everything_peak_bytes(graph) <= keep_everything_peak_bytes(than) and (
         least_budget_bound(graph).budget_bytes <= least_budget_bound(than).budget_bytes
     )

@@ -80,6 +80,6 @@ def solve(request: Request) -> Result:
     ways = blockings(request.graph)
     if not ways:
         why = "checkpointing by blocks does not apply: the graph has no blocks, for no op belongs to a module inside the model"
-        return failure(request, "checkpoint_blocks", why, Reason.INAPPLICABLE)
+        return failure(request, "checkpoint-blocks", why, Reason.INAPPLICABLE)
     trials = (Candidate(recompute_groups(request.graph, way.blocks), way.settings) for way in ways)
-    return answer(request, "checkpoint_blocks", trials, what="checkpointing every block")
+    return answer(request, "checkpoint-blocks", trials, what="checkpointing every block")

@@ -58,8 +58,8 @@ class MonetProgram(Columns):
         self.stages = range(len(self.later) + 1)
         self.ways = {op.id: [op.id] for op in program}
         for op in graph.ops[len(program) :]:
-            if len(op.stands_for) == 1:
-                self.ways[op.stands_for[0]].append(op.id)
+            if len(op.replaces) == 1:
+                self.ways[op.replaces[0]].append(op.id)
         fit = repeatable(graph)
         self.again = [i for i in self.forward if fit[i]]
         self.made_at = [t.producers[0] if t.producers and t.producers[0] < len(program) else -1 for t in graph.tensors]

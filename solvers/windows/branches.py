@@ -145,7 +145,7 @@ class Branches:
 
     def _split(self, branch: Branch, ways: Ways) -> None:
         """A branch for each of the ways that is not decided, without those before it or in its way, and one without all."""
-        decided, groups = branch.detail.decided, self.search.problem.places.stands_for
+        decided, groups = branch.detail.decided, self.search.problem.places.replaces
         ways = tuple(way for way in ways if self._is_open(decided, (way,)))
         parts = [decided.union((way, False) for way in ways)]
         for n, way in enumerate(ways):
@@ -194,7 +194,7 @@ def _ways(problem: Problem, params: BranchParams) -> dict[int, Ways]:
 
     None where too many places are as heavy: then none matters by itself.
     """
-    groups = problem.places.stands_for
+    groups = problem.places.replaces
     spread = {b: abs(max(problem.own_bytes[i] for i in group) - problem.own_bytes[b]) for b, group in enumerate(groups) if group}
     together: dict[int, frozenset[int]] = {}
     for b, difference in spread.items():
@@ -222,4 +222,4 @@ def _alike(problem: Problem, found: frozenset[int], alike: float) -> Ways:
 
 
 def _what(problem: Problem, b: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return problem.places.stands_for[b], problem.inputs[b]
+    return problem.places.replaces[b], problem.inputs[b]

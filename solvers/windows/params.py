@@ -11,7 +11,7 @@ from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.windows.choice_params import BranchParams, CommitmentParams, PartParams, PlacingParams, RoundTripParams
 
 # What tries most comes last.
-_IMITATED = ("checkpoint_blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
+_IMITATED = ("checkpoint-blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
 _GUIDED_RULES = (
     EvictionRule(),
     EvictionRule(size=0.5, distance=0.5),

@@ -66,7 +66,7 @@ def noticed(spoil: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.M
 
     def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> PlannedStep:
         eager = TrainingStep(workload.model, workload.loss_fn)
-        found = solve(tracing.trace(*workload, passes=1), "100%", solver="store_all")
+        found = solve(tracing.trace(*workload, passes=1), "100%", solver="keep-everything")
         return PlannedStep(replace(found, budget_bytes=budget_bytes), lambda *batch: spoil(loss_of(eager(*batch))), None)
 
     monkeypatch.setattr(training, "plan", plan)

@@ -13,7 +13,7 @@ from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, as_instance, as
 from benchmarks.instances.read import names, read
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import random_schedule
 
 
@@ -46,7 +46,7 @@ def test_the_checker_says_what_the_judge_says(seed: int, tmp_path: Path) -> None
     graph = random_training_step(seed, 12)
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(as_instance("x", graph, [])).encode()))
     instance = read(tmp_path / "x.json.gz")
-    for schedule in (store_all(graph), random_schedule(graph, seed)):
+    for schedule in (keep_everything(graph), random_schedule(graph, seed)):
         simulation = simulate(graph, schedule)
         assert check(instance, as_steps(schedule)) == (simulation.peak_bytes, simulation.time_s)
 
@@ -54,7 +54,7 @@ def test_the_checker_says_what_the_judge_says(seed: int, tmp_path: Path) -> None
 def test_what_is_no_solution_is_refused() -> None:
     ((_, graph),) = graphs(["chain-50"])
     instance = read(FOLDER / "chain-50.json.gz")
-    steps = as_steps(store_all(graph))
+    steps = as_steps(keep_everything(graph))
     last = next(i for i in reversed(range(len(steps))) if steps[i] >= 0)
     wrong = {
         "reads what is not in memory": steps[1:],

@@ -92,7 +92,7 @@ def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
 
 def test_a_unet_is_checkpointed_by_its_blocks() -> None:
     rows = {row.key[1:]: row for row in read_rows(FOLDER / "h200" / "unet" / "rows.csv")}
-    row = rows["checkpoint_blocks", "70%"]
+    row = rows["checkpoint-blocks", "70%"]
     assert json.loads(row.settings) == {"depth": 1}
     assert row.peak_bytes is not None and row.overhead is not None
     assert row.peak_bytes / row.base_peak_bytes < 0.6
@@ -116,7 +116,7 @@ def test_what_was_measured_is_complete_and_like_eager() -> None:
             assert row.exactness in ("identical", "rounded"), (file, row.key)
             assert row.measured_s is not None and row.eager_s is not None and math.isfinite(row.measured_s / row.eager_s)
         names = {row.method for row in rows if row.run_by == RunBy.TORCH}
-        assert {"eager", "checkpoint_blocks", "sac", "memory-budget 0.50 aot_eager", "memory-budget 0.50 inductor"} <= names
+        assert {"eager", "checkpoint-blocks", "sac", "memory-budget 0.50 aot_eager", "memory-budget 0.50 inductor"} <= names
 
 
 def test_the_memory_budget_is_shown_to_be_wrong_with_dropout() -> None:

@@ -186,7 +186,7 @@ def loss_head() -> Graph:
         Op(1, "logits", "f", (0,), (1,), 1.0),
         Op(2, "p", "f", (1,), (2,), 1.0, recomputable=False),
         Op(3, "loss", "f", (2,), (3,), 1.0),
-        Op(4, "chunked", "f", (0,), (3,), 4.0, workspace_bytes=2, optional=True, stands_for=(1, 2, 3)),
+        Op(4, "chunked", "f", (0,), (3,), 4.0, workspace_bytes=2, optional=True, replaces=(1, 2, 3)),
     )
     return Graph(ops, tensors, frozenset({3}))
 
@@ -221,9 +221,9 @@ def drawing() -> Graph:
         Op(0, "r0", "rand", (1,), (0,), 1.0, random=True),
         Op(1, "write", "f", (), (), 1.0, mutates=(1,), recomputable=False),
         Op(2, "r1", "rand", (1,), (2,), 1.0, random=True),
-        Op(3, "other r0", "rand", (1,), (0,), 1.0, random=True, optional=True, stands_for=(0,)),
-        Op(4, "other write", "f", (), (), 1.0, mutates=(1,), optional=True, stands_for=(1,)),
-        Op(5, "other r1", "rand", (1,), (2,), 1.0, random=True, optional=True, stands_for=(2,)),
+        Op(3, "other r0", "rand", (1,), (0,), 1.0, random=True, optional=True, replaces=(0,)),
+        Op(4, "other write", "f", (), (), 1.0, mutates=(1,), optional=True, replaces=(1,)),
+        Op(5, "other r1", "rand", (1,), (2,), 1.0, random=True, optional=True, replaces=(2,)),
     )
     return Graph(ops, (Tensor(0, "t0", 1, (0, 3)), Tensor(1, "state", 1, ()), Tensor(2, "t1", 1, (2, 5))), frozenset())
 

@@ -42,7 +42,7 @@ def test_stand_ins_and_copies_are_of_the_program_alone() -> None:
         made = {t for op in graph.program for t in (*op.inputs, *op.outputs)}
         for op in whole.ops[len(graph.ops) :]:
             assert made.issuperset(t for t in (*op.inputs, *op.outputs) if whole.tensors[t].pool == DEVICE)
-            assert len(op.stands_for) <= 1 and not op.overwrites
+            assert len(op.replaces) <= 1 and not op.overwrites
         offered += sum(op.optional for op in graph.ops)
         # Whatever other devices read, what comes back from the host is what the step itself reads.
         _, copies = without_copies(whole)
@@ -92,9 +92,9 @@ def test_what_is_refused() -> None:
         placement_of(both)
     with pytest.raises(GraphError, match="takes graphs with no other choice than placement"):
         placement_beside(whole)
-    stand_in = next(op for op in both.ops if op.stands_for and op.stream != COMPUTE)
+    stand_in = next(op for op in both.ops if op.replaces and op.stream != COMPUTE)
     for changed, said in (
-        (replace(stand_in, stands_for=()), "neither copies a tensor from one device to another nor stands for one op"),
+        (replace(stand_in, replaces=()), "neither copies a tensor from one device to another nor stands for one op"),
         (
             replace(stand_in, stream="elsewhere", workspace_bytes=0),
             "not just round trips of single tensors to the host and ops",

@@ -29,7 +29,7 @@ def chunked(workload: Workload) -> Capture:
 def targets(found: Capture, kind: str) -> list[list[str]]:
     """Of the ops that each of the ops in 2 chunks stands for, without ``aten`` and the overload."""
     graph = found.graph
-    return [[graph.ops[p].target.split(".")[1] for p in op.stands_for] for op in optional_ops(graph, kind=kind, chunks=2)]
+    return [[graph.ops[p].target.split(".")[1] for p in op.replaces] for op in optional_ops(graph, kind=kind, chunks=2)]
 
 
 HEAD = ["mm", "_log_softmax", "nll_loss_forward"]
@@ -89,7 +89,7 @@ def test_a_classifier_is_found_under_autocast_and_on_fake_tensors() -> None:
     heads = [optional_ops(graph, kind="forward", chunks=chunks)[0] for chunks in (2, 4, 8, 16)]
     sizes = [op.workspace_bytes / (4096 * 100_000 * 4) for op in heads]
     assert sizes == pytest.approx([2 / 2, 2 / 4, 2 / 8, 2 / 16], rel=0.01)
-    group_s = sum(graph.ops[p].time_s for p in heads[0].stands_for)
+    group_s = sum(graph.ops[p].time_s for p in heads[0].replaces)
     assert all(0.9 * group_s < op.time_s < 1.3 * group_s for op in heads)
 
 

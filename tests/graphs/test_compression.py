@@ -143,7 +143,7 @@ def test_graphs_hold_every_form_and_the_limit_comes_with_the_bits() -> None:
     restored_tensors = {t for op in graph.ops if op.target.startswith(RESTORE) for t in op.outputs}
     for op in graph.ops:
         # The forward pass never reads what is lossy, and nothing that is lossy is kept.
-        assert restored_tensors.isdisjoint(op.inputs) or (op.phase is Phase.BACKWARD and op.stands_for)
+        assert restored_tensors.isdisjoint(op.inputs) or (op.phase is Phase.BACKWARD and op.replaces)
         if op.target.startswith(KEEP):
             assert graph.tensors[op.inputs[0]].producers[0] < len(graph.program)
 

@@ -16,7 +16,7 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain, diamond
 from planner.report.graph_facts import graph_facts
 from planner.solving import solve
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from tests.support.requests import ask
 
@@ -37,7 +37,7 @@ def parts() -> dict[str, Any]:
         Op(1, "g", "g", (1,), (2,), 1.0, phase=Phase.BACKWARD),
         Op(2, "out", "copy", (1,), (3,), 2.0, stream=DEVICE_TO_HOST, optional=True),
         Op(3, "in", "copy", (3,), (1,), 2.0, stream=HOST_TO_DEVICE, optional=True),
-        Op(4, "fast", "fast", (0,), (2,), 1.5, optional=True, stands_for=(0, 1), differs="rounding"),
+        Op(4, "fast", "fast", (0,), (2,), 1.5, optional=True, replaces=(0, 1), differs="rounding"),
     )
     return {"ops": ops, "tensors": tensors, "kept": frozenset({2}), "pools": (DEVICE_POOL, HOST)}
 
@@ -100,10 +100,10 @@ def test_pools_that_are_refused(pools: tuple[Pool, ...], said: str) -> None:
         (4, {"optional": False, "phase": Phase.BACKWARD}, "op 'fast' comes after the optional op 'in'"),
         (0, {"stream": ""}, "op 'f' runs on a stream without a name"),
         (3, {"workspace_bytes": 3}, "op 'in' has a workspace of 3 bytes, but its stream 'host_to_device' owns no pool"),
-        (0, {"stands_for": (1,)}, "op 'f' stands for other ops, but is not optional"),
+        (0, {"replaces": (1,)}, "op 'f' replaces other ops, but is not optional"),
         (0, {"differs": "rounding"}, r"op 'f' differs from the program \(rounding\), but is not optional"),
-        (4, {"stands_for": (2,)}, "op 'fast' stands for op 2, which is not one of the 2 of the program"),
-        (4, {"stands_for": (1, 0)}, r"op 'fast' stands for \(1, 0\): each op once, in ascending order"),
+        (4, {"replaces": (2,)}, "op 'fast' replaces op 2, which is not one of the 2 of the program"),
+        (4, {"replaces": (1, 0)}, r"op 'fast' replaces \(1, 0\): each op once, in ascending order"),
         (4, {"random": True}, "op 'fast' is optional and must draw random numbers where"),
         (4, {"mutates": (0,)}, "op 'fast' is optional and must write in place what"),
         (2, {"inputs": (1, 3)}, "op 'out' reads 'a@host', which op 'out' makes at or after it"),
@@ -146,19 +146,19 @@ def test_an_optional_op_on_what_is_written_needs_a_place() -> None:
     ops = (made["ops"][0], write, *made["ops"][2:4], replace(made["ops"][4], mutates=(0,)))
     assert not Graph(**{**made, "ops": ops}).plain
     with pytest.raises(GraphError, match="op 'fast' is optional and reads 'w', which 'g' writes in place: say which op"):
-        Graph(**{**made, "ops": (*ops[:4], replace(ops[4], stands_for=(), mutates=()))})
+        Graph(**{**made, "ops": (*ops[:4], replace(ops[4], replaces=(), mutates=()))})
 
 
 def test_solvers_refuse_what_they_do_not_know() -> None:
     graph = Graph(**parts())
     refused = "the graph has 2 pools, 3 streams and 3 optional ops"
-    for name in ("windows", "checkmate", "sac", "dtr", "store_all"):
+    for name in ("windows", "checkmate", "sac", "dtr", "keep-everything"):
         with pytest.raises(GraphError, match=refused):
             get_solver(name)(ask(graph, 100))
     with pytest.raises(GraphError, match=refused):
         solve(graph, "100%")
     with pytest.raises(GraphError, match=refused):
-        store_all(graph)
+        keep_everything(graph)
     check_plain(chain(3))
 
 
@@ -193,7 +193,7 @@ def test_choices_are_in_the_fingerprint() -> None:
     graphs = [
         Graph(**parts()),
         with_op(2, stream=HOST_TO_DEVICE),
-        with_op(4, stands_for=(1,)),
+        with_op(4, replaces=(1,)),
         with_tensor(1, pool="host"),
         Graph(**{**parts(), "pools": (DEVICE_POOL, replace(HOST, owner=HOST_TO_DEVICE))}),
     ]

@@ -28,13 +28,13 @@ def rows(found: Capture) -> list[list[str]]:
     """Of the ops that each row of ops in place stands for, without ``aten`` and the overload."""
     graph = found.graph
     ops = [op for op in graph.ops if op.target == "kernels.in_place"]
-    return [[graph.ops[p].target.split(".")[1] for p in op.stands_for] for op in ops]
+    return [[graph.ops[p].target.split(".")[1] for p in op.replaces] for op in ops]
 
 
 def ways(found: Capture, name: str) -> list[str]:
     """By which ways else the op `name` may be computed."""
     op = next(op for op in found.graph.program if op.name == name)
-    return [other.target.split(".")[1] for other in found.graph.ops if op.id in other.stands_for]
+    return [other.target.split(".")[1] for other in found.graph.ops if op.id in other.replaces]
 
 
 def image_step(layer: nn.Module) -> Workload:
@@ -100,7 +100,7 @@ def test_what_is_read_elsewhere_is_not_written_over(function: Callable[[torch.Te
     assert kinds == forward
     for op in graph.ops:
         if op.target == "kernels.in_place":
-            inside = {t for p in op.stands_for[:-1] for t in graph.ops[p].outputs}
+            inside = {t for p in op.replaces[:-1] for t in graph.ops[p].outputs}
             assert inside.isdisjoint((*op.inputs, *op.outputs, *graph.kept))
 
 
@@ -162,6 +162,6 @@ def test_the_same_step_offers_the_same_when_it_is_captured_again() -> None:
     assert again.graph.fingerprint == measured.fingerprint
 
     def called(op: Op) -> tuple[object, ...]:
-        return op.name, op.inputs, op.outputs, op.stands_for
+        return op.name, op.inputs, op.outputs, op.replaces
 
     assert list(map(called, again.graph.ops)) == list(map(called, measured.ops))

@@ -217,7 +217,7 @@ def test_what_is_needed_anyway_is_not_packed() -> None:
     """
     graph = packed(Workload(Chained(), None, (torch.randn(2, 3, 16, 16),)))
     assert offers(graph) == {"from_result": 2}
-    stood_for = {graph.ops[p].target for op in graph.ops for p in op.stands_for}
+    stood_for = {graph.ops[p].target for op in graph.ops for p in op.replaces}
     assert stood_for == {"aten.hardtanh_backward.default", "aten.leaky_relu_backward.default"}
     assert all(graph.tensors[op.inputs[1]].name in ("hardtanh", "leaky_relu") for op in graph.ops if op.optional)
 

@@ -47,7 +47,7 @@ def test_what_it_adds() -> None:
         ("a@cpu", "compute@cpu", 1.0, "rounding"),
         ("copy_a_cpu_to_device", "cpu_to_device", 1.0, ""),
     ]
-    assert graph.ops[4].stands_for == (0,) and graph.ops[4].workspace_bytes == 1
+    assert graph.ops[4].replaces == (0,) and graph.ops[4].workspace_bytes == 1
     assert [(t.name, t.pool, t.producers) for t in graph.tensors[3:]] == [("weight@cpu", "cpu", (2,)), ("a@cpu", "cpu", (3, 4))]
     assert graph.tensors[1].producers == (0, 5)
 
@@ -71,7 +71,7 @@ def test_the_program_comes_back() -> None:
         assert (read.program.ops, read.program.tensors, read.program.kept) == (graph.ops, graph.tensors, graph.kept)
         for d in (1, 2):
             for i, run in enumerate(read.runs[d]):
-                assert run is None or (offered.ops[run].stands_for == (i,) and offered.ops[run].stream == read.pools[d].owner)
+                assert run is None or (offered.ops[run].replaces == (i,) and offered.ops[run].stream == read.pools[d].owner)
                 compared += run is not None
             for x, place in enumerate(read.places[d]):
                 assert place is None or offered.tensors[place].size_bytes == graph.tensors[x].size_bytes
@@ -90,7 +90,7 @@ def test_what_draws_or_is_written_in_place_stays() -> None:
     plain = draft.graph()
     graph = replace(plain, ops=tuple(replace(op, random=op.name == "draws") for op in plain.ops))
     offered = on_devices(graph, OtherDevice("second", (1.0,) * 4, 1.0))
-    assert [op.name for op in offered.ops if op.stands_for] == ["moves@second"]
+    assert [op.name for op in offered.ops if op.replaces] == ["moves@second"]
     with pytest.raises(GraphError, match="no op can run on device 'second'"):
         on_devices(graph, OtherDevice("second", (1.0, 1.0, 1.0, None), 1.0))
 
@@ -99,7 +99,7 @@ def test_what_stands_for_a_held_tensor_stays() -> None:
     tensors = (Tensor(0, "t", 1, (0,)), Tensor(1, "again", 1, (1,), held_for=0), Tensor(2, "u", 1, (2,)), Tensor(3, "v", 1, (3,)))
     ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(((), (), (1,), (2,))))
     offered = on_devices(Graph(ops, tensors, frozenset()), OtherDevice("second", (1.0,) * 4, 1.0))
-    assert [op.stands_for for op in offered.ops if op.stands_for] == [(0,), (3,)]
+    assert [op.replaces for op in offered.ops if op.replaces] == [(0,), (3,)]
 
 
 def test_the_judge_counts_each_memory_and_each_clock() -> None:

@@ -9,7 +9,7 @@ from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
-from planner.budgets import allowed_overhead, at_overhead, budget_in_bytes, budget_or_overhead, cache_key, is_auto
+from planner.budgets import allowed_overhead, at_overhead, budget_in_bytes, budget_or_overhead, cache_key, is_auto, read_budget
 from planner.solving import summarize
 from solvers.bounds import least_budget_bound
 from tests.support.brute_force import fastest
@@ -25,6 +25,17 @@ def graph() -> Graph:
 )
 def test_budgets_come_to_bytes(budget: str | int, size_bytes: int) -> None:
     assert budget_in_bytes(budget, 1000) == size_bytes
+
+
+def test_a_float_is_a_share(graph: Graph) -> None:
+    assert planner.solve(graph, 0.6).budget_bytes == planner.solve(graph, "60%").budget_bytes
+    assert [read_budget(budget) for budget in (1.0, 0.125, 8, "8GB")] == ["100%", "12.5%", 8, "8GB"]
+
+
+@pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, 8e9, float("nan")])
+def test_a_float_that_is_no_share_raises(budget: float, graph: Graph) -> None:
+    with pytest.raises(BudgetError, match=r"budget is .*: a float is a share .* above 0 and at most 1"):
+        planner.solve(graph, budget)
 
 
 @pytest.mark.parametrize("budget", ["auto", " AUTO "])
@@ -64,7 +75,7 @@ def test_the_least_memory_at_a_price_is_that_of_brute_force(seed: int) -> None:
     plan = planner.solve(graph, max_overhead=price, tolerance=0.0, reorder=False, time_limit_s=20)
     assert plan.overhead <= price + 1e-9 and plan.peak_bytes == plan.budget_bytes
     limit_s = graph.time_s * (1 + price) * (1 + 1e-9)
-    peak_bytes = summarize(graph).store_all_peak_bytes
+    peak_bytes = summarize(graph).keep_everything_peak_bytes
     within = [
         budget
         for budget in range(least_budget_bound(graph).budget_bytes, peak_bytes + 1)
@@ -79,7 +90,7 @@ def test_more_overhead_never_needs_more_memory() -> None:
     graph = training_chain(10)
     found = [planner.solve(graph, max_overhead=price, work_limit=20).budget_bytes for price in (0, 0.05, 0.1, 0.3, 0.6)]
     assert found == sorted(found, reverse=True)
-    assert found[0] == summarize(graph).store_all_peak_bytes > found[-1]
+    assert found[0] == summarize(graph).keep_everything_peak_bytes > found[-1]
 
 
 def test_the_least_memory_is_reproducible_by_work() -> None:
@@ -91,7 +102,7 @@ def test_the_least_memory_is_reproducible_by_work() -> None:
 def test_a_search_that_is_stopped_keeps_everything(graph: Graph) -> None:
     plan = planner.solve(graph, max_overhead=0.5, should_stop=lambda: True)
     assert plan.overhead <= 0.5
-    assert plan.budget_bytes <= summarize(graph).store_all_peak_bytes
+    assert plan.budget_bytes <= summarize(graph).keep_everything_peak_bytes
 
 
 def test_options_lower_the_memory_at_a_price() -> None:

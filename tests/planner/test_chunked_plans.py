@@ -22,7 +22,7 @@ from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_facts import graph_facts, graph_text
 from planner.training.compare_eager import warn_of_differences
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.command import call, refused
 from tests.support.stand_ins import in_chunks, make, optional_ops, plan_of, schedule_with
 
@@ -127,7 +127,7 @@ def test_training_by_it_warns_of_nothing_and_says_how_much(
     ],
 )
 def test_more_than_rounding_is_warned_of(difference: Difference, warned: bool, plan: Plan) -> None:
-    compared = replace(plan, eager=EagerComparison((difference,), peak_bytes=plan.graph.store_all_peak_bytes, time_s=1.0))
+    compared = replace(plan, eager=EagerComparison((difference,), peak_bytes=plan.graph.keep_everything_peak_bytes, time_s=1.0))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         warn_of_differences(compared)
@@ -152,7 +152,7 @@ def test_what_was_not_named_is_not_offered(graph: Graph, workload: Workload) -> 
 def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:
     facts, program = graph_facts(graph), without_options(graph)
     assert facts.summary.optional_ops == 12 == len(optional_ops(graph, kind="forward", chunks=2)) * 12
-    assert facts.summary.store_all_peak_bytes == simulate(program, store_all(program)).peak_bytes
+    assert facts.summary.keep_everything_peak_bytes == simulate(program, keep_everything(program)).peak_bytes
 
 
 def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from planner.training.step import PlannedStep
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 FACTOR = 2.0  # that a measured gradient error is from the predicted one at most
 
@@ -51,7 +51,7 @@ def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Wo
     schedule = all_compressed(graph, form)
     planned = Executor(replace(captured, graph=graph), schedule, model, loss_fn)
     program = without_options(captured.graph)
-    keeping = Executor(replace(captured, graph=program), store_all(program), model, loss_fn)
+    keeping = Executor(replace(captured, graph=program), keep_everything(program), model, loss_fn)
     wanted, found = outcome(keeping, workload), outcome(planned, workload)
     different = wanted.differences(found)
     assert different and all(name.startswith("gradient of ") for name in different)
@@ -78,7 +78,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
         graph, ops=tuple(replace(op, time_s=0.0 if op.target.startswith((KEEP, RESTORE)) else 1.0) for op in graph.ops)
     )
     program = without_options(graph)
-    peak = simulate(program, store_all(program)).peak_bytes
+    peak = simulate(program, keep_everything(program)).peak_bytes
     least = simulate(with_options(graph, ["compress:1"]), all_compressed(graph, "4")).peak_bytes
     budget, graph_s = (3 * least + peak) // 4, len(program.ops)
     plans = {bits: solve(cheap, budget, options=[f"compress:{bits}"], work_limit=2) for bits in (4, 8)}

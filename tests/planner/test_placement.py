@@ -188,7 +188,7 @@ def test_plans_have_what_their_graph_is_made_of_again() -> None:
         assert (len(offered.pools), "host_budget_bytes" in choices.recorded(graph)) == (3 + copies, copies)
         stand_ins = [op for op in offered.ops if op.stream == "compute@cpu"]
         assert all(op.exact for op in stand_ins) is exact
-        assert not exact or {op.stands_for for op in stand_ins} <= {(0,), (2,)}
+        assert not exact or {op.replaces for op in stand_ins} <= {(0,), (2,)}
 
 
 CHANGES: dict[str, tuple[OtherDevice, Callable[[Op, Graph], Any], object]] = {
@@ -203,7 +203,7 @@ CHANGES: dict[str, tuple[OtherDevice, Callable[[Op, Graph], Any], object]] = {
 def test_what_was_measured_counts(name: str) -> None:
     device, look, wanted = CHANGES[name]
     graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
-    first = next(op for op in graph.ops if op.stands_for == (0,))
+    first = next(op for op in graph.ops if op.replaces == (0,))
     assert look(first, graph) == wanted
 
 

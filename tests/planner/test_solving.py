@@ -24,7 +24,7 @@ from planner.report.describe import plan_text
 from planner.solving import summarize
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import Reordering, reordered
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
@@ -39,9 +39,9 @@ def graph() -> Graph:
 
 def test_a_plan_says_what_it_is_for_and_what_it_promises(graph: Graph) -> None:
     plan = planner.solve(graph, "80%")
-    peak_bytes = simulate(graph, store_all(graph)).peak_bytes
+    peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     assert plan.graph == summarize(graph)
-    assert plan.graph.store_all_peak_bytes == peak_bytes
+    assert plan.graph.keep_everything_peak_bytes == peak_bytes
     assert plan.budget_bytes == int(0.8 * peak_bytes)
     assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes <= plan.budget_bytes
     assert plan.status == "optimal"
@@ -51,9 +51,9 @@ def test_a_plan_says_what_it_is_for_and_what_it_promises(graph: Graph) -> None:
 
 
 def test_a_budget_is_bytes_or_text(graph: Graph) -> None:
-    peak_bytes = summarize(graph).store_all_peak_bytes
+    peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget in (peak_bytes, f"{peak_bytes}B", "100%"):
-        assert planner.solve(graph, budget, solver="store_all").budget_bytes == peak_bytes
+        assert planner.solve(graph, budget, solver="keep-everything").budget_bytes == peak_bytes
 
 
 @pytest.mark.parametrize("budget", [0, -1, True, 8.5, None, "8", ""])
@@ -65,7 +65,7 @@ def test_what_is_no_budget_is_refused(budget: Any, graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"solver": "magic"}, "no solver 'magic': choose one of windows, store_all"),
+        ({"solver": "magic"}, "no solver 'magic': choose one of windows, keep_everything"),
         ({"tolerance": -1.0}, "tolerance is -1.0: must be"),
         ({"tolerance": float("nan")}, "tolerance is nan: must be"),
         ({"time_limit_s": 0.0}, "time limit is 0.0: must be"),
@@ -85,7 +85,7 @@ def test_a_budget_that_nothing_meets_is_an_error(graph: Graph) -> None:
     known_bytes = int(said[1])
     assert planner.solve(graph, known_bytes).peak_bytes <= known_bytes
     with pytest.raises(LimitError, match="keeping everything needs"):
-        planner.solve(graph, "80%", solver="store_all")
+        planner.solve(graph, "80%", solver="keep-everything")
 
 
 @pytest.mark.parametrize("budget", [2**63 - 1, 2**63, 10**39, "1e30GB", "1e30%"])
@@ -110,7 +110,7 @@ def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, mo
 
     def least(graph: Graph, clock: Clock, **_: object) -> Schedule:
         asked.append(clock.limit)
-        return store_all(graph)
+        return keep_everything(graph)
 
     monkeypatch.setattr("planner.solving.least_known", least)
     for limit_s in (0.25, 3600.0):

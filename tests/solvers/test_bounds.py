@@ -15,7 +15,7 @@ from graphs.synthetic.small import diamond, kept_output, training_chain, two_out
 from solvers import bounds
 from solvers.bounds import Need, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.order.reorder import constraints, permuted
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_holds_in_one_order_is_not_said_of_all() -> None:
     assert (least.budget_bytes, anyway.total_bytes) == (35, 25)
     # The other way round they take 30, which is more than 25 and less than 35.
     turned = permuted(graph, [1, 0]).graph
-    assert simulate(turned, store_all(turned)).peak_bytes == 30
+    assert simulate(turned, keep_everything(turned)).peak_bytes == 30
     between = too_small_message(graph, 32, least)
     assert (
         "budget 32 B is below 35 B, the least any schedule of this graph needs that first executes the ops in the order"
@@ -152,7 +152,7 @@ def test_an_op_that_holds_nothing() -> None:
 def test_never_above_what_keeping_everything_takes(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
     least = least_budget_bound(graph)
-    assert least.budget_bytes <= simulate(graph, store_all(graph)).peak_bytes
+    assert least.budget_bytes <= simulate(graph, keep_everything(graph)).peak_bytes
     # The least budget that is not refuted, and refuted one byte below.
     assert need_at(graph, least.budget_bytes).total_bytes <= least.budget_bytes
     assert need_at(graph, least.budget_bytes - 1).total_bytes >= least.budget_bytes

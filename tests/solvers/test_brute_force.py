@@ -11,7 +11,7 @@ from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.least import least_budget
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_relaxation
@@ -25,7 +25,7 @@ MANY = settings(EXACT, max_examples=4000)
 def check_against_brute_force(seed: int, ops: int, tightness: float) -> None:
     graph = random_graph(seed, ops)
     least = least_budget_bound(graph).budget_bytes
-    peak = simulate(graph, store_all(graph)).peak_bytes
+    peak = simulate(graph, keep_everything(graph)).peak_bytes
     # Tight budgets are the hard ones.
     budget = least + round((peak - least) * tightness**2)
     check(graph, budget, fastest(graph, budget))
@@ -49,7 +49,7 @@ def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float
 def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
     least = least_budget_bound(graph).budget_bytes
-    peak = simulate(graph, store_all(graph)).peak_bytes
+    peak = simulate(graph, keep_everything(graph)).peak_bytes
     best: float | None = None
     for budget in range(peak, least - 1, -max(1, (peak - least) // 6)):
         optimum = fastest(graph, budget)
@@ -76,7 +76,7 @@ def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float
     """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
     graph = random_graph(seed, ops)
     least = least_budget_bound(graph).budget_bytes
-    peak = simulate(graph, store_all(graph)).peak_bytes
+    peak = simulate(graph, keep_everything(graph)).peak_bytes
     budget = least + round((peak - least) * share)
     optimum = fastest(graph, budget)
     for ends in (tuple(range(ops)), (ops // 2, ops - 1) if ops > 1 else (0,), (ops - 1,)):

@@ -8,7 +8,7 @@ from graphs.options import with_options, without_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options, with_overwriting
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve
@@ -31,7 +31,7 @@ def cases(seeds: range) -> list[Case]:
         if draw.random() < 0.5:
             graph = with_overwriting(graph, draw)
         program = without_options(graph)
-        peak = simulate(program, store_all(program)).peak_bytes
+        peak = simulate(program, keep_everything(program)).peak_bytes
         budget = max(1, round(peak * draw.uniform(0.6, 1.0)))
         host_bytes = draw.choice((None, None, draw.randint(3, 20)))
         graph = with_options(graph, ("offload",), Surroundings(Link.even(draw.choice((1.0, 2.0, 4.0))), host_bytes))

@@ -15,7 +15,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.result import Status
 from solvers.windows import solve
@@ -58,7 +58,7 @@ def case(seed: int, most_ops: int) -> Case | None:
     copies = problem_of(graph, 1).copies
     assert copies is not None
     least = least_budget_bound(program, copies).budget_bytes
-    peak = simulate(program, store_all(program)).peak_bytes
+    peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, least - (draw.random() < 0.2) + round((peak - least) * draw.random() ** 2))
     try:
         optimum = fastest_with_copies(graph, budget, most=100_000)

@@ -8,7 +8,7 @@ from graphs.options import without_options
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options, with_overwriting
 from solvers.bounds import least_budget_bound
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve
@@ -32,7 +32,7 @@ def cases(seeds: range) -> list[Case]:
         if draw.random() < 0.5:
             graph = with_overwriting(graph, draw)
         program = without_options(graph)
-        peak = simulate(program, store_all(program)).peak_bytes
+        peak = simulate(program, keep_everything(program)).peak_bytes
         budget = max(1, round(peak * draw.uniform(0.55, 1.05)))
         found.append(Case(seed, graph, budget, fastest_with_options(graph, budget)))
     return found

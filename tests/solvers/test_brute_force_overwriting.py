@@ -12,7 +12,7 @@ from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.least import least_budget
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.windows.formulation.granularity import Discretization
 from solvers.windows.formulation.models import build_relaxation
@@ -25,7 +25,7 @@ seeds = st.integers(0, 10**6)
 
 
 def budget_of(graph: Graph, share: float) -> int:
-    least, peak = least_budget_bound(graph).budget_bytes, simulate(graph, store_all(graph)).peak_bytes
+    least, peak = least_budget_bound(graph).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return least + round((peak - least) * share)
 
 

@@ -88,7 +88,7 @@ def test_no_promise_is_broken() -> None:
         if result.status is Status.OPTIMAL:
             assert result.time_s <= expected + 2 * CLOSE, seed
             seen["optimal"] += 1
-        seen["placed"] += any(graph.ops[op].stands_for for op in result.schedule.computed)
+        seen["placed"] += any(graph.ops[op].replaces for op in result.schedule.computed)
     assert seen["infeasible"] >= 2 and seen["optimal"] >= 10 and seen["placed"] >= 10, seen
 
 
@@ -99,7 +99,7 @@ def test_schedules_with_all_choices_at_once_are_none_that_a_bound_excludes() -> 
         graph = with_options(step, BESIDE, around(step, *(("second", "third") if seed % 3 == 0 else ("second",))))
         schedule = any_schedule(graph, seed)
         # Where several ops are stood for, it is in the place of the last that solvers have the op that does so.
-        if any(len(graph.ops[op].stands_for) > 1 for op in schedule.computed):
+        if any(len(graph.ops[op].replaces) > 1 for op in schedule.computed):
             continue
         judged = simulate(graph, schedule)
         problem = problem_of(ended(graph).graph, judged.peak_bytes)

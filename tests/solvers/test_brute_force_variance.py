@@ -10,7 +10,7 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve
@@ -33,7 +33,7 @@ def limited(seed: int) -> tuple[Graph, int]:
     draw = random.Random(seed)
     graph = with_variances(random_options(seed, draw.randint(2, 6)), draw)
     program = without_options(graph)
-    return graph, max(1, round(simulate(program, store_all(program)).peak_bytes * draw.uniform(0.55, 1.05)))
+    return graph, max(1, round(simulate(program, keep_everything(program)).peak_bytes * draw.uniform(0.55, 1.05)))
 
 
 def cases(seeds: range) -> list[Case]:

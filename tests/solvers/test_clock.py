@@ -15,7 +15,7 @@ from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.highs.run import Run
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
@@ -23,7 +23,7 @@ from solvers.windows import incumbent, solve
 
 GRAPH = random_training_step(2, 80)
 # Between the least and the peak: a quarter of the way.
-_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
+_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 LIMIT = 4.0
 

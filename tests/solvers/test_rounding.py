@@ -15,7 +15,7 @@ from solvers.bounds import least_budget_bound
 from solvers.checkmate.model import CheckmateModel
 from solvers.checkmate.run import PulpAnswer
 from solvers.highs.program import Outcome
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
@@ -25,7 +25,7 @@ from tests.support.requests import ask
 
 def budget_at(graph: Graph, share: float) -> int:
     least_bytes = least_budget_bound(graph).budget_bytes
-    return least_bytes + int(share * (simulate(graph, store_all(graph)).peak_bytes - least_bytes))
+    return least_bytes + int(share * (simulate(graph, keep_everything(graph)).peak_bytes - least_bytes))
 
 
 # --- phase two ------------------------------------------------------------------------------------

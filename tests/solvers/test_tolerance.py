@@ -13,7 +13,7 @@ from planner.plan_check import check_plan
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Status
@@ -24,7 +24,7 @@ from tests.support.requests import ask
 
 # Takes minutes to be solved to the last bit.
 GRAPH = random_training_step(2, 80)
-_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
+_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 
 
@@ -43,7 +43,7 @@ def test_what_is_no_tolerance_is_refused(given: float) -> None:
 def search_at(gap: float, tolerance: float | Tolerance) -> Search:
     """A search whose best schedule is so far above the bound; its clock is set by spending work."""
     graph = training_chain(5)
-    peak_bytes = simulate(graph, store_all(graph)).peak_bytes
+    peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     search = Search(Request(graph, peak_bytes, Tolerance.of(tolerance), WorkClock()))
     search.best = SimpleNamespace(time_s=(1 + gap) * search.bound_s)  # type: ignore[assignment]
     return search
@@ -94,4 +94,4 @@ def test_other_solvers_take_the_first_value() -> None:
     graph = training_chain(4)
     result = get_solver("checkmate")(ask(graph, 5, tolerance=WIDENING))
     assert (result.status, result.settings["tolerance"]) == (Status.OPTIMAL, 0.001)
-    assert get_solver("store_all")(ask(graph, 100, tolerance=WIDENING)).status is Status.OPTIMAL
+    assert get_solver("keep-everything")(ask(graph, 100, tolerance=WIDENING)).status is Status.OPTIMAL

@@ -46,7 +46,7 @@ class _Walk:
         self.done: set[int] = set()  # ops of the program that were executed, or stood for
         self.owner = {pool.name: pool.owner for pool in graph.pools}
         self.optional = graph.ops[len(graph.program) :]
-        self.stand_ins = {op.id: [other for other in self.optional if op.id in other.stands_for] for op in graph.program}
+        self.stand_ins = {op.id: [other for other in self.optional if op.id in other.replaces] for op in graph.program}
         self.readers = [[r for r in readers if not graph.ops[r].optional] for readers in graph.consumers]
         self.in_order = {op.id for op in graph.program if op.random or op.mutates}
         self.writers = {t: [op.id for op in graph.program if t in op.mutates] for op in graph.program for t in op.mutates}
@@ -66,13 +66,13 @@ class _Walk:
 
     def _may_stand(self, way: Op, now: int) -> bool:
         """Whether all that it stands for can be done at once, before what is between."""
-        return all(p == now or (p not in self.in_order and self._again(p)) for p in way.stands_for)
+        return all(p == now or (p not in self.in_order and self._again(p)) for p in way.replaces)
 
     def _again(self, op: int) -> bool:
         return op not in self.done or self.graph.ops[op].recomputable
 
     def _may_run(self, op: Op) -> bool:
-        places = op.stands_for if op.optional else (op.id,)
+        places = op.replaces if op.optional else (op.id,)
         twice = any(self.owner[self.graph.tensors[t].pool] != op.stream for t in op.outputs if t in self.there)
         again = all(map(self._again, places)) and (op.recomputable or op.id not in self.computed)
         allowed = not op.variance or self.graph.allows({*self.computed, op.id})
@@ -81,7 +81,7 @@ class _Walk:
     def _is_on_its_side(self, op: Op, place: int) -> bool:
         """Whether it reads what is written in place before or after that, as the op of the program at `place` does."""
         writers = {w for t in (*op.inputs, *op.mutates) for w in self.writers.get(t, ())}
-        return all((w in self.done) == (w < place) for w in writers.difference((place, *op.stands_for)))
+        return all((w in self.done) == (w < place) for w in writers.difference((place, *op.replaces)))
 
     def _tried(self, make: Callable[[Op], bool], op: Op) -> bool:
         """Whether it was made; all is as before where it was not."""
@@ -99,7 +99,7 @@ class _Walk:
         self.found.append(Compute(op.id))
         self.there.update(op.outputs)
         self.computed.add(op.id)
-        self.done.update(op.stands_for if op.optional else (op.id,))
+        self.done.update(op.replaces if op.optional else (op.id,))
         return True
 
     def _bring(self, t: int, depth: int) -> bool:
@@ -128,18 +128,18 @@ class _Walk:
     def _at_hand(self, t: int) -> bool:
         """Whether it is there, or one op can make it at any time; what the step returns comes with its pass."""
         makers = [op for op in self._makers(t) if op.recomputable and self.writers.keys().isdisjoint(op.inputs)]
-        makers = [op for op in makers if all(self.graph.ops[p].recomputable for p in op.stands_for)]
+        makers = [op for op in makers if all(self.graph.ops[p].recomputable for p in op.replaces)]
         makers = [op for op in makers if not op.variance and (is_copy(op) or t not in self.graph.kept)]
         return t in self.there or any(self.there.issuperset(op.inputs) and self._may_run(op) for op in makers)
 
     def _makers(self, t: int) -> list[Op]:
         """What copies or unpacks it, or computes it again."""
         makers = (self.graph.ops[p] for p in self.graph.tensors[t].producers)
-        return [op for op in makers if self.done.issuperset(op.stands_for if op.optional else (op.id,))]
+        return [op for op in makers if self.done.issuperset(op.replaces if op.optional else (op.id,))]
 
     def _more(self) -> None:
         """Now and then what nobody asked for: a tensor is sent, fetched, packed."""
-        able = [op for op in self.optional if not op.stands_for and self.there.issuperset(op.inputs)]
+        able = [op for op in self.optional if not op.replaces and self.there.issuperset(op.inputs)]
         able = [op for op in able if self.there.isdisjoint(op.outputs)]
         streams = sorted({op.stream for op in able})
         for stream in self.random.sample(streams, min(len(streams), self.random.choice((0, 1, 2)))):

@@ -85,34 +85,34 @@ def fastest_with_options(graph: Graph, budget_bytes: int) -> tuple[float, Schedu
 
 def promises(graph: Graph, state: Progress) -> list[Progress]:
     """To execute an op in place of others, of which the next is the first; and to pass one that is not executed."""
-    promised = {p for b in state.owed for p in graph.ops[b].stands_for}
+    promised = {p for b in state.owed for p in graph.ops[b].replaces}
     found = [
         replace(state, owed=state.owed | {b.id})
         for b in graph.ops
-        if b.stands_for and b.stands_for[0] == state.done and promised.isdisjoint(b.stands_for) and keeps_order(graph, b)
+        if b.replaces and b.replaces[0] == state.done and promised.isdisjoint(b.replaces) and keeps_order(graph, b)
     ]
-    if state.done in promised and state.done not in {graph.ops[b].stands_for[-1] for b in state.owed}:
+    if state.done in promised and state.done not in {graph.ops[b].replaces[-1] for b in state.owed}:
         found.append(replace(state, done=state.done + 1))
     return found
 
 
 def executions(graph: Graph, state: Progress) -> list[tuple[Op, Progress]]:
     """Ops that may run as far as order goes, and the state after that but for memory."""
-    promised = {p: b for b in state.owed for p in graph.ops[b].stands_for}
+    promised = {p: b for b in state.owed for p in graph.ops[b].replaces}
     found: list[tuple[Op, Progress]] = []
     for op in graph.ops:
-        again = op.recomputable and all(graph.ops[p].recomputable for p in op.stands_for)
+        again = op.recomputable and all(graph.ops[p].recomputable for p in op.replaces)
         if not op.optional:
             if op.id == state.done and op.id not in promised:
                 found.append((op, replace(state, done=op.id + 1)))
             elif op.id < state.done + (op.id in promised) and may_repeat(graph, op.id, state.done):
                 found.append((op, state))
-        elif not op.stands_for:
+        elif not op.replaces:
             if op.id not in state.once:
                 found.append((op, state if again else replace(state, once=state.once | {op.id})))
-        elif op.id in state.owed and op.stands_for[-1] == state.done:
+        elif op.id in state.owed and op.replaces[-1] == state.done:
             found.append((op, replace(state, done=state.done + 1, owed=state.owed - {op.id})))
-        elif op.stands_for[-1] < state.done and again and _unwritten(graph, op, state.done):
+        elif op.replaces[-1] < state.done and again and _unwritten(graph, op, state.done):
             found.append((op, state))
     return found
 
@@ -120,15 +120,15 @@ def executions(graph: Graph, state: Progress) -> list[tuple[Op, Progress]]:
 def _unwritten(graph: Graph, op: Op, done: int) -> bool:
     """Whether nothing that a stand-in reads has been written since its place."""
     reads = {*op.inputs, *op.mutates}
-    return not any(reads & set(w.mutates) for w in graph.program[op.stands_for[-1] + 1 : done])
+    return not any(reads & set(w.mutates) for w in graph.program[op.replaces[-1] + 1 : done])
 
 
 def keeps_order(graph: Graph, op: Op) -> bool:
     """Whether `op` makes what is kept of its group, and no op between reads or writes in place what matters to either."""
-    group = [graph.ops[p] for p in op.stands_for]
+    group = [graph.ops[p] for p in op.replaces]
     if any(t in graph.kept and t not in op.outputs for p in group for t in p.outputs):
         return False
-    between = set(graph.program[op.stands_for[0] : op.stands_for[-1]]).difference(group)
+    between = set(graph.program[op.replaces[0] : op.replaces[-1]]).difference(group)
     if len(group) > 1 and op.mutates:
         return False
     return not any(set(p.mutates) & set(op.inputs) for p in between)

@@ -188,7 +188,7 @@ def fastest_overlapped(graph: Graph, budget_bytes: int, most: int = 150_000) -> 
                 clocks = tuple(clock if s == owner[t] else c for s, c in enumerate(now.clocks))
                 yield _known(replace(now, there=now.there - {t}, freed=t, clocks=clocks), ready, busy)
         for op in graph.ops:
-            (place,) = op.stands_for or ((op.id,) if not op.optional else (-1,))
+            (place,) = op.replaces or ((op.id,) if not op.optional else (-1,))
             again = place < now.done
             if place > now.done or (place >= 0 and again and not may_repeat(graph, place, now.done)):
                 continue

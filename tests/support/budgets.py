@@ -13,14 +13,14 @@ from planner.solving import solve
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
 
 
 def peak_bytes(graph: Graph) -> int:
     """The peak of keeping everything."""
-    return simulate(graph, store_all(graph)).peak_bytes
+    return simulate(graph, keep_everything(graph)).peak_bytes
 
 
 def budget_at(graph: Graph, share: float) -> int:
@@ -37,7 +37,7 @@ def between(graph: Graph) -> int:
 
 def on_the_way(graph: Graph, *shares: float) -> tuple[int, ...]:
     """The budgets at these shares of the way from the least that rules of eviction come to, to the peak."""
-    kept = store_all(graph)
+    kept = keep_everything(graph)
     peak = peak_bytes(graph)
     least = simulate(graph, least_evicting_schedule(graph, WallClock(60.0)) or kept).peak_bytes
     return tuple(int(least + share * (peak - least)) for share in shares)

@@ -212,7 +212,7 @@ def torch_compile_inductor() -> None:
     given = batch()
     with capped(kernels="inductor"):
         model = blocks()
-        planned = torch.compile(model, backend="planner", options={"budget": BUDGET, "compile": "inductor"})
+        planned = torch.compile(model, backend="planner", options={"budget": BUDGET, "kernels": "inductor"})
         found = trained(model, eager(planned), [given, given])
     model = blocks()
     assert_same(found, trained(model, eager(torch.compile(model)), [given, given]))

@@ -17,7 +17,7 @@ WITH_ENDLESS_SOLVER = """
 import sys, time, types
 from pathlib import Path
 from planner.cli.main import main
-from solvers.policies import store_all
+from solvers.policies import keep_everything
 from solvers.registry import SOLVERS, Entry
 
 marker, listens, *arguments = sys.argv[1:]
@@ -26,7 +26,7 @@ def solve(request):
     Path(marker).touch()
     while not (listens == "listens" and request.interrupted()):
         time.sleep(0.01)
-    return store_all.solve(request)
+    return keep_everything.solve(request)
 
 module = types.ModuleType("endless")
 module.solve = solve

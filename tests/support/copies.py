@@ -11,7 +11,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.runtime.executor import Executor
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import capture_of, make
 
 
@@ -25,7 +25,7 @@ def copying_step(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:
     workload = make(name)
     captured = capture_of(name)
     offered = offering(captured)
-    schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
+    schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
     return offered, schedule, Executor(offered, schedule, workload.model, workload.loss_fn)
 
 

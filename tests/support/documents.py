@@ -68,7 +68,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     made = [t.id for t in tensors if not t.static]
     kept = frozenset(draw(st.lists(st.sampled_from(made)))) if made else frozenset()
     for i in range(len(ops), len(ops) + draw(st.integers(0, 2))):
-        stands_for = tuple(sorted(draw(st.sets(st.sampled_from(range(len(program)))))))
+        replaces = tuple(sorted(draw(st.sets(st.sampled_from(range(len(program)))))))
         others = tuple(draw(st.lists(st.sampled_from(made), unique=True))) if made else ()
         for t in others:
             tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, i))
@@ -80,11 +80,11 @@ def graphs(draw: st.DrawFn) -> Graph:
                 inputs=tuple(t for t in made if t not in others),
                 outputs=(*others, tensor(i)),
                 time_s=draw(times),
-                random=any(ops[p].random for p in stands_for),
-                mutates=tuple({t for p in stands_for for t in ops[p].mutates}),
+                random=any(ops[p].random for p in replaces),
+                mutates=tuple({t for p in replaces for t in ops[p].mutates}),
                 stream=draw(st.sampled_from([COMPUTE, "copies"])),
                 optional=True,
-                stands_for=stands_for,
+                replaces=replaces,
                 differs=draw(names),
             )
         )

@@ -14,7 +14,7 @@ from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import random_schedule
 
 # Views, and moves that functional graphs have or have not: neither says how something is computed.
@@ -84,7 +84,7 @@ def weighted(out: Tensor) -> Tensor:
 def captured_as_eager(model: nn.Module, loss_fn: Any, batch: Batch) -> tuple[Capture, Counter[str], Counter[str]]:
     """What is captured, and the ops of eager PyTorch and of the capture; loss and gradients are compared."""
     captured = capture(model, loss_fn, batch)
-    eager, step = TrainingStep(model, loss_fn), Executor(captured, store_all(captured.graph), model, loss_fn)
+    eager, step = TrainingStep(model, loss_fn), Executor(captured, keep_everything(captured.graph), model, loss_fn)
     wanted = outcome(eager, model, batch, seed=3)
     assert wanted.differences(outcome(step, model, batch, seed=3)) == ()
     recomputing = Executor(captured, random_schedule(captured.graph, 1), model, loss_fn)

@@ -43,7 +43,7 @@ def judged(graph: Graph, schedule: Schedule) -> Verdict:
 def runs(graph: Graph, steps: Sequence[Step], *, to_the_end: bool = True) -> bool:
     """Whether `steps` are a schedule; the first steps of one, where not `to_the_end`."""
     executed = [(k, graph.ops[step.op]) for k, step in enumerate(steps) if isinstance(step, Compute)]
-    as_places = [(k, op, p) for k, op in executed for p in (op.stands_for if op.optional else (op.id,))]
+    as_places = [(k, op, p) for k, op in executed for p in (op.replaces if op.optional else (op.id,))]
     first: dict[int, int] = {}
     for k, _, p in as_places:
         first.setdefault(p, k)
@@ -58,7 +58,7 @@ def runs(graph: Graph, steps: Sequence[Step], *, to_the_end: bool = True) -> boo
             (first.get(w.id, k) < k) == (w.id < p)
             for k, op, p in as_places
             for w in program
-            if w.id not in (p, *op.stands_for) and set(w.mutates) & {*op.inputs, *op.mutates}
+            if w.id not in (p, *op.replaces) and set(w.mutates) & {*op.inputs, *op.mutates}
         ),
     ]
     ended = not to_the_end or (len(first) == len(program) and graph.kept <= live(graph, steps))

@@ -23,7 +23,7 @@ from graphs.errors import OutOfMemoryError
 from planner import tracing
 from planner.runtime.executor import Executor
 from planner.solving import solve
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _MB = 10**6
@@ -124,7 +124,7 @@ def advised_budget() -> None:
     """What is advised runs under the same limit; where nothing is, no schedule fits."""
     model, given = blocks(), batch()
     captured = profiled(model, given)
-    step = Executor(captured, store_all(captured.graph), model, F.mse_loss)
+    step = Executor(captured, keep_everything(captured.graph), model, F.mse_loss)
     step(*given).backward()
     advised: list[int | None] = []
     for more in (4, 26, 42, 58):

@@ -104,7 +104,7 @@ def measured_bytes(model: nn.Module, batch: tuple[torch.Tensor, ...], step: Call
 
 
 def compiled(model: nn.Module, budget: int | str, **options: object) -> Any:
-    given = {"budget": budget, "time_limit": 10, "tolerance": 0.1, **options}
+    given = {"budget": budget, "time_limit_s": 10, "tolerance": 0.1, **options}
     return torch.compile(model, backend="planner", dynamic=False, options=given)
 
 

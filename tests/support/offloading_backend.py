@@ -13,7 +13,7 @@ def layers(norm: type[nn.Module] = nn.LayerNorm) -> nn.Sequential:
 
 
 def compiled(model: nn.Module, budget: str | int, **options: object) -> Callable[..., Any]:
-    given = {"budget": budget, "time_limit": 2, "tolerance": 0.05, "options": ["offload"], "link": 1e12, **options}
+    given = {"budget": budget, "time_limit_s": 2, "tolerance": 0.05, "options": ["offload"], "link": 1e12, **options}
     return torch.compile(model, backend="planner", dynamic=False, options=given)
 
 

@@ -94,7 +94,7 @@ def with_all_ways(name: str) -> tuple[Capture, Workload]:
 
 def ways_of(graph: Graph) -> list[str]:
     """Names of the ways that `graph` offers."""
-    return sorted({op.target.partition(".")[2] for op in graph.ops if op.optional and op.stands_for})
+    return sorted({op.target.partition(".")[2] for op in graph.ops if op.optional and op.replaces})
 
 
 def ops_by(graph: Graph, way: str) -> list[Op]:
@@ -102,7 +102,7 @@ def ops_by(graph: Graph, way: str) -> list[Op]:
     names = {"kernels.weight", "kernels.input"} if way == "weight" else {f"kernels.{way}"}
     found: list[Op] = []
     for op in graph.ops:
-        if op.target in names and all(set(op.stands_for).isdisjoint(other.stands_for) for other in found):
+        if op.target in names and all(set(op.replaces).isdisjoint(other.replaces) for other in found):
             found.append(op)
     return found
 
@@ -113,10 +113,10 @@ def schedule_by(graph: Graph, ops: Collection[Op]) -> Schedule:
     What stands for nothing comes where the program first makes one of its outputs, behind what stands for that.
     """
     behind: dict[int, list[int]] = {}
-    for op in sorted(ops, key=lambda op: not op.stands_for):
-        place = max(op.stands_for, default=graph.tensors[op.outputs[0]].producers[0])
+    for op in sorted(ops, key=lambda op: not op.replaces):
+        place = max(op.replaces, default=graph.tensors[op.outputs[0]].producers[0])
         behind.setdefault(place, []).append(op.id)
-    skipped = {p for op in ops for p in op.stands_for}
+    skipped = {p for op in ops for p in op.replaces}
     computed = [
         executed for op in graph.program for executed in (*(() if op.id in skipped else (op.id,)), *behind.get(op.id, ()))
     ]

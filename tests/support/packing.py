@@ -48,9 +48,9 @@ def does(graph: Graph, what: str) -> list[Op]:
 
 def packing(graph: Graph, chosen: Collection[Op]) -> Schedule:
     """Each op of the program in its order, with those `chosen`: packing at once, unpacking as late as can be."""
-    instead = {p: op.id for op in chosen for p in op.stands_for}
+    instead = {p: op.id for op in chosen for p in op.replaces}
     own = _program_tensors(graph)
-    unpacks = [op for op in chosen if not op.stands_for and set(op.outputs) <= own]
+    unpacks = [op for op in chosen if not op.replaces and set(op.outputs) <= own]
     packs = [op for op in chosen if not set(op.outputs) <= own]
     computed: list[int] = []
     for op in graph.program:

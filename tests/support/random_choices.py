@@ -51,7 +51,7 @@ def graph_with_choices(draw: random.Random) -> Graph:
         tuple(t for o in stood_for for t in o.outputs if t not in p.inputs),
         [],
         optional=True,
-        stands_for=tuple(o.id for o in stood_for),
+        replaces=tuple(o.id for o in stood_for),
         random=any(o.random for o in stood_for),
         mutates=tuple({t for o in stood_for for t in o.mutates}),
     )
@@ -89,7 +89,7 @@ def schedule_with_choices(draw: random.Random, graph: Graph) -> Schedule:
                 take(Free(draw.choice(sorted(there))))
             else:
                 take(Compute(draw.randrange(len(graph.ops))))
-        computed = {p for s in steps if isinstance(s, Compute) for p in (s.op, *graph.ops[s.op].stands_for)}
+        computed = {p for s in steps if isinstance(s, Compute) for p in (s.op, *graph.ops[s.op].replaces)}
         if op.id not in computed and not make(op):
             break
     for t in sorted(graph.kept - live(graph, steps)):

@@ -19,9 +19,9 @@ from planner.solving import summarize
 
 def schedule_with(graph: Graph, stand_ins: Collection[Op]) -> Schedule:
     """Each op of the program in its order, but `stand_ins` in place of what they stand for, where the last of these would be."""
-    instead = {max(op.stands_for): op.id for op in stand_ins}
-    skipped = {p for op in stand_ins for p in op.stands_for}
-    assert len(skipped) == sum(len(op.stands_for) for op in stand_ins)
+    instead = {max(op.replaces): op.id for op in stand_ins}
+    skipped = {p for op in stand_ins for p in op.replaces}
+    assert len(skipped) == sum(len(op.replaces) for op in stand_ins)
     computed = [instead.get(op.id, op.id) for op in graph.program if op.id not in skipped or op.id in instead]
     return schedule_of(graph, computed)
 

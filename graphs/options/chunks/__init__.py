@@ -105,7 +105,7 @@ def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) ->
         target=f"{TARGET}.{found.kind}.{count}",
         inputs=[additions.tensor_of[storage(given.node.meta["val"])] for given in called.given],
         outputs=made,
-        stands_for=ops,
+        replaces=ops,
         recomputable=all(p.recomputable for p in stood_for),
         differs=differing(
             capture.graph,

@@ -67,7 +67,7 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
             target=f"{TARGET}.{way.name}",
             inputs=[tensor(value) for value in way.reads],
             outputs=made,
-            stands_for=() if way.helper else stood_for,
+            replaces=() if way.helper else stood_for,
             differs=_differing(capture, made, called.of_program),
         )
 

@@ -67,7 +67,7 @@ def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[in
             bundles.setdefault(call.composed.bundle, []).append(op.id)
     replaced: dict[tuple[int, ...], list[_Offer]] = {}
     for ops in bundles.values():
-        stood_for = tuple(sorted({p for op in ops for p in graph.ops[op].stands_for}))
+        stood_for = tuple(sorted({p for op in ops for p in graph.ops[op].replaces}))
         replaced.setdefault(stood_for, []).append(_offer(graph, ops))
     yield from replaced.items()
 

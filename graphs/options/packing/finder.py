@@ -98,7 +98,7 @@ class Finder:
             target=f"{TARGET}.{does}",
             inputs=[self.tensor_of(read) if isinstance(read, fx.Node) else read for read in reads],
             outputs=[makes],
-            stands_for=(like.id,) if stands_in else (),
+            replaces=(like.id,) if stands_in else (),
             recomputable=like.recomputable or not stands_in,
         )
 

@@ -27,10 +27,10 @@ from graphs.simulate import simulate
 from solvers import highs
 from solvers.clock import Clock
 from solvers.highs.program import Milp
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.offload.layers import Layers
 from solvers.policies.offload.moves import Offer
 from solvers.policies.replay import droppable
-from solvers.policies.store_all import store_all
 
 _EXCESS = 1e3  # its price, per capacity, in forward passes
 _NEAR = 2e-4  # a layer's bytes may be off by this part of them
@@ -76,7 +76,7 @@ class Outer:
         self._find_working_bytes()
         self.backward = self._backward_spans(count)
         self.backward_s = [sum(graph.ops[p].time_s for p in span) for span in self.backward]
-        schedule = store_all(graph)
+        schedule = keep_everything(graph)
         memory = simulate(graph, schedule).memory_bytes
         self.live = [memory[k] for k, step in enumerate(schedule.steps) if isinstance(step, Compute)]
 

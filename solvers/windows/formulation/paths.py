@@ -21,7 +21,7 @@ class Paths:
     def __init__(self, problem: Problem, devices: OtherDevices) -> None:
         self.problem, self.devices, self.places = problem, devices, problem.places
         self.ops = [problem.graph.ops[op] for op in self.places.ids]
-        self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.stands_for[v])]
+        self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.replaces[v])]
         self.copied: dict[tuple[int, int], float] = {}
         for i, op in enumerate(self.ops):
             if is_copy(op):

@@ -44,7 +44,7 @@ def _add_stand_ins(draft: ModelDraft) -> None:
     problem, places = draft.problem, draft.problem.places
     if places.plain:
         return
-    for b, group in enumerate(places.stands_for):
+    for b, group in enumerate(places.replaces):
         if group:
             seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
             fits = problem.own_bytes[b] <= problem.capacity_bytes
@@ -68,7 +68,7 @@ def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:
             # A new op is worth executing once more only for the sake of what comes between.
             worth = places.last[i] < draft.detail.ends[k] and problem.last_worth[i] >= i + 2
         else:
-            worth = not places.stands_for[i] or places.last[i] < draft.detail.ends[k]
+            worth = not places.replaces[i] or places.last[i] < draft.detail.ends[k]
         if worth and problem.recomputable[i] and problem.last_again[i] >= start:
             draft.again[k, i] = draft.column(cost=problem.units(problem.time_s[i]))
             if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:

@@ -44,21 +44,21 @@ def fixed_but_for(placed: Placed, opened: Columns) -> Milp:
 
 def columns_in(model: Model, windows: Container[int]) -> Columns:
     """Choices in these windows, and at their ends."""
-    window, stands_for = model.detail.window_of, model.problem.places.stands_for
+    window, replaces = model.detail.window_of, model.problem.places.replaces
     return [
         *(column for (k, _), column in model.again.items() if k in windows),
         *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
         *(column for (k, _), column in model.taken.items() if k in windows),
-        *(column for b, column in model.instead.items() if any(window(i) in windows for i in (b, *stands_for[b]))),
+        *(column for b, column in model.instead.items() if any(window(i) in windows for i in (b, *replaces[b]))),
     ]
 
 
 def columns_of(model: Model, ops: Container[int]) -> Columns:
     """Choices of these ops and of what they make, in all windows, and what stands for them."""
-    producers, stands_for = model.problem.producers, model.problem.places.stands_for
+    producers, replaces = model.problem.producers, model.problem.places.replaces
     return [
         *(column for (_, i), column in model.again.items() if i in ops),
         *(column for (_, t), column in model.handed.items() if producers[t] in ops),
         *(column for (_, t), column in model.taken.items() if producers[t] in ops),
-        *(column for b, column in model.instead.items() if any(i in ops for i in (b, *stands_for[b]))),
+        *(column for b, column in model.instead.items() if any(i in ops for i in (b, *replaces[b]))),
     ]

@@ -69,8 +69,8 @@ class Where:
                 here, there = (devices.device[t] for t in (op.inputs[0], op.outputs[0]))
                 self.copies[self.inputs[i][0], here, there] = i
             elif op.stream != COMPUTE:
-                self.runs[self.places.stands_for[i][0], devices.device[op.outputs[0]]] = i
-            elif not (self.places.optional[i] or self.places.stands_for[i]):
+                self.runs[self.places.replaces[i][0], devices.device[op.outputs[0]]] = i
+            elif not (self.places.optional[i] or self.places.replaces[i]):
                 self.runs[i, 0] = i
                 self.makers.update(dict.fromkeys(self.outputs[i], i))
         self.spots = {i: spot for spot, i in self.runs.items()}
@@ -101,7 +101,7 @@ class _Order:
         places, placing = self.places, self.placing
         self.there.update(places.static)
         self.sent.update(((t, device), other) for t, device, other in placing.sent)
-        stood_for = {i for b in placing.instead for i in places.places.stands_for[b]}
+        stood_for = {i for b in placing.instead for i in places.places.replaces[b]}
         for v in sorted({*placing.device, *placing.instead}.difference(stood_for - set(placing.instead))):
             device = placing.device.get(v, 0)
             if not self.execute(v if v in placing.instead else places.runs[v, device], device):

@@ -43,20 +43,20 @@ def is_possible(problem: Problem, order: Order) -> bool:
 def simple(problem: Problem) -> list[frozenset[int]]:
     """Stand-ins wherever one takes less memory than what it stands for, and wherever one takes less time: the least each."""
     places = problem.places
-    gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.stands_for) if group}
+    gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.replaces) if group}
     fast = sorted((b for b, gain_s in gains_s.items() if gain_s > 0), key=lambda b: (-gains_s[b], b))
-    return [_lean(problem), _apart(places.stands_for, fast)]
+    return [_lean(problem), _apart(places.replaces, fast)]
 
 
 def _lean(problem: Problem) -> frozenset[int]:
     """A stand-in wherever one takes less memory than what it stands for: the one that takes least."""
-    groups = problem.places.stands_for
+    groups = problem.places.replaces
     lean = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
     return _apart(groups, sorted(lean, key=lambda b: (problem.own_bytes[b], b)))
 
 
 def _most(problem: Problem, b: int) -> int:
-    return max(problem.own_bytes[i] for i in problem.places.stands_for[b])
+    return max(problem.own_bytes[i] for i in problem.places.replaces[b])
 
 
 def _apart(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:

@@ -144,7 +144,7 @@ class _Expansion:
         places = self.places
         if places.optional[i]:
             return True
-        return places.last[i] < v if places.stands_for[i] else i < v
+        return places.last[i] < v if places.replaces[i] else i < v
 
     def cheapest(self, ops: Collection[int], there: Collection[int], wanted: Iterable[int]) -> tuple[list[int], set[int]]:
         """Of `ops` those that make `wanted` at the least cost each, in an order in which they can; and what none can make.

@@ -122,10 +122,10 @@ class _Draft:
         op = graph.ops[self.problem.places.ids[i]]
         inputs, mutates = tuple(self.now[t] for t in op.inputs), tuple(self.now[t] for t in op.mutates)
         outputs = tuple((t, self.new(graph.tensors[t], (number,))) for t in op.outputs)
-        again = all(graph.ops[p].recomputable for p in (*op.stands_for, op.id))
+        again = all(graph.ops[p].recomputable for p in (*op.replaces, op.id))
         before = self.ops[-1].phase if self.ops else Phase.FORWARD
         phase = max(before, op.phase, key=lambda phase: phase.place)
-        choice = {"optional": False, "stands_for": (), "differs": "", "variance": 0.0}  # all that is executed is
+        choice = {"optional": False, "replaces": (), "differs": "", "variance": 0.0}  # all that is executed is
         over = tuple((dict(outputs)[o], self.now[t]) for o, t in op.overwrites)
         changes = {"mutates": mutates, "recomputable": again, "phase": phase, "overwrites": over, **choice}
         if op.stream != COMPUTE:

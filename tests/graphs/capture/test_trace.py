@@ -16,7 +16,7 @@ from graphs.zoo import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
 from planner.tracing import profiled
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import STEPS, capture_of, make, random_schedule
 
 
@@ -68,7 +68,7 @@ def test_copies_that_are_returned_or_keep_what_is_overwritten_stay() -> None:
     model, x = Counter(), torch.randn(4)
     captured = capture(model, None, (x,))
     assert len(ops_called(captured.graph, "aten.clone.default")) == 2
-    step = Executor(captured, store_all(captured.graph), model, None)
+    step = Executor(captured, keep_everything(captured.graph), model, None)
     assert [step(x)[0].item() == 0 for _ in range(2)] == [True, False]
 
 
@@ -158,7 +158,7 @@ def test_profiling_leaves_the_model_as_it_was(name: str) -> None:
     assert all(p.grad is None for p in workload.model.parameters())
     assert all(op.time_s > 0 for op in graph.ops)
     assert graph.provenance["times"] == "measured"
-    assert simulate(graph, store_all(graph)).peak_bytes >= simulate(captured.graph, store_all(graph)).peak_bytes
+    assert simulate(graph, keep_everything(graph)).peak_bytes >= simulate(captured.graph, keep_everything(graph)).peak_bytes
 
 
 class Branches(nn.Module):

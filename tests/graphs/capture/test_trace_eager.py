@@ -15,7 +15,7 @@ from graphs.capture.trace import capture
 from graphs.errors import TraceError
 from planner.runtime.executor import Executor
 from planner.runtime.measure import measure_memory, outcome
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.eager_ops import Function, captured_as_eager, weighted
 
 RESIZES = [
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_product_is_eagers(zeros: int, kwargs: dict[str, Any])
     weighted_alone(model)
     captured = capture(model, None, ())
     assert [op.target for op in captured.graph.ops].count("planner.prod_backward.default") == 1
-    step = Executor(captured, store_all(captured.graph), model, None)
+    step = Executor(captured, keep_everything(captured.graph), model, None)
     assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
     with torch.no_grad():
         model.value[2] = 0  # the same plan, zeros elsewhere
@@ -108,7 +108,10 @@ def test_a_segmentation_net_takes_eagers_memory() -> None:
     captured, eager, ops = captured_as_eager(model, F.cross_entropy, batch)
     assert ops == eager
     peaks = []
-    for step in (TrainingStep(model, F.cross_entropy), Executor(captured, store_all(captured.graph), model, F.cross_entropy)):
+    for step in (
+        TrainingStep(model, F.cross_entropy),
+        Executor(captured, keep_everything(captured.graph), model, F.cross_entropy),
+    ):
         model.zero_grad()
         peaks.append(measure_memory(step, batch, static_bytes=0, device=torch.device("cpu")).peak_bytes)
     assert peaks[1] <= 1.01 * peaks[0]
@@ -163,7 +166,7 @@ def test_data_that_only_eager_looks_at_is_no_condition() -> None:
     captured = capture(model, None, (mask,))
     assert captured.conditions is None  # another mask can follow
     mask[3] = False
-    eager, step = TrainingStep(model, None), Executor(captured, store_all(captured.graph), model, None)
+    eager, step = TrainingStep(model, None), Executor(captured, keep_everything(captured.graph), model, None)
     assert outcome(eager, model, (mask,), seed=3).differences(outcome(step, model, (mask,), seed=3)) == ()
 
 

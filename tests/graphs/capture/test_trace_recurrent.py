@@ -11,7 +11,7 @@ from graphs.capture.trace import capture
 from graphs.errors import TraceError
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.eager_ops import Last, captured_as_eager
 
 # 33 is no multiple of the widths of vectors: the last elements of a row are computed by other instructions.
@@ -49,7 +49,7 @@ def test_an_lstm_is_the_same_graph_every_time() -> None:
     assert first.graph.fingerprint == second.graph.fingerprint
     for captured in (first, second):
         model.zero_grad()
-        loss_of(Executor(captured, store_all(captured.graph), model, None)(*batch)).backward()
+        loss_of(Executor(captured, keep_everything(captured.graph), model, None)(*batch)).backward()
         assert model.inner.bias_ih_l0.grad.data_ptr() != model.inner.bias_hh_l0.grad.data_ptr()
 
 

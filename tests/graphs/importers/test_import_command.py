@@ -25,7 +25,7 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "optional_ops": 0,
         "tensors": len(graph.tensors),
         "static_bytes": 110,
-        "store_all_peak_bytes": 298,
+        "keep_everything_peak_bytes": 298,
         "time_s": graph.time_s,
     }
     assert said.err == ""

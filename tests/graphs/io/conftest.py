@@ -25,4 +25,4 @@ def graph() -> Graph:
 
 @pytest.fixture
 def plan(graph: Graph) -> Plan:
-    return solve(graph, "100%", solver="store_all")
+    return solve(graph, "100%", solver="keep-everything")

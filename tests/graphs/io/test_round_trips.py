@@ -68,7 +68,7 @@ def test_a_plain_graph_has_none_of_the_fields_of_choices(graph: Graph, plan: Pla
         "producers",
         "stream",
         "optional",
-        "stands_for",
+        "replaces",
         "differs",
         "overwrites",
         "pool_peaks_bytes",

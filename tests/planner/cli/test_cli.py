@@ -1,16 +1,19 @@
 """The command: help, usage errors, and what it imports."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from graphs.options import OPTIONS
 from planner.cli.main import build_parser
+from solvers.registry import SOLVERS
 from tests.support.command import call, refused
 from tests.support.command_process import PATIENCE_S, ROOT, command
 
-COMMANDS = ["trace", "advise", "solve", "run", "info"]
+COMMANDS = ["trace", "advise", "solve", "run", "info", "options", "doctor"]
 
 
 # --- help, usage, imports -------------------------------------------------------------------------
@@ -38,7 +41,6 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ([], "name a command"),
         (["sing"], "sing"),
         (["solve"], "GRAPH"),
         (["solve", "model.json"], "--budget"),
@@ -48,7 +50,10 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
         (["solve", "model.json", "--max-overhead", "-1"], "'-1' is not a fraction"),
         (["advise"], "MODEL"),
         (["advise", "zoo:mlp", "--device", "cuda", "--roofline", "h200"], "not allowed with"),
-        (["solve", "model.json", "--budget", "8GB", "--solver", "magic"], "windows"),
+        (
+            ["solve", "model.json", "--budget", "8GB", "--solver", "magic"],
+            "there is no solver 'magic': planner solvers lists them all",
+        ),
         (["solve", "model.json", "--budget", "8GB", "--time-limit", "soon"], "'soon' is not a time above 0"),
         (["solve", "model.json", "--budget", "8GB", "--work-limit", "0"], "'0' is not a number above 0"),
         (["solve", "model.json", "--budget", "8GB", "--work-limit", "9", "--time-limit", "9"], "not allowed with"),
@@ -59,7 +64,7 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
         (["trace", "zoo:mlp", "-o", "x", "--device", "tpu"], "tpu"),
         (["trace", "zoo:mlp", "-o", "x", "--device", "cuda", "--roofline", "h200"], "not allowed with"),
         (["trace", "zoo:mlp", "-o", "x", "--passes", "0"], "'0' is not a whole number"),
-        (["run", "plan.json"], "--model"),
+        (["run"], "PLAN"),
         (["info"], "FILE"),
     ],
 )
@@ -67,6 +72,54 @@ def test_usage_errors_are_one_line_that_names_the_help(
     arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(call(capsys, *arguments), 2, word, "--help)")
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys) == call(capsys, "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["solve", "{graph}", "--budget", "60%", "--options", "magic"], "there is no option 'magic' of a graph"),
+        (["solve", "{graph}", "--budget", "60%", "--options", "chunks"], "traced without the option 'chunks'"),
+        (["solve", "{graph}", "--budget", "60%", "-o", "{graph}"], "is the graph itself"),
+        (["solve", "{graph}", "--budget", "60%", "--write-model", "x.lp"], "add --solver checkmate"),
+        (["trace", "zoo:magic", "-o", "x.json"], "unknown zoo model 'magic'"),
+        (["trace", "zoo:mlp,magic=3", "-o", "x.json"], "mlp has no option 'magic'"),
+        (["trace", "zoo:mlp,layers=x", "-o", "x.json"], "it must be a whole number"),
+        (["trace", "zoo:mlp,layers=1,width=4", "-o", "x.json", "--other-devices", "gpu7"], "there is no device 'gpu7'"),
+        (["compare", "{graph}", "--methods", "magic", "-o", "{folder}/rows"], "there is no method 'magic'"),
+        (["curve", "{graph}", "--plot", "x.txt"], "does not end in a format of figures"),
+        (["show", "{graph}"], "nothing to write"),
+    ],
+    ids=lambda given: "-".join(given[:3]) if isinstance(given, list) else None,
+)
+def test_values_that_cannot_be_are_usage_errors(
+    arguments: list[str], words: str, graph_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word.format(graph=graph_file, folder=graph_file.parent) for word in arguments]
+    refused(call(capsys, *given), 2, words)
+
+
+def test_the_solvers_and_options_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    solvers, options = call(capsys, "solvers"), call(capsys, "options")
+    assert solvers.code == options.code == 0
+    listed = [line.split()[0] for line in solvers.out.splitlines() if line.startswith("  ")]
+    assert sorted(listed) == sorted(SOLVERS) == sorted(json.loads(call(capsys, "solvers", "--json").out))
+    assert [line.split()[0] for line in options.out.splitlines()] == list(OPTIONS)
+    assert json.loads(call(capsys, "options", "--json").out) == {name: o.description for name, o in OPTIONS.items()}
+
+
+def test_completion_of_a_shell_knows_commands_and_options() -> None:
+    said = command("--print-completion", "bash")
+    assert said.returncode == 0 and "--max-overhead" in said.stdout and "max-batch" in said.stdout
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("solve", "run", "info", "show", "curve", "advise", "import", "solvers", "options", "doctor"):
+        assert len(call(capsys, name, "--help").out.splitlines()) <= 60, name
 
 
 def imported_by(*arguments: object) -> set[str]:

@@ -74,7 +74,7 @@ def test_what_drives_a_terminal_is_escaped_wherever_it_is_printed(tmp_path: Path
         call(capsys, "info", plan_file),
         call(capsys, "show", plan_file, "-o", tmp_path / "page.html"),
         call(capsys, "curve", file, "--budgets", "2", "--jobs", "1", "-o", tmp_path / f"{NAME}.csv"),
-        call(capsys, "compare", file, "--methods", "store_all", "--jobs", "1", "-o", tmp_path / NAME),
+        call(capsys, "compare", file, "--methods", "keep-everything", "--jobs", "1", "-o", tmp_path / NAME),
         call(capsys, "solve", file, "--budget", NAME),
         call(capsys, "trace", NAME, "-o", tmp_path / "x.json"),
         call(capsys, NAME),
@@ -121,7 +121,7 @@ def test_a_figure_shows_a_name_as_it_is(name: str, tmp_path: Path) -> None:
 def test_a_comparison_and_a_curve_draw_any_name(tmp_path: Path, capsys: Any) -> None:
     write_graph(graph("$_$ \\frac{"), tmp_path / "model.json")
     compared = call(
-        capsys, "compare", tmp_path / "model.json", "--budgets", "100%", "--methods", "store_all", "-o", tmp_path / "out"
+        capsys, "compare", tmp_path / "model.json", "--budgets", "100%", "--methods", "keep-everything", "-o", tmp_path / "out"
     )
     drawn = call(capsys, "curve", tmp_path / "model.json", "--budgets", "2", "--jobs", "1", "--plot", tmp_path / "curve.png")
     assert (compared.code, compared.err, drawn.code, drawn.err) == (0, "", 0, "")
@@ -286,7 +286,7 @@ def test_a_comparison_refuses_its_folder_before_it_starts(graph_file: Path, caps
 def test_rows_that_are_no_csv_are_one_error(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
     for content in (b"\xff\xfe", b"a\0b\n" * 3, b"x" * 200_000 + b"\n", ",".join(COLUMNS).encode() + b"\na,b\n"):
         (tmp_path / "rows.csv").write_bytes(content)
-        refused(call(capsys, "compare", graph_file, "-o", tmp_path, "--methods", "store_all"), 1, "rows.csv", "delete it")
+        refused(call(capsys, "compare", graph_file, "-o", tmp_path, "--methods", "keep-everything"), 1, "rows.csv", "delete it")
 
 
 def test_a_plan_that_was_solved_for_a_pipe_finds_its_graph(graph_file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -31,7 +31,7 @@ def test_solve_writes_a_plan_that_fits(graph_file: Path, tmp_path: Path, capsys:
     plan, graph = read_plan(plan_file), read_graph(graph_file)
     simulation = simulate(graph, plan.schedule)
     assert plan.graph.fingerprint == graph.fingerprint
-    assert plan.budget_bytes == int(0.7 * plan.graph.store_all_peak_bytes)
+    assert plan.budget_bytes == int(0.7 * plan.graph.keep_everything_peak_bytes)
     assert simulation.peak_bytes == plan.peak_bytes <= plan.budget_bytes
     assert simulation.time_s == plan.time_s
     assert simulation.recomputed > 0
@@ -39,7 +39,7 @@ def test_solve_writes_a_plan_that_fits(graph_file: Path, tmp_path: Path, capsys:
 
 
 def test_solve_prints_json_and_writes_only_on_request(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = call(capsys, "solve", graph_file, "--budget", "100%", "--solver", "store_all", "--json", "--quiet")
+    said = call(capsys, "solve", graph_file, "--budget", "100%", "--solver", "keep-everything", "--json", "--quiet")
     assert (said.code, said.err) == (0, "")
     data = json.loads(said.out)
     assert (data["status"], data["output"], data["recomputed"]) == ("optimal", None, 0)
@@ -65,7 +65,7 @@ def test_a_work_limit_gives_the_same_plan_each_time(graph_file: Path, tmp_path: 
 def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "budget 2.00 kB is below", "op 'op", "Raise the budget", "planner info"
     refused(call(capsys, "solve", graph_file, "--budget", "2kB"), 3, *said)
-    limit = call(capsys, "solve", graph_file, "--budget", "90%", "--solver", "store_all")
+    limit = call(capsys, "solve", graph_file, "--budget", "90%", "--solver", "keep-everything")
     refused(limit, 4, "keeping everything needs")
     assert list(graph_file.parent.iterdir()) == [graph_file]
 
@@ -113,7 +113,7 @@ def test_a_max_overhead_finds_the_budget(graph_file: Path, tmp_path: Path, capsy
     assert said.code == 0
     plan = read_plan(plan_file)
     assert 0 < plan.overhead <= 0.1
-    assert plan.peak_bytes == plan.budget_bytes < plan.graph.store_all_peak_bytes
+    assert plan.peak_bytes == plan.budget_bytes < plan.graph.keep_everything_peak_bytes
     assert "at max overhead" in said.out and "10.00%: proved to need no less than" in said.out
     refused(
         call(capsys, "solve", graph_file, "--max-overhead", "10%", "--solver", "checkmate", "--write-model", "x.lp"),

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from graphs.io.formats import read_graph, read_plan
+from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.ir import Graph
 from planner.models.workload import parse_spec
 from planner.progress import LineView
 from planner.running import RunReport
+from planner.solving import solve
 from tests.support.budgets import between
 from tests.support.command import call, refused, run_report
 from tests.support.command_process import ROOT, chain
@@ -113,7 +114,7 @@ def test_from_a_model_to_a_measured_step(model: str, tmp_path: Path, capsys: pyt
     assert read_graph(graph_file).provenance["model"] == str(parse_spec(model))
     budget = f"{between(read_graph(graph_file))}B"
     assert call(capsys, "solve", graph_file, "--budget", budget, "-o", plan_file).code == 0
-    ran = call(capsys, "run", plan_file, "--model", model, "--repeats", "2", "--json")
+    ran = call(capsys, "run", plan_file, "--repeats", "2", "--json")
     assert ran.code == 0, ran.err
     data = json.loads(ran.out)
     assert data["identical"]
@@ -121,6 +122,13 @@ def test_from_a_model_to_a_measured_step(model: str, tmp_path: Path, capsys: pyt
     assert read_plan(plan_file).overhead > 0
     other = model.replace("batch=256", "batch=128")
     refused(call(capsys, "run", plan_file, "--model", other), 1, "the plan is for another graph", "128")
+
+
+def test_run_needs_a_model_where_the_plan_names_none(asked: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file = tmp_path / "plan.json"
+    write_plan(solve(chain(), "60%"), plan_file)
+    refused(call(capsys, "run", plan_file), 2, "does not name a model that can be built: add --model")
+    assert not asked.calls
 
 
 def test_a_model_of_any_size_is_traced_for_a_device_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_the_command_imports_no_torch(graph_file: Path) -> None:
 ENDLESS = """
 import os, time
 from pathlib import Path
-from solvers.policies import store_all
+from solvers.policies import keep_everything
 
 FOLDER = Path(__file__).parent
 
@@ -110,7 +110,7 @@ def solve(request):
     (FOLDER / f"{os.getpid()}.started").touch()
     while not request.interrupted():
         time.sleep(0.01)
-    return store_all.solve(request)
+    return keep_everything.solve(request)
 """
 
 WITH_ENDLESS_SOLVER = """

@@ -256,7 +256,7 @@ def check_backend_with_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]
     asked: dict[str, object] = {"options": ["offload"], "link": 1e12}
     with pytest.raises(BackendCompilerFailed, match="host_budget is None, a part of the host's free memory"):
         check_backend(rank, wrap, **asked)
-    check_backend(rank, wrap, budget="75%", time_limit=2, host_budget="1GB", **asked)
+    check_backend(rank, wrap, budget="75%", time_limit_s=2, host_budget="1GB", **asked)
 
 
 def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:

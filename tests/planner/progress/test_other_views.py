@@ -57,7 +57,7 @@ def test_the_summary_is_one_line() -> None:
 def test_the_summary_of_a_plan_has_its_numbers() -> None:
     plan: Plan = solve(chain(), "70%")
     assert plan.overhead > 0
-    expected = saved_line(plan.peak_bytes, plan.graph.store_all_peak_bytes, plan.overhead, plan.gap)
+    expected = saved_line(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
     assert plan_line(plan) == expected
 
 

@@ -25,7 +25,7 @@ from planner.report.columns import COLUMNS, Stretch, left_bytes, memory_columns,
 from planner.report.page import page
 from planner.report.streams import streams, trips, waits
 from planner.report.timeline import Timeline
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.browser import box, measured, needs_browser
 from tests.support.event_judge import during, live, runs
 from tests.support.html_page import assert_needs_nothing_else, parsed
@@ -154,7 +154,7 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
 def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
     plain = training_chain(4)
     offered = with_options(plain, ["offload"], Surroundings(Link.even(1.0), 10))
-    text, as_ever = (page(Timeline(graph, plan_of(graph, store_all(plain)))) for graph in (offered, plain))
+    text, as_ever = (page(Timeline(graph, plan_of(graph, keep_everything(plain)))) for graph in (offered, plain))
     assert "Beside the computation" not in as_ever
     assert text.replace(offered.fingerprint, plain.fingerprint) == as_ever
 
@@ -196,7 +196,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
     # Plans are for graphs that a solver knows; these have all choices that there can be.
     monkeypatch.setattr(timeline_module, "check_plan", lambda graph, plan: simulate(graph, plan.schedule))
     small = training_chain(3)
-    other = plan_of(small, store_all(small))
+    other = plan_of(small, keep_everything(small))
     for seed in range(count):
         draw = random.Random(seed)
         graph = graph_with_choices(draw)
@@ -235,7 +235,7 @@ def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyP
             assert expected <= set(held)
         done: set[int] = set()
         for execution in timeline.executions:
-            places = {p.id for p in graph.program if p.id in (execution.op.id, *execution.op.stands_for)}
+            places = {p.id for p in graph.program if p.id in (execution.op.id, *execution.op.replaces)}
             assert execution.again == (bool(places) and places <= done)
             done |= places
         at_peak = timeline.peak

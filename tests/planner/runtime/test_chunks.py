@@ -12,7 +12,7 @@ from graphs.options.chunks import CHUNKS
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.tracing import capture_profiled
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.executed import executed, may_differ
 from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 
@@ -39,7 +39,7 @@ _OTHER_LLAMAS = ("llama", "transformers llama")  # feed_forward is one, too
 def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str) -> None:
     capture, workload = captured(name)
     program = replace(capture, graph=without_options(capture.graph))
-    keeping = store_all(program.graph)
+    keeping = keep_everything(program.graph)
     wanted, kept_bytes = executed(program, keeping, workload)
     ops = in_chunks(capture.graph, 4)
     assert len(ops) >= 2

@@ -13,7 +13,7 @@ from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.tracing import profiled
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device
@@ -33,7 +33,7 @@ def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, 
             workload = on_device(make(name))
             captured = capture(*workload)
             offered = offering(captured)
-            schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
+            schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
             step = Executor(offered, schedule, workload.model, workload.loss_fn)
             assert_as_eager(workload, step)
             assert isinstance(step.channels, CudaChannels)
@@ -51,7 +51,7 @@ def test_copies_stay_within_their_budget(order: Order) -> None:
         workload = on_device(make("mutated"))
         captured = profiled(capture(*workload), *workload, passes=1)
         offered = offering(captured)
-        schedule = with_random_copies(offered.graph, store_all(captured.graph), 2)
+        schedule = with_random_copies(offered.graph, keep_everything(captured.graph), 2)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)
         measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         assert measured.peak_bytes == simulate(offered.graph, schedule).peak_bytes
@@ -65,7 +65,7 @@ def test_a_loss_that_is_dropped_leaves_nothing_that_a_copy_uses(order: Order) ->
         offered = offering(captured)
         state = {name: value.clone() for name, value in workload.model.state_dict().items()}
         for seed in range(4):
-            schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
+            schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
             step = Executor(offered, schedule, workload.model, workload.loss_fn)
             step(*workload.batch)  # copies of its tensors may be under way, and their memory is taken by the next
             workload.model.load_state_dict(state)
@@ -149,7 +149,7 @@ def test_on_a_gpu(name: str) -> None:
     offered = offering(captured)
     eager = train(workload, None)
     for seed in range(3):
-        schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
+        schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)
         predicted = simulate(offered.graph, schedule)
         measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch).peak_bytes

@@ -26,7 +26,7 @@ from planner.search import Search
 from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule
@@ -82,7 +82,7 @@ def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
     warm_up_libraries(device)
     step = TrainingStep(workload.model, workload.loss_fn)
     captured = profiled(recordable(capture(*workload)), *workload, passes=1)
-    schedule = random_schedule(captured.graph, seed) if seed else store_all(captured.graph)
+    schedule = random_schedule(captured.graph, seed) if seed else keep_everything(captured.graph)
     recorder = CudaGraphs(device)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
     record(captured, executor, step, workload.batch, recorder)
@@ -101,7 +101,7 @@ def budget_with_pool(workload: Workload) -> int:
     """Half way from the least to the peak of keeping everything, and what a pool takes besides its tensors."""
     captured = profiled(recordable(capture(*workload, optimizer="adamw")), *workload, passes=1)
     device = next(workload.model.parameters()).device
-    held_bytes = pool_bytes(captured.graph, store_all(captured.graph), workspace_bytes(device))
+    held_bytes = pool_bytes(captured.graph, keep_everything(captured.graph), workspace_bytes(device))
     return captured.graph.static_bytes + held_bytes
 
 

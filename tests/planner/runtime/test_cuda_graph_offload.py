@@ -18,7 +18,7 @@ from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import record, recordable
 from planner.runtime.host_memory import HostMemory
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.recorded_steps import LOOPS, assert_same, dropout_and_norm, train
@@ -33,7 +33,7 @@ def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) 
     """The recorded step of a schedule that copies at random."""
     captured = recordable(capture(*workload))
     offered = offering(captured)
-    schedule = with_random_copies(offered.graph, store_all(captured.graph), seed)
+    schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
     channels = CudaChannels(CUDA, host_bytes)
     executor = Executor(offered, schedule, workload.model, workload.loss_fn, channels)
     record(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch, CudaGraphs(CUDA))
@@ -45,7 +45,7 @@ def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) 
 def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()
     captured = recordable(capture(*other))
-    launched = Executor(captured, store_all(captured.graph), other.model, other.loss_fn)
+    launched = Executor(captured, keep_everything(captured.graph), other.model, other.loss_fn)
     wanted = train(other, launched, **LOOPS[loop])
     step, _ = recorded_step(workload, seed=3)
     assert_same(wanted, train(workload, step, **LOOPS[loop]))
@@ -100,7 +100,7 @@ def test_copies_by_threads_are_not_recorded() -> None:
     captured = recordable(capture(*workload))
     offered = offering(captured)
     threads = ThreadChannels(HostMemory())
-    executor = Executor(offered, store_all(captured.graph), workload.model, workload.loss_fn, threads)
+    executor = Executor(offered, keep_everything(captured.graph), workload.model, workload.loss_fn, threads)
     step = TrainingStep(workload.model, workload.loss_fn)
     with pytest.raises(PlannerError, match=r"only copies on streams of CUDA can be recorded: leave out options="):
         record(captured, executor, step, workload.batch, CudaGraphs(CUDA))

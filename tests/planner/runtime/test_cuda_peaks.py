@@ -20,7 +20,7 @@ from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.tracing import profiled
 from planner.training import compiler
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
@@ -36,7 +36,7 @@ def step_on_cuda(name: str, seed: int | None = None) -> tuple[Executor, Training
     """A step whose ops are measured in none of its threads yet, but for the forward pass."""
     workload = on_device(make(name))
     captured = profiled(capture(*workload), *workload, passes=1)
-    schedule = store_all(captured.graph) if seed is None else random_schedule(captured.graph, seed)
+    schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     return Executor(captured, schedule, workload.model, workload.loss_fn), captured, workload
 
 

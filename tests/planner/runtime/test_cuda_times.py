@@ -11,7 +11,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import OpTimer
 from planner.tracing import profiled
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.steps import make
 
@@ -25,7 +25,7 @@ def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> N
         workload = on_device(make("tied"), place)
         captured = profiled(capture(*workload), *workload, passes=1)
         assert all(op.time_s > 1e-6 for op in captured.graph.ops if op.outputs)
-        step = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+        step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
         timer = OpTimer(step, steps=1)
         loss_of(step(*workload.batch)).backward()
         assert timer.done

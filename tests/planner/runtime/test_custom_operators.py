@@ -109,7 +109,7 @@ def test_what_draws_unseen_is_computed_once(name: str, x: torch.Tensor) -> None:
 def test_under_torch_compile_too(name: str, x: torch.Tensor) -> None:
     model = Net(DRAWING[name])
     wanted = gradients(model, model, x)
-    step = torch.compile(model, backend="planner", dynamic=False, options={"budget": HALF_WAY, "time_limit": 5})
+    step = torch.compile(model, backend="planner", dynamic=False, options={"budget": HALF_WAY, "time_limit_s": 5})
     with pytest.warns(UserWarning, match=rf"op {name} .*, and 5 others .*nondeterministic_seeded"):
         found = gradients(model, step, x)
     assert all(map(torch.equal, wanted, found))

@@ -4,7 +4,7 @@ import pytest
 
 from graphs.simulate import simulate
 from planner.tracing import profiled
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.steps import STEPS, capture_of, make, random_schedule, solve_for
@@ -18,7 +18,7 @@ def test_every_schedule_trains_as_eager_does(name: str) -> None:
     captured = profiled(capture_of(name), *workload, passes=1)
     graph = captured.graph
     eager = train(workload, None)
-    assert_same(eager, train(workload, (captured, store_all(graph))))
+    assert_same(eager, train(workload, (captured, keep_everything(graph))))
     recomputed = 0
     for budget in on_the_way(graph, 0.6, 0.1):
         plan = solve_for(0.0, graph, budget)

@@ -21,7 +21,7 @@ from graphs.schedule import Free, schedule_of
 from graphs.zoo import Workload
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.executor import Executor
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import HALF_WAY
 from tests.support.steps import capture_of, make, random_schedule
 
@@ -33,7 +33,7 @@ def captured_step(name: str) -> tuple[Workload, Capture]:
 
 def executor(name: str = "gpt2_sdpa") -> tuple[Executor, tuple[torch.Tensor, ...]]:
     workload, captured = captured_step(name)
-    return Executor(captured, store_all(captured.graph), copy.deepcopy(workload.model), workload.loss_fn), workload.batch
+    return Executor(captured, keep_everything(captured.graph), copy.deepcopy(workload.model), workload.loss_fn), workload.batch
 
 
 @pytest.mark.usefixtures("half_way")
@@ -62,7 +62,7 @@ def test_compile_refuses_an_impossible_budget() -> None:
 def test_a_graph_with_choices_is_refused() -> None:
     workload = make("vit")
     captured = capture_of("vit")
-    graph, schedule = captured.graph, store_all(captured.graph)
+    graph, schedule = captured.graph, keep_everything(captured.graph)
     aside = replace(captured, graph=replace(graph, ops=(replace(graph.ops[0], stream="side"), *graph.ops[1:])))
     with pytest.raises(GraphError, match="the graph has 1 pools, 2 streams and 0 optional ops"):
         Executor(aside, schedule, workload.model, workload.loss_fn)
@@ -76,7 +76,7 @@ def test_extra_outputs_are_returned_detached() -> None:
         return F.cross_entropy(logits, target), logits, (logits.argmax(1) == target).float().mean()
 
     captured = capture(model, loss_fn, (x, y))
-    loss, logits, accuracy = Executor(captured, store_all(captured.graph), model, loss_fn)(x, y)
+    loss, logits, accuracy = Executor(captured, keep_everything(captured.graph), model, loss_fn)(x, y)
     assert torch.equal(logits, model(x))
     assert not logits.requires_grad
     assert not accuracy.requires_grad
@@ -103,7 +103,7 @@ def test_another_batch_is_refused(change, message: str) -> None:
 def test_another_mode_is_refused() -> None:
     workload = make("gpt2_sdpa")
     captured = capture_of("gpt2_sdpa")
-    step = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+    step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
     workload.model.eval()
     with pytest.raises(MismatchError, match=r"train\(\) or eval\(\)"):
         step(*workload.batch)
@@ -125,7 +125,7 @@ def test_a_second_backward_needs_the_graph_to_be_retained() -> None:
 def test_a_parameter_changed_before_backward_is_noticed() -> None:
     workload = make("gpt2_sdpa")
     captured = capture_of("gpt2_sdpa")
-    loss = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)(*workload.batch)
+    loss = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)(*workload.batch)
     with torch.no_grad():
         for parameter in workload.model.parameters():
             parameter.mul_(2)

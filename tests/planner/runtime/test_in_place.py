@@ -18,7 +18,7 @@ from planner.choices import choices_of
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.tracing import capture_profiled
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import on_the_way
 from tests.support.executed import executed
 from tests.support.steps import make, random_schedule, solve_for
@@ -87,7 +87,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     eager = outcome(step, model, batch, seed=0, written=written_by(capture, step, batch))
     graph = capture.graph
     assert any(op.overwrites for op in graph.ops)
-    schedules = [store_all(graph), *(random_schedule(graph, seed) for seed in range(2))]
+    schedules = [keep_everything(graph), *(random_schedule(graph, seed) for seed in range(2))]
     schedules += [solve_for(0.0, graph, budget).schedule for budget in on_the_way(graph, 0.5, 0.1)]
     over = 0
     for schedule in schedules:
@@ -105,8 +105,8 @@ def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pyto
     (budget,) = on_the_way(graph.out_of_place(), 0.2)
     plan = solve(graph, budget, options=["in-place"], tolerance=0.5)
     without = solve(graph, budget, tolerance=0.5)
-    eager, in_place = (simulate(each, store_all(graph)) for each in (graph.out_of_place(), graph))
-    assert plan.graph.store_all_peak_bytes == without.graph.store_all_peak_bytes == eager.peak_bytes
+    eager, in_place = (simulate(each, keep_everything(graph)) for each in (graph.out_of_place(), graph))
+    assert plan.graph.keep_everything_peak_bytes == without.graph.keep_everything_peak_bytes == eager.peak_bytes
     assert sum(in_place.memory_bytes) < sum(eager.memory_bytes)
     for solved in (plan, without):
         report = running.run(solved, *workload, repeats=1)

@@ -20,7 +20,7 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.solving import solve
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import between
 from tests.support.executed import executed, may_differ
@@ -63,7 +63,7 @@ def test_a_step_by_other_kernels_is_the_step_but_for_rounding_in_the_memory_that
     ops = ops_by(capture.graph, way)
     assert ops
     program = replace(capture, graph=without_options(capture.graph))
-    wanted, _ = executed(program, store_all(program.graph), workload)
+    wanted, _ = executed(program, keep_everything(program.graph), workload)
     schedule = schedule_by(capture.graph, ops)
     found, peak_bytes = executed(capture, schedule, workload)
     assert peak_bytes == predicted_bytes(capture, schedule)
@@ -118,8 +118,8 @@ def test_less_is_in_memory_at_once_where_ops_write_over_what_they_read() -> None
     graph = capture.graph
     logits = 4 * 32 * 501 * 4
     for first, last in (("mm", "_log_softmax"), ("nll_loss_backward", "_log_softmax_backward_data")):
-        (op,) = (op for op in ops_by(graph, "in_place") if graph.ops[op.stands_for[0]].name == first)
-        pair = [graph.ops[p] for p in op.stands_for]
+        (op,) = (op for op in ops_by(graph, "in_place") if graph.ops[op.replaces[0]].name == first)
+        pair = [graph.ops[p] for p in op.replaces]
         assert [p.name for p in pair] == [first, last] and op.workspace_bytes < logits / 100
         assert not set(pair[0].outputs) & {*op.inputs, *op.outputs}
 
@@ -130,7 +130,7 @@ def test_gradients_of_a_convolution_one_at_a_time_need_not_have_its_input_beside
     parts = {op.name: op for op in ops_by(graph, "weight")}
     whole = next(op for op in graph.program if op.name == "convolution_backward_2")
     weight, other = (parts[f"convolution_backward_2_{part}"] for part in ("weight", "input"))
-    assert weight.stands_for == (whole.id,) and other.stands_for == ()
+    assert weight.replaces == (whole.id,) and other.replaces == ()
     assert set(other.inputs) < set(whole.inputs) and set(weight.outputs) | set(other.outputs) == set(whole.outputs)
     assert not set(weight.outputs) & set(other.outputs)
 

@@ -22,7 +22,7 @@ from planner.runtime.host_memory import HostMemory
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from planner.tracing import profiled
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.copies import copying_step, offering, with_random_copies
@@ -49,7 +49,7 @@ def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> 
         assert simulate(offered.graph, plan.schedule).peak_bytes == plan.peak_bytes <= budget
         schedules.append(plan.schedule)
     schedules.append(with_random_copies(offered.graph, random_schedule(captured.graph, 1), 1))
-    schedules += (with_random_copies(offered.graph, store_all(captured.graph), seed) for seed in range(2, 4))
+    schedules += (with_random_copies(offered.graph, keep_everything(captured.graph), seed) for seed in range(2, 4))
     copies = 0
     for schedule in schedules:
         predicted = simulate(offered.graph, schedule)
@@ -72,7 +72,7 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         offered = offering(capture_of(name))
         eager = train(workload, None)
         for seed in range(3):
-            schedule = with_random_copies(offered.graph, store_all(capture_of(name).graph), seed)
+            schedule = with_random_copies(offered.graph, keep_everything(capture_of(name).graph), seed)
             assert_same(eager, train(workload, (offered, schedule)))
     assert makers == {"planner: device to host", "planner: host to device"}
 
@@ -220,7 +220,7 @@ def test_a_copy_out_of_what_is_coming_in_says_so() -> None:
     _, copies = without_copies(offered.graph)
     assert copies is not None
     steps: list[Step] = []
-    for step in store_all(captured.graph).steps:
+    for step in keep_everything(captured.graph).steps:
         steps.append(step)
         made = offered.graph.ops[step.op].outputs if isinstance(step, Compute) else ()
         for t in copies.trips.keys() & set(made):

@@ -21,7 +21,7 @@ from graphs.simulate import simulate
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.command_process import PATIENCE_S, ROOT
 from tests.support.limited_memory import CHECKS
 from tests.support.placed_steps import SECOND, assert_undone_and_right_again, on_pools, placed_at_random, profiled, state
@@ -72,7 +72,7 @@ def failing_in(captured: Capture, target: str, error: Exception) -> tuple[Captur
 
 def failing_step(name: str, target: str, error: Exception, seed: int | None = None) -> tuple[Executor, Failing]:
     captured, op = failing_in(capture_of(name), target, error)
-    schedule = store_all(captured.graph) if seed is None else random_schedule(captured.graph, seed)
+    schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     workload = make(name)
     return Executor(captured, schedule, workload.model, workload.loss_fn), op
 
@@ -108,7 +108,7 @@ def test_an_op_that_runs_out_on_another_device() -> None:
     offered, workload = on_pools(captured), make("mutated")
     gelu = next(op.id for op in offered.graph.program if op.target == "aten.gelu.default")
     schedules = (in_passes(offered.graph, placed_at_random(offered.graph, seed)) for seed in range(100))
-    schedule = next(s for s in schedules if any(offered.graph.ops[op].stands_for == (gelu,) for op in s.computed))
+    schedule = next(s for s in schedules if any(offered.graph.ops[op].replaces == (gelu,) for op in s.computed))
     step = Executor(offered, schedule, workload.model, workload.loss_fn)
     before, generator = state(step), torch.get_rng_state()
     said = rf"op '.*gelu.*' .* asked for 2.15 GB, .* Free memory there, or leave out the device '{SECOND}'"
@@ -122,7 +122,7 @@ def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
     workload = make("tied")
     captured = capture(*workload, optimizer="adamw", accumulate=True)
     captured, _ = failing_in(captured, "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
-    step = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+    step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
     sizes = captured.graph.static_bytes_by_kind
     gradients, moments = sizes[Kind.ACCUMULATED_GRADIENT], sizes[Kind.OPTIMIZER_STATE]
     assert step.memory.missing_bytes() == gradients + moments > gradients > 0

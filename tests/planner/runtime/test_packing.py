@@ -58,7 +58,7 @@ def test_adaptive_pooling_is_exact() -> None:
     workload = Workload(model, nn.CrossEntropyLoss(), (torch.randn(5, 3, 17, 15), torch.randint(5, (5,))))
     capture = capture_profiled(*workload, optimizer="adamw", accumulate=False, passes=1, options=["pack"])
     (op,) = does(capture.graph, "of_shape")
-    assert op.inputs == capture.graph.ops[op.stands_for[0]].inputs[:1]
+    assert op.inputs == capture.graph.ops[op.replaces[0]].inputs[:1]
     assert_exact(capture, workload, packing(capture.graph, [op]))
 
 

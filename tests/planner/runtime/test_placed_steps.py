@@ -56,7 +56,7 @@ def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> No
         assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
         others = other_peaks_measured(captured, executor, step, workload.batch)
         assert others == dict(zip(names, predicted.pool_peaks_bytes[1:], strict=True))
-        placed += sum(bool(offered.graph.ops[op].stands_for) for op in schedule.computed)
+        placed += sum(bool(offered.graph.ops[op].replaces) for op in schedule.computed)
     assert placed > 10
 
 
@@ -84,7 +84,7 @@ def test_devices_and_channels_work_side_by_side() -> None:
         return value
 
     computed = [op.id for op in ops]
-    stand_in = next(op for op in offered.graph.ops if op.stands_for == (second.id,))
+    stand_in = next(op for op in offered.graph.ops if op.replaces == (second.id,))
     names = {op.name: op.id for op in offered.graph.ops if op.optional}
     copies = [names[f"copy_{offered.graph.tensors[t].name}_device_to_{SECOND}"] for t in second.inputs]
     back = [names[f"copy_{offered.graph.tensors[t].name}_{SECOND}_to_device"] for t in second.outputs]
@@ -236,9 +236,9 @@ def test_what_cannot_be_run_is_refused() -> None:
     offered = on_pools(captured, (SECOND,))
     names = {**offered.program.namespace, "elsewhere": torch.device("meta")}
     schedule = placed_at_random(offered.graph, 1)
-    op = next(offered.graph.ops[op] for op in schedule.computed if offered.graph.ops[op].stands_for)
+    op = next(offered.graph.ops[op] for op in schedule.computed if offered.graph.ops[op].replaces)
     calls = list(offered.program.calls)
-    calls[op.stands_for[0]] = replace(calls[op.stands_for[0]], expression="made_on(elsewhere)")
+    calls[op.replaces[0]] = replace(calls[op.replaces[0]], expression="made_on(elsewhere)")
     named = replace(offered, program=replace(offered.program, calls=tuple(calls), namespace=names))
     with pytest.raises(GraphError, match=f"op '{op.name}' cannot be called elsewhere than on cpu: it names another device"):
         Executor(named, schedule, workload.model, workload.loss_fn)

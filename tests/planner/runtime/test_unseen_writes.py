@@ -27,7 +27,7 @@ def compiled(made: Made, **options: bool) -> Loss:
 
 
 def by_backend(made: Made, **options: bool) -> Loss:
-    model = torch.compile(made[0], backend="planner", dynamic=False, options={"budget": "100%", "time_limit": 5, **options})
+    model = torch.compile(made[0], backend="planner", dynamic=False, options={"budget": "100%", "time_limit_s": 5, **options})
     return lambda x, y: F.mse_loss(model(x), y)
 
 

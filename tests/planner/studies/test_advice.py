@@ -34,7 +34,7 @@ def advised(graph: Graph, available_bytes: int | None = None, options: tuple[str
 
 
 def test_advice_brackets_the_least_and_prices_budgets_between(graph: Graph, advice: Advice) -> None:
-    assert advice.eager_peak_bytes == summarize(graph).store_all_peak_bytes
+    assert advice.eager_peak_bytes == summarize(graph).keep_everything_peak_bytes
     assert advice.least_proved_bytes <= advice.least.budget_bytes < advice.eager_peak_bytes
     budgets = [price.budget_bytes for price in advice.between]
     assert len(budgets) == BETWEEN and budgets == sorted(budgets)
@@ -57,13 +57,13 @@ def test_an_option_never_costs_more_than_recomputation_alone(advice: Advice) -> 
 
 
 def test_where_eager_fits_no_plan_is_recommended(graph: Graph) -> None:
-    recommended = advised(graph, summarize(graph).store_all_peak_bytes, ()).recommended
+    recommended = advised(graph, summarize(graph).keep_everything_peak_bytes, ()).recommended
     assert recommended.budget_bytes is None and recommended.overhead == 0.0
     assert "no plan, for eager PyTorch fits" in recommended.reason
 
 
 def test_where_eager_does_not_fit_all_that_is_available_is_recommended(graph: Graph) -> None:
-    available = int(0.75 * summarize(graph).store_all_peak_bytes)
+    available = int(0.75 * summarize(graph).keep_everything_peak_bytes)
     advice = advised(graph, available, ())
     assert advice.recommended.budget_bytes == available and not advice.recommended.options
     assert advice.recommended.overhead == pytest.approx(planner.solve(graph, available, tolerance=0.005).overhead, abs=0.02)

@@ -21,7 +21,7 @@ from solvers.clock import WorkClock
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
-METHODS = ("windows", "store_all", "chen-sqrt", "dtr", "lru", "rotor")
+METHODS = ("windows", "keep-everything", "chen-sqrt", "dtr", "lru", "rotor")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path) -> None:
-    first = compare(graph, ["80%"], ["windows", "store_all"], tmp_path)
+    first = compare(graph, ["80%"], ["windows", "keep-everything"], tmp_path)
     write_rows(tmp_path / "rows.csv", [replace(row, message="marked") for row in first])
     new: list[Row] = []
     again = compare(graph, ["80%", "70%"], ["windows", "lru"], tmp_path, on_row=lambda row, done, count: new.append(row))
@@ -126,18 +126,23 @@ def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path
 
 
 def test_two_at_a_time_find_the_same(graph: Graph, rows: list[Row], tmp_path: Path) -> None:
-    beside = compare(graph, ["75%"], ["store_all", "chen-sqrt", "lru"], tmp_path, model="three layers", jobs=2)
+    beside = compare(graph, ["75%"], ["keep-everything", "chen-sqrt", "lru"], tmp_path, model="three layers", jobs=2)
     times = {row.method: row.time_s for row in rows if row.budget == "75%"}
-    assert {row.method: row.time_s for row in beside} == {name: times[name] for name in ("store_all", "chen-sqrt", "lru")}
+    assert {row.method: row.time_s for row in beside} == {name: times[name] for name in ("keep-everything", "chen-sqrt", "lru")}
 
 
 def test_a_stopped_comparison_goes_on_later(graph: Graph, tmp_path: Path) -> None:
     done: list[Row] = []
     compare(
-        graph, ["80%"], ["store_all", "lru"], tmp_path, on_row=lambda row, *_: done.append(row), should_stop=lambda: bool(done)
+        graph,
+        ["80%"],
+        ["keep-everything", "lru"],
+        tmp_path,
+        on_row=lambda row, *_: done.append(row),
+        should_stop=lambda: bool(done),
     )
-    assert [row.method for row in done] == ["store_all"]
-    assert {row.method for row in compare(graph, ["80%"], ["store_all", "lru"], tmp_path)} == {"store_all", "lru"}
+    assert [row.method for row in done] == ["keep-everything"]
+    assert {row.method for row in compare(graph, ["80%"], ["keep-everything", "lru"], tmp_path)} == {"keep-everything", "lru"}
 
 
 def test_rows_are_read_as_they_were_written(rows: list[Row], tmp_path: Path) -> None:
@@ -148,7 +153,7 @@ def test_rows_are_read_as_they_were_written(rows: list[Row], tmp_path: Path) -> 
 def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Row]) -> None:
     text = table_text(rows)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
-    assert lines[0] == "| budget | windows | store_all | chen-sqrt | rotor | dtr | lru | bound |"
+    assert lines[0] == "| budget | windows | keep_everything | chen-sqrt | rotor | dtr | lru | bound |"
     assert lines[2].count("**0.00%**") >= 2  # at the peak, the optimum and keeping everything
     assert "OOM" in lines[4]
     assert table_text(rows) == text
@@ -176,32 +181,32 @@ def test_table_and_figures_are_written(rows: list[Row], tmp_path: Path) -> None:
 def test_other_csvs_are_refused(graph: Graph, tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(OutputError, match=r"rows.csv (has other columns|is damaged)"):
-        compare(graph, ["80%"], ["store_all"], tmp_path)
+        compare(graph, ["80%"], ["keep-everything"], tmp_path)
     assert (tmp_path / "rows.csv").read_text() == text
 
 
 def test_rows_of_another_profile_are_not_mixed_with_new_ones(graph: Graph, tmp_path: Path) -> None:
-    before = compare(graph, ["80%"], ["store_all"], tmp_path)
+    before = compare(graph, ["80%"], ["keep-everything"], tmp_path)
     slower = Graph(tuple(replace(op, time_s=2 * op.time_s) for op in graph.ops), graph.tensors, graph.kept, graph.provenance)
-    assert compare(slower, ["80%"], ["store_all"], tmp_path) == before
+    assert compare(slower, ["80%"], ["keep-everything"], tmp_path) == before
     with pytest.raises(OutputError, match=r"its ops were measured again, for no graph.json is beside it"):
-        compare(slower, ["80%", "60%"], ["store_all"], tmp_path)
+        compare(slower, ["80%", "60%"], ["keep-everything"], tmp_path)
     assert read_rows(tmp_path / "rows.csv") == before
 
 
 def test_rows_of_another_graph_are_refused(graph: Graph, tmp_path: Path) -> None:
-    compare(training_chain(4), ["80%"], ["store_all"], tmp_path)
+    compare(training_chain(4), ["80%"], ["keep-everything"], tmp_path)
     with pytest.raises(OutputError, match="holds rows of another graph"):
-        compare(graph, ["80%"], ["store_all"], tmp_path)
+        compare(graph, ["80%"], ["keep-everything"], tmp_path)
 
 
 def test_bad_requests(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="no budget"):
-        compare(graph, [], ["store_all"], tmp_path)
+        compare(graph, [], ["keep-everything"], tmp_path)
     with pytest.raises(PlannerError, match="no solver 'magic'"):
         compare(graph, ["80%"], ["magic"], tmp_path)
     with pytest.raises(PlannerError, match="jobs is 0"):
-        compare(graph, ["80%"], ["store_all"], tmp_path, jobs=0)
+        compare(graph, ["80%"], ["keep-everything"], tmp_path, jobs=0)
     with pytest.raises(PlannerError, match="no method 'magic'"):
         methods_named("windows,magic")
     assert not list(tmp_path.iterdir())
@@ -215,14 +220,14 @@ def test_the_command(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture
         "--budgets",
         "80%,70%",
         "--methods",
-        "store_all,windows",
+        "keep_everything,windows",
         "--jobs",
         "1",
         "--quiet",
     ]
     out = tmp_path / "deep" / "results"
     assert main([*words, "-o", str(out)]) == 0
-    assert "| budget | windows | store_all | bound |" in capsys.readouterr().out
+    assert "| budget | windows | keep_everything | bound |" in capsys.readouterr().out
     assert {file.name for file in out.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}
     assert main([*words, "-o", str(out), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -24,7 +24,7 @@ from planner.studies.comparison_rows import Row, RunBy, write_rows
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
-METHODS = ("windows", "checkpoint_blocks", "sac", *HEURISTICS["dtr"], *HEURISTICS["megengine"])
+METHODS = ("windows", "checkpoint-blocks", "sac", *HEURISTICS["dtr"], *HEURISTICS["megengine"])
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def step(row: Row, method: str, ratio: float | None, peak: int | None, exactness
 
 def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[Row]) -> None:
     # A synthetic graph has neither modules nor ops with PyTorch's names.
-    for method in ("checkpoint_blocks", "sac"):
+    for method in ("checkpoint-blocks", "sac"):
         own = [row for row in rows if row.method == method]
         assert len(own) == 3
         for row in own:
@@ -74,9 +74,9 @@ def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[Row]) -
 
 
 def test_what_needs_more_is_out_of_memory(tmp_path: Path) -> None:
-    found = compare(training_chain(8), ["90%", "30%"], ["store_all", "chen-sqrt", "dtr"], tmp_path)
+    found = compare(training_chain(8), ["90%", "30%"], ["keep-everything", "chen-sqrt", "dtr"], tmp_path)
     cells = {row.key[1:]: cell_text(row) for row in found}
-    assert cells["store_all", "90%"] == cells["store_all", "30%"] == cells["dtr", "30%"] == "OOM"
+    assert cells["keep-everything", "90%"] == cells["keep-everything", "30%"] == cells["dtr", "30%"] == "OOM"
 
 
 def test_a_row_that_is_not_there_was_not_tried(rows: list[Row]) -> None:
@@ -126,7 +126,7 @@ def test_the_summary_names_the_best_heuristics(rows: list[Row], tmp_path: Path) 
     lines = [line.strip("| ").split(" | ") for line in summary_text(tmp_path).splitlines() if line.startswith("| ")]
     cells = dict(zip(lines[0], lines[2], strict=True))
     assert (cells["model"], cells["budget"], cells["chen-sqrt"]) == ("two-layers", "70%", "not tried")
-    assert cells["checkpoint_blocks"] == cells["sac"] == "does not apply"
+    assert cells["checkpoint-blocks"] == cells["sac"] == "does not apply"
     for kind in HEURISTICS:
         own = [row for row in rows if row.method in HEURISTICS[kind]]
         best = best_schedule(own, next(row.budget_bytes or 0 for row in rows if row.budget == "70%"))
@@ -151,8 +151,8 @@ def test_of_a_kind_what_is_beaten_in_time_and_memory_is_left_out(row: Row) -> No
     b = step(row, "sac-attention depth 1", 1.3, 60)
     beaten = step(row, "sac every second convolution", 1.3, 80)
     wrong = step(row, "sac matmul", 1.0, 10, "wrong")
-    other = step(row, "checkpoint_blocks", 1.4, 90)
-    failed = step(row, "checkpoint_blocks level 2", None, None)
+    other = step(row, "checkpoint-blocks", 1.4, 90)
+    failed = step(row, "checkpoint-blocks level 2", None, None)
     assert undominated([a, b, beaten, wrong, other, failed]) == [a, b, wrong, other]
     assert undominated([a, replace(a, method="sac level 2")]) == [a]
 
@@ -165,8 +165,8 @@ def test_pytorchs_own_methods_are_tuned_for_each_budget(row: Row) -> None:
             optimum, budget="50%", budget_bytes=50, measured_ratio=None, measured_peak_bytes=None, reason="", status="infeasible"
         ),
         step(row, "eager", 1.0, 100),
-        step(row, "checkpoint_blocks", None, None),
-        step(row, "checkpoint_blocks depth 1", 1.3, 65),
+        step(row, "checkpoint-blocks", None, None),
+        step(row, "checkpoint-blocks depth 1", 1.3, 65),
         step(row, "sac", 1.1, 90),
         step(row, "sac-every-second depth 1", 1.204, 70),
         step(row, "memory-budget 0.50 aot_eager", 1.1, 40, "wrong"),
@@ -175,7 +175,7 @@ def test_pytorchs_own_methods_are_tuned_for_each_budget(row: Row) -> None:
     ]
     assert best_measured(found[5:7], 70) is found[6]
     header, seventy, fifty = tuned_table(found)
-    assert header == ("budget", "optimal schedule", "checkpoint_blocks", "sac", "memory-budget aot_eager", "auto-sac")
+    assert header == ("budget", "optimal schedule", "checkpoint-blocks", "sac", "memory-budget aot_eager", "auto-sac")
     assert seventy[1:] == (
         "**1.20x**, 60 B",
         "1.30x, 65 B (depth 1)",
@@ -186,7 +186,7 @@ def test_pytorchs_own_methods_are_tuned_for_each_budget(row: Row) -> None:
     # Saving nothing is checkpointing.
     assert tuned_table([found[0], found[4], found[5]])[1][2:] == (
         "1.30x, 65 B (depth 1)",
-        "1.30x, 65 B (checkpoint_blocks depth 1)",
+        "1.30x, 65 B (checkpoint-blocks depth 1)",
     )
     assert fifty[1:] == ("infeasible", "OOM", "OOM", "wrong", "does not run")
     inapplicable = tuned_table([found[0], found[8]])[1]

@@ -39,7 +39,7 @@ from solvers.result import Reason
 from tests.support.budgets import between
 
 SPEC = "zoo:mlp,batch=512,layers=6,width=16,classes=4"
-METHODS = ("windows", "store_all", "dtr")
+METHODS = ("windows", "keep-everything", "dtr")
 SETTINGS = Settings(model="six layers", repeats=1, time_limit_s=60.0)
 STOCK = (eager(), checkpoint_blocks(), memory_budget(0.25), auto_sac())
 
@@ -88,13 +88,13 @@ def test_every_method_is_measured(rows: dict[tuple[str, str, str], Row]) -> None
         assert row.measured_peak_bytes <= row.peak_bytes <= row.budget_bytes
         assert row.measured_s is not None and row.eager_s is not None and row.repeats == 1
         assert f"torch {torch.__version__.partition('+')[0]}" in row.versions
-    kept = rows[RunBy.EXECUTOR, "store_all", str(tight())]
+    kept = rows[RunBy.EXECUTOR, "keep-everything", str(tight())]
     assert kept.measured_s is kept.measured_peak_bytes is None
     assert "needs" in kept.message
 
 
 def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], Row]) -> None:
-    assert rows[RunBy.TORCH, "checkpoint_blocks", ""].exactness == "identical"
+    assert rows[RunBy.TORCH, "checkpoint-blocks", ""].exactness == "identical"
     failed = rows[RunBy.TORCH, "auto-sac", ""]
     assert failed.status == "error"
     assert failed.measured_s is None
@@ -117,7 +117,7 @@ def test_each_baseline_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, s
 def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> None:
     """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
     built = mlp()
-    stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint_blocks level 9"), sac(SacRule.ATTENTION))
+    stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint-blocks level 9"), sac(SacRule.ATTENTION))
     captured = profiled(built, tmp_path, name="six layers")
     heuristics = ("windows", "dtr", "lru", "largest")
     found = compare_measured(
@@ -132,7 +132,7 @@ def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> 
     assert len(of_dtr) == 1
     assert times[of_dtr[0].split()[0]] == min(times.values())
     # Both take the same memory: of equal ones, or of the slower one, there is no pair, unless beside the optimum it is faster.
-    assert met & {"checkpoint_blocks", "checkpoint_blocks level 9"}
+    assert met & {"checkpoint-blocks", "checkpoint-blocks level 9"}
     failed = rows[RunBy.TORCH, "sac-attention", ""]
     assert (failed.status, failed.reason) == ("error", Reason.INAPPLICABLE)
     assert "| sac-attention | does not apply: sac-attention saves nothing" in table_text(found)
@@ -155,7 +155,7 @@ def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Ro
     found = list(rows.values())
     slow = [replace(row, measured_ratio=9.0 if row.method == OPTIMUM else 1.0) for row in found]
     said = iso_memory_note(iso_memory_pairs(slow))
-    assert "checkpoint_blocks (" in said and "eager (" in said
+    assert "checkpoint-blocks (" in said and "eager (" in said
     assert "memory-budget" not in said  # faster, but wrong
     fast = [replace(row, measured_ratio=0.1 if row.method == OPTIMUM else 1.0) for row in found]
     assert iso_memory_note(iso_memory_pairs(fast)) == "Nowhere was the optimal schedule slower."
@@ -163,14 +163,14 @@ def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Ro
 
 def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], Row], folder: Path) -> None:
     write_rows(
-        folder / "rows.csv", [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint_blocks"]
+        folder / "rows.csv", [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint-blocks"]
     )
     said: list[str] = []
     again = {row.key: row for row in measure(folder, stock=STOCK, done=said)}
     assert again.keys() == rows.keys()
     assert {key for key, row in again.items() if row.message != "marked"} == {
-        (RunBy.TORCH, "checkpoint_blocks", ""),
-        (RunBy.EXECUTOR, OPTIMUM, "peak of checkpoint_blocks"),
+        (RunBy.TORCH, "checkpoint-blocks", ""),
+        (RunBy.EXECUTOR, OPTIMUM, "peak of checkpoint-blocks"),
     }
     assert not any("dtr" in text for text in said)
     assert len({row.base_s for row in again.values()}) == 1  # times of ops are not measured again
@@ -200,7 +200,7 @@ def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str],
 
 def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--options", "offload", "--link", "1000GB/s", "--host-budget", "1GB", "--repeats", "1", "--passes", "1"]
-    methods = ("windows", "store_all", "save-on-cpu", "offload-activations")
+    methods = ("windows", "keep-everything", "save-on-cpu", "offload-activations")
     words = ["--measure", "--budgets", "75%,100%", "--methods", ",".join(methods), "--jobs", "1", "--quiet", *asked]
     assert main(["compare", SPEC, *words, "-o", str(tmp_path)]) == 0
     assert " on the host" in capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (ours.measured_host_bytes or 0) > 0
     imitated = rows[RunBy.EXECUTOR, "save-on-cpu", "100%"]
     assert imitated.exactness == "identical" and (imitated.measured_host_bytes or 0) > 0
-    assert rows[RunBy.EXECUTOR, "store_all", "100%"].measured_host_bytes == 0  # it has no copies, and runs without them
+    assert rows[RunBy.EXECUTOR, "keep-everything", "100%"].measured_host_bytes == 0  # it has no copies, and runs without them
     assert rows[RunBy.TORCH, "eager", ""].measured_host_bytes == 0
 
 

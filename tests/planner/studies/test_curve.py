@@ -24,7 +24,7 @@ from planner.report.curves import curve_data, curve_frame, curve_text
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from solvers.clock import WorkClock
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -73,7 +73,7 @@ def test_processes_find_what_one_process_finds() -> None:
 @given(seed=st.integers(0, 10**6), ops=st.integers(3, 14))
 def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
-    peak_bytes = simulate(graph, store_all(graph)).peak_bytes
+    peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     judged(graph, curve(graph, sorted({max(1, peak_bytes * share // 100) for share in (50, 70, 80, 90, 100)}), time_limit_s=5.0))
 
 

@@ -159,6 +159,6 @@ def test_studies_are_the_same_on_a_cluster(address: str, graph: Graph, tmp_path:
     assert [(p.budget_bytes, p.status, p.time_s) for p in there.points] == [
         (p.budget_bytes, p.status, p.time_s) for p in here.points
     ]
-    rows = compare(graph, ["80%"], ["store_all", "chen-sqrt"], tmp_path, cluster=address)
-    assert {(row.method, row.status) for row in rows} == {("store_all", "limit"), ("chen-sqrt", "feasible")}
+    rows = compare(graph, ["80%"], ["keep-everything", "chen-sqrt"], tmp_path, cluster=address)
+    assert {(row.method, row.status) for row in rows} == {("keep-everything", "limit"), ("chen-sqrt", "feasible")}
     assert {row.machine for row in rows} == {machine()}

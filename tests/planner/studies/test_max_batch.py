@@ -21,7 +21,7 @@ from planner.models.workload import parse_spec
 from planner.studies.fitting import Enough, largest
 from planner.studies.max_batch import max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
@@ -85,7 +85,7 @@ def test_it_equals_brute_force_on_a_traced_model() -> None:
     batches = Sizes(parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(roofline="h200"), way_out="")
     kept = cached(batches.graph)
     graph = kept(8)
-    wanted = Wanted(simulate(graph, store_all(graph)).peak_bytes, 0.3, limit=14)
+    wanted = Wanted(simulate(graph, keep_everything(graph)).peak_bytes, 0.3, limit=14)
     answers = by_method(max_batch(kept, wanted))
     for method, solver in METHODS:
         assert (answers[method].size or 0) == brute_force(kept, solver, wanted, 14), method

@@ -37,7 +37,7 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compiled(model: nn.Module, **options: object) -> Callable[..., Any]:
-    return torch.compile(model, backend="planner", dynamic=False, options={"time_limit": 10, "tolerance": 0.05, **options})
+    return torch.compile(model, backend="planner", dynamic=False, options={"time_limit_s": 10, "tolerance": 0.05, **options})
 
 
 @pytest.mark.usefixtures("half_way")
@@ -215,8 +215,8 @@ def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]
         (None, "the backend planner needs a budget"),
         ({"tolerance": 0.1}, "the backend planner needs a budget"),
         ({"budget": "1GB", "speed": 3}, "unknown option 'speed' of the backend planner: choose from budget"),
-        ({"budget": "1GB", "time_limit": "x"}, "option 'time_limit' is 'x': must be a number"),
-        ({"budget": "1GB", "compile": "gcc"}, "option 'compile' is 'gcc': choose from eager, inductor"),
+        ({"budget": "1GB", "time_limit_s": "x"}, "option 'time_limit_s' is 'x': must be a number"),
+        ({"budget": "1GB", "kernels": "gcc"}, "option 'kernels' is 'gcc': choose from eager, inductor"),
         ({"budget": "1GB", "roofline": "abacus"}, "unknown device 'abacus'"),
     ],
 )

@@ -13,7 +13,7 @@ from graphs.errors import InfeasibleError
 from planner import search
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import Seen, beside, unread
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.measured_backend import (
     Apart,
     Masked,
@@ -104,7 +104,7 @@ def test_all_graphs_are_planned_together_after_the_first_step() -> None:
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     # At first, those that others follow keep little; with room for all, nothing is computed again.
     assert kept[0][0] < kept[1][0] and kept[0][1] < kept[1][1]
-    assert kept[1] == kept[2] == [kept_bytes(run.graph.captured.graph, store_all(run.graph.captured.graph)) for run in runs]
+    assert kept[1] == kept[2] == [kept_bytes(run.graph.captured.graph, keep_everything(run.graph.captured.graph)) for run in runs]
     for other in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
@@ -170,7 +170,7 @@ def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(monkeypatc
     asked = []
     solve = search.solve
     monkeypatch.setattr(search, "solve", lambda graph, budget, **rest: asked.append(budget) or solve(graph, budget, **rest))
-    options = {"budget": "1MB", "time_limit": 10, "tolerance": 0.1}
+    options = {"budget": "1MB", "time_limit_s": 10, "tolerance": 0.1}
     x, losses = torch.randn(64, 32), []
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -206,5 +206,5 @@ def test_the_rest_of_the_step_needs_its_room() -> None:
     captured = graph.captured.graph
     roomy = with_rest(captured, graph.tangents, 10**6)
     assert len(roomy.ops) == len(captured.ops) + 1
-    assert without_rest(captured, store_all(roomy)).computed == store_all(captured).computed
+    assert without_rest(captured, keep_everything(roomy)).computed == keep_everything(captured).computed
     assert all(not roomy.tensors[t].static for t in graph.tangents)

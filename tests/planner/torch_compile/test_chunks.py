@@ -15,7 +15,7 @@ from graphs.simulate import simulate
 from planner import search
 from planner.solving import solve
 from solvers.bounds import least_budget_bound
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.stand_ins import CLASSES, in_chunks, make, schedule_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -71,7 +71,7 @@ def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pyt
     assert plan.budget_bytes < least_budget_bound(without_options(graph)).budget_bytes
     assert any(graph.ops[op].optional for op in plan.schedule.computed) and plan.differs
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(wanted, found, strict=True))
-    again, kept = most_bytes(lambda: trained(model, planned, batch)), simulate(graph, store_all(without_options(graph)))
+    again, kept = most_bytes(lambda: trained(model, planned, batch)), simulate(graph, keep_everything(without_options(graph)))
     assert again < most_bytes(lambda: trained(model, step, batch)) < kept.peak_bytes
 
 

@@ -19,7 +19,7 @@ from graphs.zoo import Workload
 from planner import search
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.torch_compile import backend
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import between
 
 pytestmark = [
@@ -67,7 +67,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
 def run(workload: Workload, budget: str | int | None, *, steps: int = 2, choices: Sequence[str] = ()) -> tuple[StepOutcome, int]:
     """What the last of some steps leaves behind, and its peak; None: of ``torch.compile`` itself."""
     model = copy.deepcopy(workload.model)
-    planned = {"budget": budget, "compile": "inductor", "options": choices}
+    planned = {"budget": budget, "kernels": "inductor", "options": choices}
     options: dict[str, Any] = {"backend": "planner", "options": planned}
     torch.compiler.reset()
     compiled: Callable[..., Any] = torch.compile(model, dynamic=False, **(options if budget is not None else {}))
@@ -103,7 +103,7 @@ def test_outputs_written_over_inputs_leave_the_bits_of_torch_compile(solved: lis
     found, _ = run(workload, "100%", choices=["in-place"])
     assert not wanted.differences(found)
     graph = solved[0][0]
-    schedule = store_all(graph)
+    schedule = keep_everything(graph)
     assert sum(simulate(graph, schedule).memory_bytes) < sum(simulate(graph.out_of_place(), schedule).memory_bytes)
     found, tight = run(workload, between(graph), choices=["in-place"])
     assert not wanted.differences(found)
@@ -129,11 +129,11 @@ def test_several_graphs_share_the_budget() -> None:
 
 def test_what_is_not_trained_is_compiled_as_it_is() -> None:
     workload = mlp()
-    compiled = torch.compile(workload.model, backend="planner", dynamic=False, options={"budget": "1GB", "compile": "inductor"})
+    compiled = torch.compile(workload.model, backend="planner", dynamic=False, options={"budget": "1GB", "kernels": "inductor"})
     with torch.no_grad():
         torch.testing.assert_close(compiled(workload.batch[0]), workload.model(workload.batch[0]))
 
 
 def test_times_of_kernels_are_not_modelled() -> None:
     with pytest.raises(PlannerError, match="option 'roofline' models ATen's ops"):
-        backend.check_options({"budget": "1GB", "compile": "inductor", "roofline": "h100"})
+        backend.check_options({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})

@@ -112,7 +112,7 @@ def spoil_peak(text: str) -> str:
 
 def spoil_peak_without_recomputation(text: str) -> str:
     data = json.loads(text)
-    graph = data["graph"] | {"store_all_peak_bytes": 2 * data["peak_bytes"] // 3}
+    graph = data["graph"] | {"keep_everything_peak_bytes": 2 * data["peak_bytes"] // 3}
     return json.dumps(data | {"graph": graph})
 
 
@@ -211,8 +211,8 @@ def test_a_share_of_a_peak_that_the_schedule_refutes_is_not_believed(tmp_path: P
     first = compiled(tmp_path, budget="400%").plan.budget_bytes
     (path,) = tmp_path.iterdir()
     data = json.loads(path.read_text())
-    peak_bytes = data["graph"]["store_all_peak_bytes"] * 3 // 10
-    data["graph"]["store_all_peak_bytes"] = peak_bytes
+    peak_bytes = data["graph"]["keep_everything_peak_bytes"] * 3 // 10
+    data["graph"]["keep_everything_peak_bytes"] = peak_bytes
     path.write_text(json.dumps(data | {"budget_bytes": 4 * peak_bytes}))
     with pytest.warns(UserWarning, match="a peak without recomputation of .*, but its tensors alone take"):
         assert compiled(tmp_path, budget="400%").plan.budget_bytes == first

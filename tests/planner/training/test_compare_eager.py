@@ -19,7 +19,7 @@ from graphs.zoo import Workload
 from planner.runtime.executor import Executor
 from planner.training import compare_eager
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.eager_comparison import DIFFERS, compiled, gpt2, plain
 from tests.support.steps import random_schedule
 
@@ -130,7 +130,7 @@ class Noisy(nn.Module):
 def test_where_eager_does_not_repeat_its_bits_errors_are_compared(offset: float, within: bool) -> None:
     workload = Workload(Noisy(offset), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
     captured = capture(*workload)
-    executor = Executor(captured, store_all(captured.graph), workload.model, workload.loss_fn)
+    executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
     Noisy.calls = 0  # the plan computes what the even calls do
     found = compare_with_eager(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch)
     assert not found.identical

@@ -64,7 +64,7 @@ def test_lengths_vary() -> None:
         check(step, workload, tokens(4, length))
         assert step.plan.budget_bytes == budget
         assert len(step.plans) <= 3
-    assert step.plans[-2].graph.store_all_peak_bytes > budget
+    assert step.plans[-2].graph.keep_everything_peak_bytes > budget
     assert [plan.graph.provenance["inputs"][0] for plan in step.plans] == ["int64[4, 49]", "int64[4, 53]", "int64[4, 33]"]
 
     with pytest.raises(InfeasibleError, match=r"for a batch of \[4, 400\], .*least any schedule"):

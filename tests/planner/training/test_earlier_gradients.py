@@ -12,7 +12,7 @@ from graphs.errors import BudgetError
 from graphs.schedule import Schedule
 from planner.runtime.earlier_gradients import EarlierGradients, pass_peaks
 from planner.training.step import PlannedStep
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import HALF_WAY, half_way_known
 
 Workload = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -127,7 +127,7 @@ def test_gradients_for_which_there_is_room_are_no_error(loop: Loop) -> None:
 def test_gradients_that_go_before_the_backward_pass_count_in_the_forward_pass_only() -> None:
     work = workload()
     graph = planner.trace(*work, passes=1)
-    forward, backward = pass_peaks(graph, store_all(graph))
+    forward, backward = pass_peaks(graph, keep_everything(graph))
     there = sum(p.nbytes for p in work[0].parameters())
     step = planner.compile(*work, budget=max(forward + there, backward), passes=1)
     assert all(map(torch.equal, trained(zeroed_between, step, work), eager(zeroed_between)))
@@ -144,7 +144,7 @@ def test_gradients_that_are_there_while_a_step_is_planned_are_none_of_its_own() 
 def test_no_plan_is_taken_beside_which_they_do_not_fit() -> None:
     model, loss_fn, batch = workload()
     graph = planner.trace(model, loss_fn, batch, passes=1)
-    kept: Schedule = store_all(graph)
+    kept: Schedule = keep_everything(graph)
     forward, backward = pass_peaks(graph, kept)
     assert forward < backward
     beside = EarlierGradients(graph, kept)

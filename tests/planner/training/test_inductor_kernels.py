@@ -13,7 +13,7 @@ from graphs.capture.kernels.variants import Variant
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import on_the_way
 from tests.support.kernel_steps import CASES, Prepared, differences, freed_over, prepare
 
@@ -78,7 +78,7 @@ def test_what_is_computed_again_is_the_same(name: str) -> None:
 def test_outputs_take_the_memory_of_inputs_that_go(name: str) -> None:
     """Also where nothing is computed again: less is in memory than out of place, to the byte, with the same bits."""
     known = prepared(name)
-    schedule = store_all(known.graph)
+    schedule = keep_everything(known.graph)
     assert sum(len(over) for over in (freed_over(known.graph, schedule, i) for i in range(len(schedule.steps)))) > 0
     budget = simulate(known.graph, schedule).peak_bytes
     step = known.step(budget)

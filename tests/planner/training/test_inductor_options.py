@@ -54,7 +54,7 @@ def test_a_share_of_the_peak_and_bytes_are_budgets() -> None:
     whole = compiled(model, batch)
     assert whole.plan.graph.provenance["kernels"] == "inductor"
     eager = summarize(planner.trace(model, F.mse_loss, batch, passes=1))  # whose peak shares are of
-    assert whole.plan.budget_bytes == eager.store_all_peak_bytes > whole.plan.graph.store_all_peak_bytes
+    assert whole.plan.budget_bytes == eager.keep_everything_peak_bytes > whole.plan.graph.keep_everything_peak_bytes
     assert (whole.plan.eager.beside, whole.plan.eager.identical, whole.plan.eager.failure) == ("torch.compile", True, "")
     assert_as_torch_compile(whole, model, batch)
     for budget in ("95%", int(0.95 * whole.plan.budget_bytes)):
@@ -203,7 +203,7 @@ def test_a_step_that_computes_nothing_that_can_be_compiled_is_refused() -> None:
 
 def test_what_compiled_kernels_make_may_go_to_the_host() -> None:
     model, batch = model_and_batch()
-    budget = int(0.9 * compiled(model, batch).plan.graph.store_all_peak_bytes)
+    budget = int(0.9 * compiled(model, batch).plan.graph.keep_everything_peak_bytes)
     step = compiled(model, batch, budget=budget, options=["offload"], link="100GB/s", host_budget="1GB", time_limit_s=10.0)
     assert step.plan.pool_peaks_bytes["host"] > 0
     assert step.plan.measured_peak_bytes == step.plan.peak_bytes

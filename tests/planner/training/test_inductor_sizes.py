@@ -75,7 +75,7 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
         plan = step.plans[-1]
         assert plan == step.plan
         assert plan.measured_peak_bytes <= plan.peak_bytes <= budget_bytes == plan.budget_bytes
-        whole_bytes = plan.graph.store_all_peak_bytes
+        whole_bytes = plan.graph.keep_everything_peak_bytes
         if rows == 288:  # what was measured before the plan was made fits too
             assert whole_bytes > budget_bytes > most + plan.graph.static_bytes - 3 * given[0].nbytes
         assert MEASURED_LINK in plan.graph.provenance

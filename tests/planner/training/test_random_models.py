@@ -31,7 +31,7 @@ def check(recipe: Recipe, share: float) -> None:
     search = Search({"tolerance": 0.5, "time_limit_s": 60.0}, swap="never")
     compiler = Compiler(unwrap(workload.model), workload.loss_fn, "none", False, 1, search)
     captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
-    peak = summarize(captured.graph).store_all_peak_bytes
+    peak = summarize(captured.graph).keep_everything_peak_bytes
     least = least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes
     budget = int(least + share * (peak - least))
     planned = Runner(workload, compiler.solve(captured, workload.batch, budget))

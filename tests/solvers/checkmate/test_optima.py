@@ -14,7 +14,7 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import windows
 from solvers.checkmate import CheckmateParams, solve
 from solvers.checkmate.model import PUBLISHED, Frees, Variant
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.result import Status
 from tests.support.brute_force import fastest, may_repeat
 from tests.support.budgets import budget_at
@@ -50,7 +50,7 @@ def test_another_solver_finds_the_same(graph: Graph) -> None:
     name = next((name for name in ("PULP_CBC_CMD", "COIN_CMD") if name in pulp.listSolvers(onlyAvailable=True)), None)
     if name is None:
         pytest.skip("no CBC, which PuLP 3 has in its wheel, and PuLP 4 with pip install 'pulp[cbc]'")
-    budget = simulate(graph, store_all(graph)).peak_bytes - 1 if len(graph.ops) > 1 else 1
+    budget = simulate(graph, keep_everything(graph)).peak_bytes - 1 if len(graph.ops) > 1 else 1
     highs, cbc = (solve(ask(graph, budget, tolerance=1e-6, params=CheckmateParams(milp_solver=each))) for each in ("HiGHS", name))
     assert (highs.status, cbc.status) == (Status.OPTIMAL, Status.OPTIMAL)
     assert cbc.time_s == pytest.approx(highs.time_s)

@@ -16,13 +16,13 @@ from solvers.clock import WallClock
 from solvers.eviction.engine import Eviction, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, Guide
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 
 
 def between(graph: Graph, share: float) -> int:
     """A budget from the bound of single ops (0) to the peak (1)."""
-    least, peak = least_budget_bound(graph).budget_bytes, simulate(graph, store_all(graph)).peak_bytes
+    least, peak = least_budget_bound(graph).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return least + int(share * (peak - least))
 
 

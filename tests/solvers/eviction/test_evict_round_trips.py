@@ -16,7 +16,7 @@ from solvers.bounds import least_budget_bound
 from solvers.eviction.engine import evicting_order
 from solvers.eviction.round_trips import evicting_with_copies
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
 from solvers.windows.formulation.granularity import Discretization
@@ -32,7 +32,7 @@ def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
     whole = with_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
     copies = problem_of(whole, 1).copies
     assert copies is not None
-    least, peak = least_budget_bound(graph, copies).budget_bytes, simulate(graph, store_all(graph)).peak_bytes
+    least, peak = least_budget_bound(graph, copies).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return problem_of(whole, least + int(share * (peak - least)))
 
 

@@ -26,7 +26,7 @@ from planner.studies.max_batch import Wanted, max_batch
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.order.reorder import Reordering, permuted, reordered
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.budgets import peak_bytes
@@ -64,7 +64,7 @@ def read_in_between(*, stand_in: bool) -> Graph:
     graph = draft.graph([end])
     if not stand_in:
         return graph
-    both = replace(graph.ops[1], id=4, name="both", inputs=(), outputs=(y, z), optional=True, stands_for=(0, 1))
+    both = replace(graph.ops[1], id=4, name="both", inputs=(), outputs=(y, z), optional=True, replaces=(0, 1))
     tensors = tuple(replace(t, producers=(*t.producers, 4)) if t.id in both.outputs else t for t in graph.tensors)
     return Graph((*graph.ops, both), tensors, graph.kept)
 
@@ -200,8 +200,8 @@ def test_what_fits_only_in_program_order_is_found_there() -> None:
 
 def test_what_others_do_is_in_program_order_unless_told() -> None:
     graph = weight_gradients()
-    assert planner.solve(graph, 54_000, solver="store_all").peak_bytes == 54_000
-    assert planner.solve(graph, 54_000, solver="store_all", reorder=True).peak_bytes == 36_000
+    assert planner.solve(graph, 54_000, solver="keep-everything").peak_bytes == 54_000
+    assert planner.solve(graph, 54_000, solver="keep-everything", reorder=True).peak_bytes == 36_000
 
 
 def test_a_curve_is_of_the_reordered_graph_and_its_schedules_of_the_original() -> None:
@@ -243,7 +243,7 @@ def test_the_command_reorders_says_so_and_can_be_told_not_to(tmp_path: Path, cap
 
 def schedules(found: Reordering) -> list[Schedule]:
     """In the new order: keeping everything, and with many ops again."""
-    return [found.schedule_of_source(schedule) for schedule in (store_all(found.graph), random_schedule(found.graph, 1))]
+    return [found.schedule_of_source(schedule) for schedule in (keep_everything(found.graph), random_schedule(found.graph, 1))]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -12,7 +12,7 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.clock import WorkClock
-from solvers.order.peak import any_order_peak_bytes, store_all_peak_bytes
+from solvers.order.peak import any_order_peak_bytes, keep_everything_peak_bytes
 from solvers.order.reorder import constraints, lowers_peak, may_lower_peak, permuted, reordered
 from solvers.order.solve import Solved, solve_in_best_order
 from solvers.registry import get_solver
@@ -41,7 +41,7 @@ def wide_and_slow() -> Graph:
 
 def test_no_other_order_is_tried_where_none_lowers_the_peak() -> None:
     graph = training_chain(6)
-    found, given = solved(graph, int(0.8 * store_all_peak_bytes(graph)))
+    found, given = solved(graph, int(0.8 * keep_everything_peak_bytes(graph)))
     assert (found.result.status, found.order.changed) == (Status.OPTIMAL, False)
     assert found.result.time_s is not None and found.result.time_s > graph.time_s
     assert given == [graph]
@@ -91,7 +91,7 @@ def test_what_program_order_proves_infeasible_is_tried_in_another_order() -> Non
             return Result(request.graph, request.budget_bytes, Status.INFEASIBLE, None, None, "windows", 1.0, message="too small")
         return get_solver("windows")(request)
 
-    found = solve_in_best_order(solve, Request(graph, store_all_peak_bytes(graph), clock=WorkClock(100.0)))
+    found = solve_in_best_order(solve, Request(graph, keep_everything_peak_bytes(graph), clock=WorkClock(100.0)))
     assert calls == [graph, order.graph]
     assert found.result.schedule is not None and found.order.changed
 
@@ -109,14 +109,14 @@ def test_without_a_schedule_in_program_order_another_takes_over() -> None:
         return get_solver("windows")(request)
 
     clock = WorkClock(100.0)
-    found = solve_in_best_order(solve, Request(graph, store_all_peak_bytes(graph), clock=clock))
+    found = solve_in_best_order(solve, Request(graph, keep_everything_peak_bytes(graph), clock=clock))
     assert len(calls) == 2 and found.result.status is Status.OPTIMAL
     assert clock.now < 40
 
 
 def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
     graph = training_chain(6)
-    budget_bytes, calls = int(0.8 * store_all_peak_bytes(graph)), 0
+    budget_bytes, calls = int(0.8 * keep_everything_peak_bytes(graph)), 0
 
     def solve(request: Request) -> Result:
         nonlocal calls
@@ -135,7 +135,7 @@ def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
 def test_solves_that_count_work_come_to_the_same_twice() -> None:
     graph = random_training_step(11, 30)
     for share in (0.6, 0.8):
-        budget_bytes = int(share * store_all_peak_bytes(graph))
+        budget_bytes = int(share * keep_everything_peak_bytes(graph))
         one, again = (
             solve_in_best_order(get_solver("windows"), Request(graph, budget_bytes, clock=WorkClock(5.0))) for _ in "ab"
         )
@@ -160,7 +160,7 @@ def test_no_order_that_is_found_has_a_peak_below_the_bound_on_all(seed: int, siz
     graph = random_training_step(seed, size) if seed % 2 else random_graph(seed, 2 * size)
     order = reordered(graph)
     bound = any_order_peak_bytes(graph, *constraints(graph))
-    assert bound <= store_all_peak_bytes(order.graph) <= store_all_peak_bytes(graph)
+    assert bound <= keep_everything_peak_bytes(order.graph) <= keep_everything_peak_bytes(graph)
     assert may_lower_peak(graph) or not lowers_peak(order)
 
 
@@ -170,9 +170,9 @@ def test_the_bound_on_all_orders_is_that_of_all_orders_of_a_small_graph() -> Non
     (b,) = draft.op("b", [a], [20], phase=Phase.BACKWARD)
     (c,) = draft.op("c", [a], [30], phase=Phase.BACKWARD)
     graph = draft.graph([b, c])
-    assert store_all_peak_bytes(graph) == 60
+    assert keep_everything_peak_bytes(graph) == 60
     assert any_order_peak_bytes(graph, *constraints(graph)) == 40  # c before b holds a and c, and b is made beside these
-    assert store_all_peak_bytes(permuted(graph, [0, 2, 1]).graph) == 60
+    assert keep_everything_peak_bytes(permuted(graph, [0, 2, 1]).graph) == 60
 
 
 def test_no_order_of_a_transformer_lowers_its_peak() -> None:

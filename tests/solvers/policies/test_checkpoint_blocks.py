@@ -16,9 +16,9 @@ from graphs.zoo import build
 from planner.tracing import trace
 from solvers.policies import sac
 from solvers.policies.checkpoint_blocks import block_of, blockings, checkpoint_blocks, levels, solve
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.module_tree import ModuleTree
 from solvers.policies.replay import recompute_groups
-from solvers.policies.store_all import store_all
 from solvers.result import Reason, Status
 from tests.support.requests import ask
 
@@ -73,7 +73,7 @@ def test_of_a_transformer_only_boundaries_stay(layers: int) -> None:
     graph = named_transformer(layers)
     assert levels(graph) == 1
     schedule = checkpoint_blocks(graph, 1)
-    simulation, kept = simulate(graph, schedule), simulate(graph, store_all(graph))
+    simulation, kept = simulate(graph, schedule), simulate(graph, keep_everything(graph))
     assert simulation.peak_bytes < kept.peak_bytes
     again = [op for op in set(schedule.computed) if schedule.computed.count(op) > 1]
     assert simulation.recomputed == len(again)
@@ -90,7 +90,7 @@ def test_of_a_transformer_only_boundaries_stay(layers: int) -> None:
 
 def test_memory_of_more_layers_grows_by_boundaries_only() -> None:
     peaks = [simulate(g := named_transformer(n), checkpoint_blocks(g, 1)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
-    keeping = [simulate(g := named_transformer(n), store_all(g)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
+    keeping = [simulate(g := named_transformer(n), keep_everything(g)).peak_bytes - g.static_bytes for n in (4, 5, 6)]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] < (keeping[1] - keeping[0]) / 10
 
 
@@ -184,13 +184,13 @@ def test_the_blocks_of_a_unet_are_stem_down_and_up(unet: Graph) -> None:
     way = next(way for way in blockings(unet) if way.settings == {"depth": 1})
     names = {"model.stem", *(f"model.{part}.{k}" for part in ("down", "up") for k in range(4))}
     assert set(way.blocks) == {None, *names}
-    found, kept = simulate(unet, recompute_groups(unet, way.blocks)), simulate(unet, store_all(unet))
+    found, kept = simulate(unet, recompute_groups(unet, way.blocks)), simulate(unet, keep_everything(unet))
     assert found.peak_bytes / kept.peak_bytes == pytest.approx(0.589, abs=0.002)
     assert found.time_s / kept.time_s - 1 == pytest.approx(0.294, abs=0.002)
 
 
 def test_a_unet_is_checkpointed_at_70_percent_of_its_peak(unet: Graph) -> None:
-    peak = simulate(unet, store_all(unet)).peak_bytes
+    peak = simulate(unet, keep_everything(unet)).peak_bytes
     blocks, selective = solve(ask(unet, int(0.7 * peak))), sac.solve(ask(unet, int(0.7 * peak)))
     assert blocks.time_s is not None and selective.time_s is not None
     assert selective.time_s < blocks.time_s < 1.3 * unet.time_s

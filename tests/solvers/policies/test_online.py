@@ -16,8 +16,8 @@ from graphs.synthetic.small import chain
 from solvers.policies.deallocation import Deallocation
 from solvers.policies.dtr import DtrParams, DtrRule, heuristic, solve
 from solvers.policies.held import held_storages
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.online import FailedError, Online
-from solvers.policies.store_all import store_all
 from solvers.result import Status
 from tests.support.public_instances import public_log
 from tests.support.requests import ask
@@ -52,7 +52,7 @@ def test_a_reference_held_on_is_evicted_as_the_simulator_would(tmp_path: Path) -
     (held,) = held_storages(graph)
     assert [graph.tensors[t].name for t in (held.storage, held.tensor)] == ["y", "y held"]
     assert [graph.ops[op].name for op in (held.hold, held.release)] == ["hold.y", "release.y"]
-    assert simulate(graph, store_all(graph)).peak_bytes == 35
+    assert simulate(graph, keep_everything(graph)).peak_bytes == 35
     graph = graph_from_dict(graph_to_dict(renamed(graph)))
     for budget in (35, 25):
         result = solve(ask(graph, budget))
@@ -106,7 +106,7 @@ def test_a_view_goes_with_its_base_and_is_made_again_when_it_is_read(tmp_path: P
 def test_schedules_with_views_run_and_fit(rule: DtrRule, deallocation: Deallocation) -> None:
     graph = public_log("resnet32", views=True)
     result = solve(
-        ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes), params=DtrParams(deallocation=deallocation)),
+        ask(graph, int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes), params=DtrParams(deallocation=deallocation)),
         rule=rule,
     )
     assert result.status is Status.FEASIBLE

@@ -14,8 +14,8 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from solvers.policies.deallocation import Deallocation
 from solvers.policies.dtr import DtrParams, DtrRule, heuristic, solve
 from solvers.policies.heuristic import Heuristic
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.online import FailedError, Online
-from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.public_instances import public_log
@@ -34,7 +34,7 @@ FIGURES = {
 
 def overhead(graph: Graph, ratio: float, rule: str = DtrRule.DTR) -> float:
     """Time / time without recomputation at `ratio` of the peak; infinite when out of memory."""
-    result = solve(ask(graph, int(ratio * simulate(graph, store_all(graph)).peak_bytes)), rule=rule)
+    result = solve(ask(graph, int(ratio * simulate(graph, keep_everything(graph)).peak_bytes)), rule=rule)
     if result.time_s is None:
         assert "out of memory" in result.message
         return OOM
@@ -78,7 +78,7 @@ def test_about_the_published_overheads_with_views_at_no_cost_of_their_own(name: 
 def test_the_published_overhead_of_the_exact_neighbourhood() -> None:
     graph = public_log("resnet32")
     assert overhead(graph, 0.2, DtrRule.FULL) == pytest.approx(1.371, abs=0.002)
-    tight = solve(ask(graph, simulate(graph, store_all(graph)).peak_bytes // 10), rule=DtrRule.FULL)
+    tight = solve(ask(graph, simulate(graph, keep_everything(graph)).peak_bytes // 10), rule=DtrRule.FULL)
     assert (tight.status, tight.bound_s) == (Status.LIMIT, None)
     assert "thrashes" in tight.message
 
@@ -86,7 +86,7 @@ def test_the_published_overhead_of_the_exact_neighbourhood() -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_without_eviction_the_peak_is_that_of_keeping_everything(name: str) -> None:
     graph = public_log(name)
-    keeping = simulate(graph, store_all(graph))
+    keeping = simulate(graph, keep_everything(graph))
     result = solve(ask(graph, keeping.peak_bytes))
     assert (result.peak_bytes, result.time_s) == (keeping.peak_bytes, keeping.time_s)
     assert result.status is Status.OPTIMAL
@@ -129,7 +129,7 @@ def test_recomputation_on_a_linear_network(rule: DtrRule, length: int, again: fl
 )
 def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: DtrRule, deallocation: Deallocation) -> None:
     graph = random_graph(seed, ops)
-    budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
+    budget = int(share * simulate(graph, keep_everything(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=DtrParams(deallocation=deallocation, thrash_factor=20.0)), rule=rule)
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
     if result.status is Status.LIMIT:
@@ -143,7 +143,7 @@ def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: DtrRule,
 @pytest.mark.parametrize("deallocation", Deallocation)
 def test_a_training_step_fits_less(seed: int, deallocation: Deallocation) -> None:
     graph = random_training_step(seed, 40)
-    budget = int(0.75 * simulate(graph, store_all(graph)).peak_bytes)
+    budget = int(0.75 * simulate(graph, keep_everything(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=DtrParams(deallocation=deallocation)))
     assert result.status is Status.FEASIBLE
     assert result.time_s is not None
@@ -177,7 +177,7 @@ class FromScratch(Heuristic):
 def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
     # Costs are whole numbers, so sums do not depend on their order.
     graph = random_graph(seed, 60)
-    budget = int(0.6 * simulate(graph, store_all(graph)).peak_bytes)
+    budget = int(0.6 * simulate(graph, keep_everything(graph)).peak_bytes)
     ends = []
     for rule in (heuristic(DtrRule.FULL), FromScratch()):
         run = Online(graph, budget, rule, thrash_factor=20.0)
@@ -190,7 +190,7 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
 
 def test_random_eviction_is_by_its_seed() -> None:
     graph = random_training_step(1, 40)
-    budget = int(0.7 * simulate(graph, store_all(graph)).peak_bytes)
+    budget = int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)
     first, second, other = (solve(ask(graph, budget, params=DtrParams(seed=seed)), rule=DtrRule.RANDOM) for seed in (3, 3, 4))
     assert first.schedule == second.schedule != other.schedule
 
@@ -198,4 +198,4 @@ def test_random_eviction_is_by_its_seed() -> None:
 def test_each_rule_is_a_solver() -> None:
     graph = random_training_step(1, 20)
     for rule in DtrRule:
-        assert get_solver(rule)(ask(graph, simulate(graph, store_all(graph)).peak_bytes)).solver == rule.value
+        assert get_solver(rule)(ask(graph, simulate(graph, keep_everything(graph)).peak_bytes)).solver == rule.value

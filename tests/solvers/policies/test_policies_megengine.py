@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.megengine import FACTORS, LEAST_BYTES, Dynamic, MegEngineParams, MegEngineRule, Static, solve
 from solvers.policies.online import Online
-from solvers.policies.store_all import store_all
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
 from tests.support.requests import ask
@@ -24,7 +24,7 @@ MiB = 2**20
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.2, 1.0))
 def test_schedules_run_and_fit(rule: MegEngineRule, seed: int, ops: int, share: float) -> None:
     graph = random_graph(seed, ops)
-    budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
+    budget = int(share * simulate(graph, keep_everything(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=MegEngineParams(least_bytes=(0,), thrash_factor=20.0)), rule=rule)
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
     assert result.bound_s is None or result.status is not Status.LIMIT
@@ -33,7 +33,7 @@ def test_schedules_run_and_fit(rule: MegEngineRule, seed: int, ops: int, share: 
 @pytest.mark.parametrize("rule", MegEngineRule)
 def test_a_training_step_fits_less(rule: MegEngineRule) -> None:
     graph = random_training_step(2, 40)
-    result = get_solver(rule)(ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes)))
+    result = get_solver(rule)(ask(graph, int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)))
     assert (result.status, result.solver) == (Status.FEASIBLE, rule.value)
     assert result.time_s is not None
     assert result.time_s < 1.5 * graph.time_s
@@ -107,7 +107,7 @@ def test_its_settings_are_tried_for_each_budget(rule: MegEngineRule) -> None:
     graph = random_training_step(2, 40)
     middle = sorted(t.size_bytes for t in graph.tensors)[len(graph.tensors) // 2]
     graph = replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * MiB // middle) for t in graph.tensors))
-    budget = int(0.7 * simulate(graph, store_all(graph)).peak_bytes)
+    budget = int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)
     tried = [
         solve(ask(graph, budget, params=MegEngineParams(least_bytes=(size,), factors=(pair,))), rule=rule)
         for size in LEAST_BYTES

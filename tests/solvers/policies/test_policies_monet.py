@@ -14,7 +14,7 @@ from planner.solving import solve
 from planner.tracing import trace
 from solvers.bounds import least_budget_bound
 from solvers.policies import monet
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Reason, Status
@@ -32,7 +32,7 @@ def with_another(graph: Graph, op: int, *, time_s: float, workspace_bytes: int) 
         time_s=time_s,
         workspace_bytes=workspace_bytes,
         optional=True,
-        stands_for=(op,),
+        replaces=(op,),
     )
     tensors = tuple(replace(t, producers=(*t.producers, new)) if t.id in like.outputs else t for t in graph.tensors)
     return Graph((*graph.ops, added), tensors, graph.kept, graph.provenance)
@@ -118,7 +118,7 @@ def test_what_does_not_fit_and_what_is_too_large_says_so(monkeypatch: pytest.Mon
     found = get_solver("monet")(Request(graph, least_budget_bound(graph).budget_bytes - 1))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in found.message
     monkeypatch.setattr(monet, "MOST_ENTRIES", 3)
-    found = get_solver("monet")(Request(graph, simulate(graph, store_all(graph)).peak_bytes))
+    found = get_solver("monet")(Request(graph, simulate(graph, keep_everything(graph)).peak_bytes))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.SIZE) and "more than 3" in found.message
 
 

@@ -15,9 +15,9 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from solvers.policies import memory_budget, sac
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.memory_budget import Partition, knapsack, trials
 from solvers.policies.sac import SacParams, SacRule, ops_on, save_lists, saved_ops
-from solvers.policies.store_all import store_all
 from solvers.policies.torch_ops import COMPUTE_INTENSIVE, base_name
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
@@ -86,7 +86,7 @@ def test_the_rest_of_a_block_runs_again() -> None:
 
 def test_the_fastest_save_list_that_fits_or_none() -> None:
     graph = network(4)
-    kept = simulate(graph, store_all(graph)).peak_bytes
+    kept = simulate(graph, keep_everything(graph)).peak_bytes
     peaks = {rule: sac.solve(ask(graph, kept), rule=rule).peak_bytes for rule in SacRule}
     assert all(peak is not None and peak < kept for peak in peaks.values())
     too_small = sac.solve(ask(graph, 20))
@@ -133,7 +133,7 @@ def test_ops_on_a_list() -> None:
 def test_sac_is_tuned_over_its_lists() -> None:
     """For each budget no list alone does better, and with more memory it is never slower."""
     graph = network(6)
-    peak = simulate(graph, store_all(graph)).peak_bytes
+    peak = simulate(graph, keep_everything(graph)).peak_bytes
     chosen, times = set(), []
     for budget in range(10, peak + 1, 4):
         tuned = sac.solve(ask(graph, budget))
@@ -222,7 +222,7 @@ def test_without_names_the_knapsack_is_over_all_ops() -> None:
 
 def test_a_budget_in_bytes_finds_its_fraction() -> None:
     graph = network(6)
-    result = memory_budget.solve(ask(graph, int(0.7 * simulate(graph, store_all(graph)).peak_bytes)))
+    result = memory_budget.solve(ask(graph, int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)))
     assert result.status is Status.FEASIBLE
     assert 0 < result.settings["fraction"] < 1  # type: ignore[operator]
     too_small = memory_budget.solve(ask(graph, 10))
@@ -236,7 +236,7 @@ def test_a_budget_in_bytes_finds_its_fraction() -> None:
 def test_schedules_run_and_fit_on_random_graphs(seed: int, ops: int, share: float) -> None:
     graph = random_graph(seed, ops)
     graph = replace(graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id > ops else op for op in graph.ops))
-    budget = int(share * simulate(graph, store_all(graph)).peak_bytes)
+    budget = int(share * simulate(graph, keep_everything(graph)).peak_bytes)
     for result in (
         get_solver("memory-budget")(ask(graph, budget)),
         sac.solve(ask(graph, budget, params=SacParams(save=("synthetic",)))),

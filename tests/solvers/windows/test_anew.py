@@ -10,7 +10,7 @@ from graphs.options import without_options
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
 from solvers.clock import WorkClock
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
@@ -33,7 +33,7 @@ def searched(graph: Graph, budget_bytes: int) -> Search:
 def begun(graph: Graph, share: float) -> Search | None:
     """With the fastest schedule of the program alone, in this share of its peak; None where it has none, or needs no more."""
     program = without_options(graph)
-    budget = round(share * simulate(program, store_all(program)).peak_bytes)
+    budget = round(share * simulate(program, keep_everything(program)).peak_bytes)
     found = solve(Request(program, budget, EXACT, WorkClock(20.0)))
     if found.schedule is None:
         return None

@@ -10,7 +10,7 @@ from graphs.options import without_options
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
 from solvers.clock import WallClock
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -24,7 +24,7 @@ def branches_of(seed: int) -> tuple[Search, Branches]:
     draw = random.Random(seed)
     graph = random_options(seed, draw.randint(3, 6))
     program = without_options(graph)
-    peak = simulate(program, store_all(program)).peak_bytes
+    peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, round(peak * draw.uniform(0.6, 1.0)))
     search = Search(Request(graph, budget, Tolerance.of(1e-6), WallClock(60)))
     return search, Branches(search)
@@ -67,7 +67,7 @@ def test_each_choice_of_stand_ins_is_in_one_branch() -> None:
     for seed in range(30):
         search, branches = branches_of(seed)
         all_of_them(branches)
-        groups = search.problem.places.stands_for
+        groups = search.problem.places.replaces
         stand_ins = [b for b, group in enumerate(groups) if group]
         if len(branches.all) < 2 or len(stand_ins) > 8:
             continue
@@ -109,9 +109,9 @@ def test_ways_of_about_the_same_time_are_one() -> None:
         search, branches = branches_of(seed)
         params = replace(search.params, branches=replace(search.params.branches, alike=1e6))
         merged = Branches(Search(replace(search.request, params=params)))
-        stands_for, inputs = search.problem.places.stands_for, search.problem.inputs
+        replaces, inputs = search.problem.places.replaces, search.problem.inputs
         for ways in merged.ways.values():
-            of_way = [{(stands_for[b], inputs[b]) for b in way} for way in ways]
+            of_way = [{(replaces[b], inputs[b]) for b in way} for way in ways]
             assert all(len(what) == 1 for what in of_way)
             assert len(set.union(*of_way)) == len(ways)
         assert merged.ways.keys() == branches.ways.keys()

@@ -14,7 +14,7 @@ from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Outcome
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.result import Result, Status
 from solvers.windows import incumbent, refinement, solve
@@ -23,7 +23,7 @@ from tests.support.requests import ask
 
 GRAPH = random_training_step(2, 40)
 # Between the least and the peak: a quarter of the way.
-_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, store_all(GRAPH)).peak_bytes
+_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 
 

@@ -36,7 +36,7 @@ def test_it_is_traced_without_being_allocated(llama: Graph, layers: int) -> None
 @pytest.mark.parametrize("share", [0.6, 0.4])
 def test_it_is_solved_nearly_to_optimality(llama: Graph, share: float) -> None:
     # Parameters and gradients alone are 68% of the peak: the shares are of what lies above the least budget.
-    peak, least = summarize(llama).store_all_peak_bytes, least_budget_bound(llama).budget_bytes
+    peak, least = summarize(llama).keep_everything_peak_bytes, least_budget_bound(llama).budget_bytes
     plan = solve(llama, int(least + share * (peak - least)), time_limit_s=60.0)
     assert plan.gap is not None
     assert plan.gap < 0.005

@@ -16,7 +16,7 @@ from solvers.clock import WorkClock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered
 from solvers.places import may_stand, places_of
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
@@ -52,7 +52,7 @@ def in_chunks(graph: Graph, chunks: int, time_s: float) -> Graph:
     """With a stand-in for the three ops of the head that has `chunks`th parts of logits and gradient at once."""
     group = tuple(op.id for op in graph.program if LOGITS in (*op.inputs, *op.outputs) or LOGITS_GRADIENT in op.inputs)
     op = Op(len(graph.ops), f"chunks{chunks}", "f", (HIDDEN,), (LOSS, GRADIENT), time_s, 20 // chunks, optional=True)
-    return with_op(graph, replace(op, stands_for=group))
+    return with_op(graph, replace(op, replaces=group))
 
 
 def with_packed_mask(graph: Graph) -> Graph:
@@ -133,13 +133,13 @@ def test_what_cannot_stand_for_a_group_is_left_out() -> None:
     assert may_stand(graph, op)
     assert not may_stand(graph, replace(op, outputs=(GRADIENT,)))  # without the loss, which is kept
     drawing = tuple(replace(p, random=p.id in (1, 2)) for p in graph.program)
-    both = replace(op, stands_for=(1, 3), outputs=(GRADIENT,))
+    both = replace(op, replaces=(1, 3), outputs=(GRADIENT,))
     assert may_stand(graph, both)
     assert not may_stand(replace(graph, ops=(*drawing, replace(op, random=True))), both)  # the loss would draw first
 
 
 def test_options_that_cannot_be_used_make_no_difference() -> None:
-    op = Op(5, "lossless", "f", (HIDDEN,), (GRADIENT,), 1.0, optional=True, stands_for=(1, 2, 3))
+    op = Op(5, "lossless", "f", (HIDDEN,), (GRADIENT,), 1.0, optional=True, replaces=(1, 2, 3))
     graph = with_op(head(), op)
     for offered in (graph, with_options(graph, ("offload",), Surroundings(Link.even(0.1)))):
         assert problem_of(offered, 31).graph.plain
@@ -172,7 +172,7 @@ def test_counted_work_finds_the_same_schedule() -> None:
     for seed in (3, 11, 20):
         graph = with_options(random_options(seed, 6), ("offload",), Surroundings(Link.even(2.0)))
         program = without_options(graph)
-        budget = max(least_budget_bound(graph).budget_bytes, simulate(program, store_all(program)).peak_bytes * 7 // 10)
+        budget = max(least_budget_bound(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes * 7 // 10)
         found = [get_solver("windows")(Request(graph, budget, Tolerance.of(1e-3), WorkClock(0.5))) for _ in range(2)]
         assert found[0].schedule == found[1].schedule
         assert found[0].bound_s == found[1].bound_s

@@ -21,7 +21,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
 from solvers import child_process
 from solvers.clock import WallClock
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
@@ -47,7 +47,7 @@ def instance(seed: int) -> tuple[Graph, int]:
     draw = random.Random(seed)
     graph = random_options(seed, draw.randint(40, 60) if seed == LONG else draw.randint(8, 12))
     program = without_options(graph)
-    return graph, max(1, round(simulate(program, store_all(program)).peak_bytes * draw.uniform(0.6, 0.9)))
+    return graph, max(1, round(simulate(program, keep_everything(program)).peak_bytes * draw.uniform(0.6, 0.9)))
 
 
 @pytest.fixture

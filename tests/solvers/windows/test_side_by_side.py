@@ -14,7 +14,7 @@ from graphs.synthetic.random_graphs import random_options
 from graphs.synthetic.small import training_chain
 from solvers.clock import WorkClock
 from solvers.least import least_budget, least_known
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -96,7 +96,7 @@ def long_chain(ops: int) -> Graph:
 def test_steps_too_large_for_the_reference_are_planned_within_their_budget() -> None:
     graph = long_chain(60)
     program = Graph(graph.program, training_chain(60).tensors, graph.kept)
-    peak = simulate(program, store_all(program)).peak_bytes
+    peak = simulate(program, keep_everything(program)).peak_bytes
     assert get_solver("xengine")(ask(graph, peak)).schedule is None
     for budget in (peak, int(0.6 * peak)):
         alone = solve(ask(program, budget))
@@ -124,7 +124,7 @@ def test_other_options_go_with_it() -> None:
         step = random_options(seed, 5)
         around = Surroundings(Link.even(4.0), 1000, (OtherDevice("second", tuple(op.time_s for op in step.program), 4.0),))
         program = without_options(step)
-        budget = int(0.9 * simulate(program, store_all(program)).peak_bytes)
+        budget = int(0.9 * simulate(program, keep_everything(program)).peak_bytes)
         times = {}
         for options in ((), ("offload",), ("placement",), ("placement", "offload")):
             graph = with_options(step, options, around)
@@ -155,7 +155,7 @@ def test_a_schedule_of_little_memory_is_known_without_solving() -> None:
     # What the last op reads, and what it makes, come to the main device; all else may stay on the other one.
     graph = on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 4.0))
     known = least_known(graph, WorkClock(1.0))
-    assert simulate(graph, known).peak_bytes < peak and any(graph.ops[op].stands_for for op in known.computed)
+    assert simulate(graph, known).peak_bytes < peak and any(graph.ops[op].replaces for op in known.computed)
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -14,7 +14,7 @@ from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import diamond, training_chain
 from solvers import highs
 from solvers.clock import WallClock
-from solvers.policies.store_all import store_all
+from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.result import Reason, Result, Status
 from solvers.xengine import XEngineParams
@@ -67,7 +67,7 @@ def test_its_optimum_is_that_of_its_class(stay: bool) -> None:
         times = [graph.ops[op].time_s for op in result.schedule.computed]
         assert sum(times) == pytest.approx(expected, abs=CLOSE) and result.settings["serial_bound_s"] <= sum(times) + CLOSE  # type: ignore[operator]
         assert result.time_s is not None and result.time_s <= sum(times) + CLOSE
-        seen["placed"] += any(graph.ops[op].stands_for for op in result.schedule.computed)
+        seen["placed"] += any(graph.ops[op].replaces for op in result.schedule.computed)
         seen["three devices"] += len(graph.pools) == 3
     assert min(seen[what] for what in ("infeasible", "placed", "three devices")) >= 4, seen
 
@@ -145,7 +145,7 @@ def test_where_each_op_runs_once_only_its_device_is_chosen() -> None:
         if once.schedule is None or once.time_s is None:
             continue
         check_by_both_judges(graph, once)
-        done = [p for op in once.schedule.computed for p in (graph.ops[op].stands_for or (op,)) if p < len(graph.program)]
+        done = [p for op in once.schedule.computed for p in (graph.ops[op].replaces or (op,)) if p < len(graph.program)]
         assert sorted(done) == list(range(len(graph.program)))
         assert once.status is Status.OPTIMAL and once.settings["executed"] == "once"
         assert serial.time_s is None or once.time_s <= serial.time_s + CLOSE
@@ -184,7 +184,7 @@ def test_a_memory_that_is_a_limit_counts_what_arrives() -> None:
 
 @pytest.mark.parametrize("graph", [diamond(), training_chain(4), random_training_step(3, 3)], ids=["diamond", "chain", "step"])
 def test_with_a_device_that_is_of_no_use_it_is_checkmate(graph: Graph) -> None:
-    peak = simulate(graph, store_all(graph)).peak_bytes
+    peak = simulate(graph, keep_everything(graph)).peak_bytes
     for budget in (peak, int(0.8 * peak), int(0.6 * peak)):
         offered = on_devices(graph, OtherDevice("slow", tuple(1e3 * (op.time_s + 1) for op in graph.ops), 1e12))
         alone = get_solver("checkmate")(ask(graph, budget, tolerance=0.0))

@@ -7,11 +7,11 @@ from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import highs
 from solvers.clock import WallClock
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.offload import poet
 from solvers.policies.offload.moves import offer_of
 from solvers.policies.offload.poet import PoetParams
 from solvers.policies.offload.poet_program import PoetProgram
-from solvers.policies.store_all import store_all
 from solvers.result import Reason
 from tests.support.offers import check_by_both_judges, offered, with_trips
 from tests.support.requests import ask
@@ -50,7 +50,7 @@ def test_its_cost_is_that_of_what_is_executed_and_copied(power: float) -> None:
         graph = offered(seed, most_ops=8)
         offer = offer_of(graph)
         assert offer is not None
-        peak = simulate(offer.program, store_all(offer.program)).peak_bytes
+        peak = simulate(offer.program, keep_everything(offer.program)).peak_bytes
         model = PoetProgram(offer, int(0.85 * peak), power)
         program = model.build()
         assert program is not None

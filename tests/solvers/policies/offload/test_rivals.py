@@ -11,9 +11,9 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from graphs.zoo import build
 from planner.tracing import trace
+from solvers.policies.keep_everything import keep_everything
 from solvers.policies.offload.deepspeed import DeepSpeedParams
 from solvers.policies.offload.offload_activations import OffloadActivationsParams
-from solvers.policies.store_all import store_all
 from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
@@ -44,7 +44,7 @@ def test_what_is_found_runs_by_both_judges(name: str) -> None:
     seeds = range(20)
     for seed in seeds:
         graph, program = offered(seed), random_step(seed)
-        peak = simulate(program, store_all(program)).peak_bytes
+        peak = simulate(program, keep_everything(program)).peak_bytes
         for budget in (UNLIMITED, peak, int(0.8 * peak)):
             result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
             assert result.status in {Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT}
@@ -63,7 +63,7 @@ def test_none_is_below_the_bound(name: str, wanted: int) -> None:
         if compared == wanted:
             return
         graph, program = offered(seed, most_ops=8), random_step(seed, most_ops=8)
-        peak = simulate(program, store_all(program)).peak_bytes
+        peak = simulate(program, keep_everything(program)).peak_bytes
         budget = UNLIMITED if name in WITHOUT_BUDGET else int(0.85 * peak)
         result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
         if result.peak_bytes is None or result.time_s is None:
@@ -78,7 +78,7 @@ def test_none_is_below_the_bound(name: str, wanted: int) -> None:
 def test_a_transformer_takes_less_memory(name: str) -> None:
     graph = small_gpt()
     program = problem_of(graph, 1).graph
-    kept = simulate(program, store_all(program)).peak_bytes
+    kept = simulate(program, keep_everything(program)).peak_bytes
     budget = kept if name in WITHOUT_BUDGET else int(0.85 * kept)
     result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
     assert result.schedule is not None and result.peak_bytes is not None and result.time_s is not None

@@ -8,7 +8,7 @@ from solvers.request import Request
 from solvers.result import Result
 
 
-def store_all(graph: Graph) -> Schedule:
+def keep_everything(graph: Graph) -> Schedule:
     """Every op once in program order, every tensor freed after its last use.
 
     Raises:
@@ -20,5 +20,5 @@ def store_all(graph: Graph) -> Schedule:
 
 def solve(request: Request) -> Result:
     """As ``solvers.registry.Solver``; LIMIT when keeping everything does not fit."""
-    trial = Candidate(store_all(request.graph))
-    return answer(request, "store_all", [trial], what="keeping everything")
+    trial = Candidate(keep_everything(request.graph))
+    return answer(request, "keep-everything", [trial], what="keeping everything")

@@ -1,0 +1,29 @@
+"""``planner options``: what a schedule may do besides recomputing."""
+
+import argparse
+
+from graphs.options import OPTIONS, traced_options
+from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text, table_of
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    add_command(
+        commands,
+        "options",
+        "list what --options may name: what a schedule may do besides recomputing",
+        f"Graphs must be traced with {', '.join(traced_options(tuple(OPTIONS)))} to be solved with them.\n\n"
+        "examples:\n"
+        "  planner trace zoo:gpt2 --options chunks,pack -o model.json\n"
+        "  planner solve model.json --budget 40% --options chunks,pack,offload",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list. Returns the exit code."""
+    described = {name: option.description for name, option in OPTIONS.items()}
+    if arguments.json:
+        print_json(dict(described))
+    else:
+        print_text(table_of(described))
+    return DONE

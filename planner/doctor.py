@@ -1,0 +1,134 @@
+"""Facts about this installation, machine and model that decide whether a step can be planned here."""
+
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from graphs.errors import PlannerError, TraceError
+from graphs.ir import Graph
+from graphs.torch_private.capture import graph_breaks
+from graphs.units import format_bytes, format_seconds
+from planner.models.tracing import Tracing
+from planner.models.workload import ModelSpec
+from planner.runtime.free_memory import free_bytes
+from planner.runtime.link import link_alone
+from planner.runtime.machine import machine
+from planner.solving import summarize
+from planner.tracing import trace
+
+_ROOT = Path(__file__).resolve().parents[1]
+_OURS = ("planner", "solvers", "graphs")
+_NEEDED = ("remat-planner", "torch", "highspy", "PuLP", "scipy", "numpy", "pandas")
+_OPTIONAL = ("transformers", "accelerate", "lightning", "matplotlib", "dask")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of the report.
+
+    Attributes:
+        topic: ``versions``, ``packages``, ``device``, ``link`` or ``model``.
+        name, value: what was looked at, and what was found.
+        problem: what is wrong and what to do; empty if nothing is.
+    """
+
+    topic: str
+    name: str
+    value: str
+    problem: str = ""
+
+
+def facts(model: ModelSpec | None = None) -> Iterator[Fact]:
+    """Yield what was found, as it is found.
+
+    Args:
+        model: a model to capture as well; nothing is allocated for that, unless it cannot be captured.
+    """
+    yield from _versions()
+    yield from _packages()
+    yield from _devices()
+    if model is not None:
+        yield from _captured(model)
+
+
+def _versions() -> Iterator[Fact]:
+    yield Fact("versions", "python", platform.python_version())
+    for name in (*_NEEDED, *_OPTIONAL):
+        try:
+            yield Fact("versions", name, version(name))
+        except PackageNotFoundError:
+            missing = f"{name} is not installed: pip install {name}" if name in _NEEDED else ""
+            yield Fact("versions", name, "not installed", missing)
+
+
+def _packages() -> Iterator[Fact]:
+    """Folders on ``sys.path`` that have a package or module of one of our names."""
+    for name in _OURS:
+        found = [Path(entry).resolve() for entry in dict.fromkeys(sys.path)]
+        others = [path for path in found if path != _ROOT and ((path / name).is_dir() or (path / f"{name}.py").is_file())]
+        problem = (
+            f"{', '.join(map(str, others))} has a package {name!r} too, and Python imports the first on sys.path: start Python "
+            "in another folder or with -P, or rename that package"
+            if others
+            else ""
+        )
+        yield Fact("packages", name, str(_ROOT / name), problem)
+
+
+def _devices() -> Iterator[Fact]:
+    cpu = torch.device("cpu")
+    yield Fact("device", "cpu", f"{machine()}, {torch.get_num_threads()} threads for PyTorch")
+    yield Fact("device", "cpu memory", f"{format_bytes(free_bytes(cpu))} free for this process")
+    built = torch.version.cuda
+    if not torch.cuda.is_available():
+        without = "this PyTorch is built without CUDA" if built is None else f"PyTorch is built for CUDA {built} and finds no GPU"
+        yield Fact("device", "cuda", without)
+        yield _link(cpu)
+        return
+    for index in range(torch.cuda.device_count()):
+        device, found = torch.device("cuda", index), torch.cuda.get_device_properties(index)
+        yield Fact("device", str(device), f"{found.name}, compute capability {found.major}.{found.minor}, CUDA {built}")
+        total = format_bytes(found.total_memory)
+        yield Fact("device", f"{device} memory", f"{format_bytes(free_bytes(device))} of {total} free for this process")
+        yield _link(device)
+
+
+def _link(device: torch.device) -> Fact:
+    rates = link_alone(device)
+    out, back = format_bytes(rates.out_bytes_per_s), format_bytes(rates.in_bytes_per_s)
+    return Fact("link", str(device), f"{out}/s to host memory, {back}/s back")
+
+
+def _captured(model: ModelSpec) -> Iterator[Fact]:
+    try:
+        graph = _graph(model)
+    except TraceError as error:
+        yield Fact("model", str(model), "cannot be captured as one graph", str(error))
+        yield from _breaks(model)
+    except PlannerError as error:
+        yield Fact("model", str(model), "cannot be built", str(error))
+    else:
+        summary = summarize(graph)
+        peak, time = format_bytes(summary.keep_everything_peak_bytes), format_seconds(summary.time_s)
+        yield Fact("model", str(model), f"one graph of {summary.ops:,} ops, peak {peak}; {time} by the roofline of a CPU")
+
+
+def _graph(model: ModelSpec) -> Graph:
+    modelled = Tracing(roofline="cpu")
+    try:
+        return modelled.graph(model)
+    except TraceError:  # a step may branch on what is in its batch, which fake tensors do not know
+        return trace(*Tracing().built(model), roofline=modelled.roofline)
+
+
+def _breaks(model: ModelSpec) -> Iterator[Fact]:
+    """List where ``torch.compile`` leaves the graph, which ``torch.compile(backend="planner")`` allows."""
+    module, _, batch = Tracing().built(model)
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch[:-1], {})
+    for number, (where, reason) in enumerate(graph_breaks(module, args, kwargs), start=1):
+        yield Fact("model", f"graph break {number}", f"{where}: {reason}")

@@ -38,19 +38,19 @@ def advise(
     on_progress: View | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Advice:
-    """Return what the training step of `model` needs, what less memory costs, and which budget to take; ``print`` it.
+    """Find out what the step of `model` needs, what less memory costs, and which budget to take; ``print`` the result.
 
-    The step is traced; then it is solved for a short while at several budgets, and once with each option.
+    The step is traced, then solved for a short time at several budgets, and once with each option.
 
     Args:
         model, loss_fn, batch, optimizer, accumulate, roofline, passes, name: as in ``planner.trace``.
-        options: to try, each alone. None: ``offload`` and all that are found in the step, ``compress:4`` with a roofline only,
-            since measuring how lossy it is takes as many backward passes as there are tensors to compress.
+        options: options to try, each alone. None: ``offload`` and all that are found in the step; ``compress:4`` with a roofline
+            only, since measuring its error takes a backward pass for each compressible tensor.
         link, host_budget: for ``offload``, as in ``planner.solve``.
-        time_limit_s: for trace and analysis; the analysis has 20 s at least.
-        on_activity: told what is being done.
-        on_progress: shows the trace, as in ``planner.trace``.
-        should_stop: polled; once True, what is known so far is the answer.
+        time_limit_s: for trace and analysis together; the analysis has at least 20 s.
+        on_activity: called with a line about what is being done.
+        on_progress: progress of the trace, as in ``planner.trace``.
+        should_stop: polled; when it returns True, what is known so far is returned.
 
     Raises:
         TraceError: as ``planner.trace``.

@@ -101,20 +101,20 @@ def run(
     seed: int = 0,
     on_progress: View | None = None,
 ) -> RunReport:
-    """Replay `plan` with real tensors and measure it; `model` is afterwards as it was.
+    """Execute `plan` with real tensors and measure its peak, time and bits; `model` is afterwards as before.
 
-    It is compared with keeping everything and with plain PyTorch where these fit into the free memory.
+    The step is compared with keeping everything and with plain eager PyTorch where these fit into the free memory.
 
     Args:
-        plan: made for the graph of this model and batch.
-        model, loss_fn, batch: as in ``trace``.
-        repeats: steps timed, in turn with keeping everything and with plain PyTorch.
-        seed: of the random state the results are compared from.
-        on_progress: called with each ``planner.progress.Progress``; None: log to the logger ``planner``.
+        plan: for the graph of this model and batch.
+        model, loss_fn, batch: as in ``planner.trace``.
+        repeats: timed steps of each, in turns.
+        seed: of the random state that the compared steps begin with.
+        on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
 
     Raises:
-        MismatchError: the plan is for another graph; says what differs.
-        OutOfMemoryError: the plan does not fit into what is free.
+        MismatchError: the plan is for another graph; the message names the difference.
+        OutOfMemoryError: the plan does not fit into the free memory.
     """
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
         report = _run(plan, model, loss_fn, as_leaves(batch), stages, repeats=repeats, seed=seed)

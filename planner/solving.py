@@ -58,40 +58,36 @@ def solve(
     should_stop: Callable[[], bool] | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """The plan of `graph` for `budget`.
+    """Find the fastest schedule of `graph` that fits a budget, with a lower bound on the step time.
 
     Args:
-        graph: what is planned.
-        budget: memory of the step, static bytes included: bytes, or ``8GB``, ``7.5GiB``, or ``60%`` or 0.6 of the predicted
-            peak of plain eager PyTorch.
-        max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
-            plan is then one of the least memory at that price, which its ``budget_bytes`` is.
-        solver: a name in ``solvers.registry``.
-        tolerance: on the gap, relative to the whole step, at which the solve ends. By default 0.1%, 0.5% once it has taken
-            20 s, and 2% after 2 minutes (solvers that do not look at the clock take the first); a number holds all the time.
-            ``settings`` of the plan have the one that was settled for.
-        time_limit_s: seconds the whole call may take, with the best schedule so far as its answer.
-        work_limit: work it may take instead (``solvers.clock.WorkClock``), about a second each: the plan is the same on every
-            run and on slower machines, and comes later, as one thread works at a time.
-        reorder: True: look for an order of the ops that needs less memory (``solvers.order.reorder``), and solve in that;
-            False: solve in program order; None: with the solver ``windows``, solve in program order first, then in another order
-            if one lowers the peak and can gain (``solvers.order.solve``), with others in program order.
-        options: choices that the graph is given, names in ``graphs.options``: ``offload``, for the solver ``windows`` and those
-            that offload; ``chunks``, ``pack`` and ``kernels``, where it was traced with them. What else it was traced with is
-            left out.
-        link, host_budget: for these, as in ``planner.choices.choices_of``: ``50GB/s`` and ``64GB``. Without `link` what is
-            known of the graph's device counts: measured, or else published.
-        exact: of these, offer only ops that differ from the program in not a bit, as far as that was verified.
+        graph: of a training step, from ``planner.trace``.
+        budget: memory of the whole step: bytes, ``8GB``, ``7.5GiB``; or ``60%`` or 0.6 of the predicted peak of plain eager
+            PyTorch.
+        max_overhead: in place of a budget: find the least memory at which the step takes at most this much longer than keeping
+            everything, as 0.1 or ``10%``. It becomes the ``budget_bytes`` of the plan.
+        solver: ``windows``, which proves its gap, or a baseline (``planner solvers`` lists them).
+        tolerance: gap at which the solve ends, relative to the step time. By default 0.1%; 0.5% after 20 s, 2% after 2 minutes. A
+            number holds throughout. ``plan.settings`` names the one that ended the solve.
+        time_limit_s: seconds after which the best schedule so far is returned.
+        work_limit: a limit in units of work, about a second each, in place of seconds: the plan is the same on every run and
+            machine. One thread works at a time.
+        reorder: True: search for an order of the ops that needs less memory first. False: keep program order. None: with
+            ``windows``, solve in program order first, then in another order if that can gain; baselines keep program order.
+        options: what the schedule may do besides recomputing (``docs/options.md``). ``chunks``, ``pack``, ``kernels``,
+            ``in-place`` and ``compress`` must have been named when the graph was traced.
+        link, host_budget: for ``offload``: bytes a second (``50GB/s``) and host memory (``64GB``). Without `link`, the measured
+            or else the published rate of the device is used.
+        exact: of the options, use only what was verified to give the same bits.
         on_progress: called as the solve advances.
-        should_stop: polled; once True, the best schedule so far is the answer.
-        on_plan: called with each better plan on the way to the answer, by solvers that improve one.
+        should_stop: polled; when it returns True, the best schedule so far is returned.
+        on_plan: called with each better plan on the way.
 
     Raises:
-        BudgetError: the budget cannot be read, or is not above zero; or not exactly one of budget and overhead is given.
-        InfeasibleError: no schedule meets it.
-        LimitError: time was up, or the solve was stopped, before a schedule was found.
-        PlannerError: no such solver, options out of range, or the solver failed.
-        GraphError: the graph was traced without an option.
+        BudgetError: the budget cannot be read or is not above zero, or both or neither of `budget` and `max_overhead` are given.
+        InfeasibleError: proved: no schedule fits the budget.
+        LimitError: no schedule was found before the solve was stopped.
+        UsageError, PlannerError: no such solver, an option with a wrong value, or the solver failed.
     """
     budget = budget_or_overhead(budget, max_overhead)
     clock = clock_of(time_limit_s, work_limit)

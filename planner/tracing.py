@@ -53,33 +53,30 @@ def trace(
     other_devices: Sequence[str] = (),
     on_progress: View | None = None,
 ) -> Graph:
-    """The training step of `model` on `batch` as a graph with the time and memory of every op.
+    """Capture the training step of `model` on `batch` as a graph, with the time and memory of every op.
 
     Args:
         model: in the mode it is trained in.
-        loss_fn: called as ``loss_fn(model(*inputs), target)`` with the last item of `batch` as target, or, where
-            `batch` is a mapping, as ``loss_fn(model(**inputs), **targets)`` with the items that it names. None if
-            the model gets all of the batch and returns the loss. Returned is a scalar, a tuple that begins with
-            it, or a dict with a "loss"; a model may also return an object with an attribute ``loss``.
-        batch: inputs and target, by position or by name; real tensors, or fake ones with `roofline`.
-        optimizer: none, sgd, momentum or adamw (``graphs.optimizers``): its state counts as memory of the step.
-        accumulate: the gradients of earlier batches are in memory as well.
-        roofline: model the times for this device instead of measuring them: gh200, h200, h100, a100, l4,
-            rtx4090 or cpu. Nothing is executed.
-        passes: how often each op is timed, unless it takes long.
-        measure_link: also measure copies to the host and back beside the step, for the option ``offload``: they become part
-            of the provenance.
+        loss_fn: called as ``loss_fn(model(*inputs), target)`` with the last item of `batch` as target. If `batch` is a mapping,
+            it is called as ``loss_fn(model(**inputs), **targets)`` with the items that it names. None if the model gets the whole
+            batch and returns the loss. The result is a scalar loss, a tuple that begins with it, a dict with ``loss``, or an
+            object with an attribute ``loss``.
+        batch: inputs and target, by position or by name: real tensors, or fake ones with `roofline`.
+        optimizer: ``none``, ``sgd``, ``momentum`` or ``adamw``: its state is counted in memory.
+        accumulate: count gradients of earlier batches in memory.
+        roofline: model the times on this device instead of measuring them: gh200, h200, h100, a100, l4, rtx4090 or cpu. Nothing
+            is executed.
+        passes: how often each distinct op is timed, unless it takes long.
+        measure_link: also measure transfers to host memory and back, for the option ``offload``.
         name: of the model, for messages.
-        options: choices besides recomputing that are found in the step itself, names in ``graphs.options``: ``chunks``,
-            ``pack``, ``kernels``. Their ops are part of the graph; ``solve`` takes them where it is given the same names.
-        other_devices: that ops may be placed on, for the option ``placement``: ``cpu:2`` for two threads of the CPU, ``cuda:1``.
-            Each op is measured there as well; its times are part of the provenance.
-        on_progress: called with each ``planner.progress.Progress``; None: log to the logger ``planner``.
+        options: options to find in the step and add to the graph: ``chunks``, ``pack``, ``kernels``, ``in-place``, ``compress``.
+        other_devices: also measure the ops on these, for the option ``placement``: ``cpu:2`` (two threads), ``cuda:1``.
+        on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
 
     Raises:
-        TraceError: the step cannot be captured as one static graph; or a link, or another device, is to be measured with a
-            roofline.
-        GraphError: there is no such choice, or it is not found in the step.
+        TraceError: the step cannot be captured as one static graph, or something is to be measured with a roofline.
+        UsageError: there is no such option, or it is not found in a step.
+        OutOfMemoryError: one op alone needs more than is free.
     """
     check_traced(options)
     if roofline is not None and other_devices:

@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
         commands,
         "compare",
         "set the optimal schedule against other methods, budget by budget",
-        "Writes rows.csv, table.md, overhead.png and memory.png; rows that are in rows.csv are not computed again.\n"
+        "Writes rows.csv, table.md, overhead.png and memory.png; rows that are already in rows.csv are kept.\n"
         "With --measure also measured.png, and graph.json, whose times a comparison that goes on later goes on with.\n"
         "Ctrl-C ends it with the rows that are done, and the same command goes on with the others; a second one quits at once.\n"
         "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 130 interrupted, 1 anything else\n\n"

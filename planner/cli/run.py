@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "run",
-        "run a plan with real tensors and set what is measured beside what was predicted",
+        "run a plan with real tensors, and compare what is measured with what was predicted",
         "The report is printed in any case.\n"
         "exit codes: 0 within its budget and with the results of plain PyTorch, 2 usage, 5 measured peak over its budget,\n"
         "6 loss, gradients, buffers or random state different from keeping everything or from plain PyTorch "

@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--measure-link",
         action="store_true",
-        help="also measure copies to the host and back beside the step, for planner solve --options offload",
+        help="also measure transfers to host memory and back, for planner solve --options offload",
     )
     parser.add_argument(
         "--other-devices",

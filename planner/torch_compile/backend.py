@@ -63,19 +63,15 @@ _BUDGETS: dict[int, SharedBudget] = {}  # by call of torch.compile, as long as w
 
 
 def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
-    """The backend, for ``torch.compile`` to call.
+    """Compile what Dynamo captured: the backend that ``torch.compile`` calls.
 
     Args:
-        module, inputs: what Dynamo captured.
-        options: ``budget`` (as in ``planner.compile``; of parameters, inputs, gradients and activations of all graphs of
-            the model; a percentage is of the peak without recomputation), ``kernels`` (whose kernels run: those of
-            eager PyTorch, or ``inductor``), ``roofline`` (the device whose times are modelled; by default each op is
-            measured where the model is), ``time_limit_s`` (of solving per graph, 60), ``tolerance`` and ``wait`` (as in
-            ``planner.compile``: each graph is solved until its schedule is good enough, by default 1% or 3 seconds);
-            ``check_writes`` (as there, of each graph); and ``options``, ``link`` and ``host_budget``, likewise: with
-            ``["offload"]`` tensors also go to the host and come back, and all graphs share the host's memory; with
-            ``["chunks"]`` loss heads that are in a graph may be computed in chunks, and ``pack``, ``kernels`` and ``in-place``
-            are found in each graph likewise.
+        module, inputs: the captured graph and its inputs.
+        options: ``budget`` (as in ``planner.compile``, for parameters, inputs, gradients and activations of all graphs of the
+            model; a share is of the peak without recomputation), ``kernels`` (``eager`` or ``inductor``), ``roofline`` (model the
+            times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
+            ``tolerance`` and ``wait`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
+            ``check_writes``, ``options``, ``link`` and ``host_budget`` (as there; all graphs share the host memory).
 
     Raises:
         PlannerError: unknown options, options of graphs that do not go with this (``graphs.options``), or no budget.

@@ -36,24 +36,24 @@ def checkpoint(
     roofline: str | None = None,
     check_writes: bool = False,
 ) -> M:
-    """Make `model` keep within `budget` what its backward pass needs, and return it: the same object, changed in place.
+    """Make `model` keep its saved tensors within `budget`; changes and returns the same object.
 
-    The loop stays as it is: ``out = model(x); loss = loss_fn(out, y); loss.backward()``. Outputs and gradients have the bits of
-    eager PyTorch. The model is captured by ``torch.compile`` and planned when it is first called with gradients on, and once
-    more for inputs of another size. Without gradients, or as part of what another compiler captures, it runs as it is. The
-    names of its parameters do not change, and a copy of the model is an ordinary one.
+    A drop-in for ``gradient_checkpointing_enable()``: the loop stays ``loss = loss_fn(model(x), y); loss.backward()``, and
+    outputs and gradients have the bits of eager PyTorch. ``torch.compile`` captures the model, which is planned when it is first
+    called with gradients enabled, and again for inputs of another size. Without gradients, or inside another compiler's capture,
+    the model runs unplanned. Names of parameters stay, and a copy of the model is an ordinary model.
 
     Args:
-        model: what the loop calls, wherever it is: alone, or before it is wrapped in ``DistributedDataParallel``.
-        budget: as in ``planner.compile``, of the model's parameters, buffers, inputs, gradients and activations; a share is of
-            the largest peak so far without recomputation. Outside are the loss function, the optimizer's state and gradients
-            of earlier batches. None: make the model an ordinary one again.
+        model: what the loop calls, before it is wrapped in ``DistributedDataParallel``.
+        budget: as in ``planner.compile``, for the model's parameters, buffers, inputs, gradients and activations. A share is of
+            the largest peak without recomputation so far. The loss function, optimizer state and gradients of earlier batches are
+            not counted. None: undo.
         time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes: as in ``planner.compile``.
-        roofline: the device whose times are modelled; None: each op is measured where the model is.
+        roofline: model the times on this device. None: each op is measured where the model is.
 
     Raises:
-        PlannerError: an option is wrong, or the model is compiled by something else. When the model is called: an option does
-            not go with another, or inputs have come in too many sizes.
+        PlannerError: an option is wrong, or another compiler has compiled the model. When the model is called: options that do
+            not go together, or inputs of too many sizes.
         InfeasibleError, LimitError: as ``planner.solve``, when the model is called.
     """
     check_module(model)

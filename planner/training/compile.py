@@ -67,69 +67,68 @@ def compile(  # noqa: A001
     check_writes: bool = False,
     on_progress: View | None = None,
 ) -> PlannedStep:
-    """Trace, profile, solve and compile the training step of `model`: the fastest that fits `budget`.
+    """Plan the training step of `model` and return it ready to run: the fastest step that fits `budget`.
 
-    The step is run on `batch` to measure its peak, and some times beside plain eager PyTorch, whose bits, time and peak
-    become part of the plan. Parameters, buffers, gradients, random states and what the model's attributes hold are
-    afterwards as they were, also where an optimizer steps in the backward pass: no hook of a parameter acts meanwhile.
+    The call captures the step, measures each distinct op once, and solves for a short time (`wait`). Solving then goes on in a
+    background process, and a better plan replaces the first between two steps. Planning needs no more memory than the budget. It
+    leaves no trace: parameters, buffers, gradients, random states and attributes of the model are afterwards as before.
 
-    A model in ``DistributedDataParallel`` or under ``fully_shard`` is planned on all its processes at once: rank 0
-    profiles and solves, the others get its plan, and an error on one is raised on all.
+    A model wrapped in ``DistributedDataParallel`` or ``fully_shard`` is planned on all processes at once. Rank 0 measures and
+    solves, the others receive its plan, and an error on one rank is raised on all.
 
     Args:
-        model, loss_fn, batch, optimizer, accumulate, passes: as in ``trace``; each process has a batch of its own. A
-            model may come with how it is wrapped (``planner.distributed.wrappers``), where its own type does not say so.
-            `optimizer` may be the optimizer itself, of ``torch.optim`` or as Accelerate wraps it.
-        budget: bytes, ``8GB``, ``7.5GiB``, ``60%`` or 0.6 of the predicted peak of plain eager PyTorch, or ``auto`` for what the
-            device has free (``planner.training.auto_budget``); parameters, inputs, gradients and optimizer state included.
-        max_overhead: in place of a budget, how much longer than keeping everything the step may take, as 0.1 or ``10%``: the
-            budget is then the least memory at that price. Not with ``kernels="inductor"``.
-        solver, tolerance, time_limit_s, reorder: as in ``solve``, which ends within the tolerance or when its
-            time is up, with the best schedule so far.
-        options, link, host_budget: as in ``solve``: with ``options=["offload"]`` tensors also go to the host and come back.
-            Without `link` copies are measured beside the step. On several processes each takes as much of the host's memory:
-            `host_budget` is in bytes, or ``8GB``, there. With ``options=["chunks"]`` loss heads, and other large stretches by
-            rows, may be computed in chunks: what is added up over rows is then rounded otherwise, and ``plan.differs`` says what.
-            With ``options=["kernels"]`` convolutions, attention and rows of ops may be computed by other kernels, likewise.
-            With ``options=["pack"]`` masks, indices and signs may be kept in bits and bytes, exactly. None: those that are so by
-            default, ``in-place``; ``[]``: none at all.
-        exact: of the options, offer only ops that differ in not a bit: with ``dynamic`` these are of the first size.
-        cache: a folder where plans are kept. For the same graph, sizes, budget, device, options and versions
-            the plan is loaded, and nothing is profiled or solved.
-        dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
-            for each.
-        max_plans: with `dynamic` or `replan`, how many are kept; the one that was used longest ago goes first.
-        cuda_graph: replay the step as CUDA graphs, at one launch for each pass: docs/training.md. What they hold between
-            steps, and the copies of what goes in and out, count; random ops are not computed again.
-        replan: where the model, the loss function or a value that they read changes, or a batch is unlike `batch`, plan again,
-            with a warning that says what changed; without it, each is a MismatchError of the step.
-        compare_eager: run the step beside eager PyTorch (of varying sizes, the first), and warn where they differ
-            (``graphs.errors.EagerWarning``). It takes as long as some steps.
-        kernels: ``eager``, those that eager PyTorch runs; or ``inductor``, those that ``torch.compile`` compiles the step to, in
-            several ways where recomputation costs much, of which the fastest is kept: docs/training.md. Bits are then those of
-            ``torch.compile``, which also stands for eager PyTorch in what is compared.
-        other_devices: as in ``trace``, with ``options=["placement"]``.
-        wait: how good the plan must be before this returns: seconds of solving (10, ``10s``), after which any plan will do, a gap
-            (``1%``), or ``20 work``. None: 3 seconds or 1%, whichever comes first. Solving then goes on in a process of its own
-            while the step trains, up to `tolerance` or `time_limit_s`, and a better plan takes the place of the first between two
-            steps. With a gap or work the plan is the same for the same costs, and stays.
-        swap: which better plans do: ``exact``, those that make the same bits; ``any``, also those whose options round otherwise;
-            ``never``.
-        check_writes: compare checksums of parameters, buffers and inputs that the backward pass reads, as the forward pass ends
-            and as the backward pass begins, to find writes that autograd does not see: it takes time in each step, and some MB.
-        on_progress: called with each ``planner.progress.Progress`` from the begin of the capture on, each time that a step is
-            planned; of several processes, on the first one only. ``LineView()`` and ``NotebookView()`` of ``planner.progress``
-            show it. None: log to the logger ``planner``, at INFO.
+        model: in the mode it is trained in.
+        loss_fn, batch: as in ``planner.trace``. Each process passes a batch of its own.
+        budget: memory of the whole step, with parameters, gradients, inputs and optimizer state: bytes, ``8GB``, ``7.5GiB``;
+            ``60%`` or 0.6 of the predicted peak of plain eager PyTorch; or ``auto`` for what the device has free.
+        max_overhead: in place of a budget: plan the least memory at which the step takes at most this much longer than keeping
+            everything, as 0.1 or ``10%``. Not with ``kernels="inductor"``.
+        optimizer: the optimizer, or ``none``, ``sgd``, ``momentum`` or ``adamw``: its state is counted in memory.
+        accumulate: True if gradients of earlier batches are in memory when a step begins (gradient accumulation).
+        solver, tolerance, time_limit_s, reorder: as in ``planner.solve``.
+        passes: how often each distinct op is timed.
+        options: what the schedule may do besides recomputing: ``offload``, ``chunks``, ``pack``, ``kernels``, ``in-place``,
+            ``compress:4``, ``placement`` (``docs/options.md``). None: the exact defaults (``in-place``). Some round differently
+            than eager PyTorch; ``plan.differs`` lists what does.
+        link: bytes a second to host memory and back, as ``50GB/s``. None: measured.
+        host_budget: host memory for offloaded tensors: bytes, ``64GB``, or a share of what is free. Each of several processes
+            takes as much, and it must be an amount then.
+        exact: of the options, use only what was verified to give the same bits.
+        cache: folder for plans. A plan for the same graph, budget, device, options and versions is loaded from there, and
+            nothing is measured or solved.
+        dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size.
+        max_plans: with `dynamic` or `replan`: how many plans are kept. The least recently used one is dropped first.
+        cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
+        replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. False: raise
+            MismatchError.
+        compare_eager: run the step beside plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).
+            This takes as long as a few steps.
+        kernels: ``eager`` for the kernels of eager PyTorch, or ``inductor`` for those of ``torch.compile``, whose bits the
+            results then have.
+        other_devices: devices for ``options=["placement"]``, as in ``planner.trace``.
+        wait: how good the plan must be before the call returns: seconds of solving (10 or ``10s``), a gap (``1%``), or work
+            (``20 work``). None: 3 s or 1%, whichever is first. With a gap or work the plan is the same on every run, and is not
+            replaced.
+        swap: which better plans may replace the first: ``exact`` (those with the same bits), ``any``, or ``never``.
+        check_writes: check in each step that nothing has written to parameters, buffers or inputs between the forward and the
+            backward pass without autograd's notice. This costs time in each step.
+        on_progress: called with each ``planner.progress.Progress``; ``LineView()`` and ``NotebookView()`` show them. None: log to
+            the logger ``planner``.
+
+    Returns:
+        A callable like ``loss_fn(model(*inputs), target)`` with the same result, bits and gradients. ``step.plan`` is the plan in
+        use, ``step.wait()`` waits for the background solve, ``step.history`` lists the plans so far.
 
     Raises:
-        TraceError: the step cannot be captured as one static graph, or the wrapper is one that is not planned; or, with
-            `cuda_graph`, an op cannot be captured.
-        PlannerError: an option does not go with another, or with the device; or gradients are turned off.
-        InfeasibleError: no schedule meets the budget.
-        LimitError: none was found in time.
-        BudgetError: the measured peak stays above the budget; the budget cannot be read, or nothing is free; or not exactly
-            one of budget and overhead is given.
-        OutputError: plans cannot be kept in `cache`.
+        TraceError: the step cannot be captured as one static graph, or the wrapper is not supported.
+        InfeasibleError: proved: no schedule fits the budget.
+        LimitError: no schedule was found within the time limit.
+        BudgetError: the budget cannot be read, the measured peak stays above it, or both or neither of `budget` and
+            `max_overhead` are given.
+        UsageError, PlannerError: an option has a wrong value, or does not go with another option or the device; or gradients are
+            turned off.
+        OutOfMemoryError: one op alone needs more than is free.
+        OutputError: plans cannot be written to `cache`.
     """
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"

@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         commands,
         "max-batch",
         "find the largest batch whose step fits a memory budget",
-        "Compares the optimal schedule with keeping everything and checkpointing every block; with --options one more row has the\n"
+        "Compares the optimal schedule with keeping everything and checkpointing blocks; with --options one more row has the\n"
         "optimal schedule with these. --vary seq finds the largest sequence instead, or what else is an option of MODEL.\n"
         "On the CPU the sizes are found with modelled times first, within seconds, and then measured, which may take minutes.\n"
         "Ctrl-C ends the search with what has been found so far; a second one quits at once.\n"

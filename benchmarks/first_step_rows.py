@@ -29,7 +29,8 @@ class Row:
         eager_growth_bytes: by how much VmData grows in eager training.
         budget_bytes: of the plan.
         room_bytes: by how much VmData may grow: half way between what the budget leaves and what eager training takes.
-        ready_rss_bytes: RSS before planning, with the model and all batches in memory.
+        ready_rss_bytes: RSS before planning, with the model and a batch in memory.
+        library_rss_bytes: by how much building the model raises the RSS besides its tensors: what its library imports.
         planning_rss_bytes: highest RSS until ``planner.compile`` returns.
         training_rss_bytes: highest RSS of the steps.
         torch_rss_bytes, dynamo_rss_bytes: RSS of a process that has imported torch, or torch._dynamo, and nothing else.
@@ -58,6 +59,7 @@ class Row:
     budget_bytes: int | None = None
     room_bytes: int | None = None
     ready_rss_bytes: int | None = None
+    library_rss_bytes: int | None = None
     planning_rss_bytes: int | None = None
     training_rss_bytes: int | None = None
     torch_rss_bytes: int | None = None
@@ -109,9 +111,11 @@ class Trained:
 
     @property
     def allowed_rss_bytes(self) -> int | None:
-        """What the process may have resident in training: the budget and what importing torch takes, and 5% of both."""
+        """What the process may have resident: the budget, what importing torch and the model's library takes, and 5% of both."""
         budget, torch = self.planned.budget_bytes, self.planned.torch_rss_bytes
-        return None if budget is None or torch is None else int((1 + RSS_TOLERANCE) * (budget + torch))
+        if budget is None or torch is None:
+            return None
+        return int((1 + RSS_TOLERANCE) * (budget + torch + (self.planned.library_rss_bytes or 0)))
 
     @property
     def allowed_first_step_s(self) -> float | None:

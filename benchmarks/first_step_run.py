@@ -1,7 +1,6 @@
 """Train one model in one way, in this process, perhaps under a cap of its memory: a part of ``make bench-first-step``."""
 
 import argparse
-import gc
 import hashlib
 import json
 import sys
@@ -9,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +41,7 @@ from graphs.io.files import write_text
 from graphs.zoo import Workload
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Step, measure_memory
+from planner.runtime.release import release_unused
 from planner.training.compiler import Compiler
 
 SEED = 0
@@ -61,12 +62,15 @@ class Run:
         self._case = case
         self._row = row
         torch.manual_seed(SEED)
+        before_bytes = status_bytes("VmRSS")
         workload = case.recipe.make()
-        self._data = list(batches(workload.batch, STEPS, seed=SEED))
-        self._workload = Workload(workload.model, workload.loss_fn, self._data[0])
-        gc.collect()
-        self._ready_data_bytes = status_bytes("VmData")
-        self._note(ready_rss_bytes=status_bytes("VmRSS"), steps=STEPS, seed=SEED)
+        self._workload = Workload(workload.model, workload.loss_fn, next(batches(workload.batch, 1, seed=SEED)))
+        del workload
+        release_unused(_CPU)
+        self._ready_data_bytes, ready_bytes = status_bytes("VmData"), status_bytes("VmRSS")
+        static = StaticTensors(self._workload.model, self._workload.batch, _CPU).tensors
+        imported_bytes = ready_bytes - before_bytes - sum(tensor.size_bytes for tensor in static)
+        self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=max(0, imported_bytes), steps=STEPS, seed=SEED)
 
     def run(self) -> Row:
         """Train; return the row."""
@@ -129,8 +133,10 @@ class Run:
         loop = Loop(self._workload.model, step, self._case.recipe, self._workload.model.state_dict(), seed=SEED)
         losses, times = [], []
 
-        def take(data: Sequence[Batch]) -> None:
-            for batch in data:
+        data = batches(self._workload.batch, STEPS, seed=SEED)  # one at a time is in memory, as a loader has it
+
+        def take(count: int) -> None:
+            for batch in islice(data, count):
                 loss, _, loop_s = loop.timed(batch)
                 if began is not None and not times:
                     self._note(first_step_s=time.perf_counter() - began)
@@ -139,9 +145,9 @@ class Run:
 
         if watched:
             with DataWatch() as watch:
-                take(self._data[:watched])
+                take(watched)
             self._note(eager_growth_bytes=watch.highest_bytes - self._ready_data_bytes)
-        take(self._data[watched:])
+        take(STEPS - watched)
         self._note(training_rss_bytes=status_bytes("VmHWM"), step_s=median(times[-_SETTLED:]))
         self._note(digest=digest(losses, loop.digest()))
 

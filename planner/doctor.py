@@ -3,6 +3,7 @@
 import platform
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -119,11 +120,10 @@ def _captured(model: ModelSpec) -> Iterator[Fact]:
 
 
 def _graph(model: ModelSpec) -> Graph:
-    modelled = Tracing(roofline="cpu")
-    try:
-        return modelled.graph(model)
-    except TraceError:  # a step may branch on what is in its batch, which fake tensors do not know
-        return trace(*Tracing().built(model), roofline=modelled.roofline)
+    """Return the graph of `model`, with times by a roofline."""
+    with suppress(TraceError):  # a step may branch on what is in its batch, which fake tensors do not know
+        return Tracing(roofline="cpu").graph(model)
+    return trace(*Tracing().built(model), roofline="cpu")
 
 
 def _breaks(model: ModelSpec) -> Iterator[Fact]:

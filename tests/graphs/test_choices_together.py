@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from graphs.errors import GraphError
+from graphs.errors import GraphError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
@@ -82,7 +82,7 @@ def test_what_is_refused() -> None:
             twice()
     with pytest.raises(GraphError, match="has other pools or streams already: add it once, and behind placement"):
         offloaded(whole, around(graph))
-    with pytest.raises(GraphError, match="named twice"):
+    with pytest.raises(UsageError, match="named twice"):
         with_options(graph, ("placement", "offload", "placement"), around(graph))
     names = ("second", "second"), ("host",), ("device",), ("a_to_b", "c", "a", "b_to_c")
     for wrong, taken in zip(names, ("second", "host", "device", "a_to_b_to_c"), strict=True):

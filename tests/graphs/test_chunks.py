@@ -12,7 +12,7 @@ from graphs.capture.lower import Capture
 from graphs.capture.trace import capture
 from graphs.cost.devices import get_device
 from graphs.cost.roofline import model_times
-from graphs.errors import GraphError
+from graphs.errors import UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.options import with_options, without_options
 from graphs.options.chunks.rows import NotByRowsError, Rows, rows_behind
@@ -143,9 +143,9 @@ def test_a_graph_holds_what_it_was_traced_with_and_gives_up_what_is_not_named() 
     assert left.plain and left.ops == plain.ops and left.tensors == plain.tensors
     assert left.fingerprint == without_options(found).fingerprint == plain.fingerprint != found.fingerprint
     assert graph_from_dict(graph_to_dict(found)) == found
-    with pytest.raises(GraphError, match=r"traced without the option 'chunks'.*--options chunks"):
+    with pytest.raises(UsageError, match=r"traced without the option 'chunks'.*--options chunks"):
         with_options(plain, ["chunks"])
-    with pytest.raises(GraphError, match="the option 'chunks' is named twice"):
+    with pytest.raises(UsageError, match="the option 'chunks' is named twice"):
         with_options(found, ["chunks", "chunks"])
 
 

@@ -10,7 +10,7 @@ from benchmarks.all_compressed import all_compressed
 from graphs.capture.trace import capture
 from graphs.cost.devices import get_device
 from graphs.cost.roofline import model_times
-from graphs.errors import GraphError, ScheduleError, TraceError
+from graphs.errors import GraphError, ScheduleError, TraceError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Phase
 from graphs.options import check_options, check_traced, with_options, without_options
@@ -125,9 +125,9 @@ def test_names_with_bits() -> None:
         (["compress:4", "compress:8"], "named twice"),
         (["press:4"], "no option 'press'"),
     ):
-        with pytest.raises(GraphError, match=said):
+        with pytest.raises(UsageError, match=said):
             check_options(names)
-    with pytest.raises(GraphError, match=r"how lossy the whole may be.*'compress:4'"):
+    with pytest.raises(UsageError, match=r"how lossy the whole may be.*'compress:4'"):
         with_options(small(), ["compress"])
 
 

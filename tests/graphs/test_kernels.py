@@ -9,7 +9,7 @@ from torch import nn
 
 from graphs.capture.lower import Capture
 from graphs.capture.trace import capture
-from graphs.errors import GraphError
+from graphs.errors import UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Op
 from graphs.options import with_options, without_options
@@ -151,7 +151,7 @@ def test_a_graph_gives_up_what_is_not_named() -> None:
     assert graph_from_dict(graph_to_dict(found)) == found
     alone = with_options(found, ["kernels"])
     assert {op.target.partition(".")[0] for op in alone.ops if op.optional} == {"kernels"}
-    with pytest.raises(GraphError, match=r"traced without the option 'kernels'.*--options kernels"):
+    with pytest.raises(UsageError, match=r"traced without the option 'kernels'.*--options kernels"):
         with_options(plain, ["kernels"])
 
 

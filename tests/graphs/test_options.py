@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphs.errors import GraphError
+from graphs.errors import GraphError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Op, Tensor
 from graphs.options import OPTIONS, with_options
@@ -91,13 +91,13 @@ def test_other_choices_are_not_taken_for_round_trips() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(GraphError, match="there is no option 'squeeze' of a graph: choose of offload"):
+    with pytest.raises(UsageError, match="there is no option 'squeeze' of a graph: choose of offload"):
         with_options(mixed(), ("squeeze",), AROUND)
-    with pytest.raises(GraphError, match="named twice"):
+    with pytest.raises(UsageError, match="named twice"):
         with_options(mixed(), ("offload", "offload"), AROUND)
     with pytest.raises(GraphError, match="already"):
         with_options(with_options(mixed(), ("offload",), AROUND), ("offload",), AROUND)
-    with pytest.raises(GraphError, match="the option 'offload' needs to know the link to the host"):
+    with pytest.raises(UsageError, match="the option 'offload' needs to know the link to the host"):
         with_options(mixed(), ("offload",))
     for speed in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(GraphError, match="must be above 0"):

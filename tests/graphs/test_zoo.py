@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from graphs.errors import PlannerError, TraceError
+from graphs.errors import PlannerError, UsageError
 from graphs.zoo import ZOO, Workload, build, describe_options, parse_options
 from graphs.zoo.llama import rotary_tables, rotate
 
@@ -254,7 +254,7 @@ def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no CUDA device")
 def test_absent_device_is_refused() -> None:
-    with pytest.raises(TraceError, match="device 'cuda' is not on this machine"):
+    with pytest.raises(UsageError, match="device 'cuda' is not on this machine"):
         build("mlp", device="cuda")
 
 

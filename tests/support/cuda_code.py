@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 from graphs.capture.kernels import halves
 from graphs.capture.kernels.variants import Variant
@@ -63,6 +64,16 @@ STEPS = {
     "unet": partial(build, "unet", channels=32, size=256, depth=2),
     "mobilenet_v2": partial(build, "mobilenet_v2"),
     "assorted": assorted,
+    "vit-combo-kernels": partial(build, "vit", layers=1),
+    "gpt2-multi-kernel": _GPT2,
+    "llama-cooperative-reductions": partial(build, "llama", layers=1, width=1024, heads=16, kv_heads=4, hidden=2816, seq=2048),
+}
+
+# Settings of Inductor that users turn on, of steps that show what they generate.
+SETTINGS: dict[str, dict[str, object]] = {
+    "vit-combo-kernels": {"combo_kernels": True},
+    "gpt2-multi-kernel": {"triton.multi_kernel": 1},
+    "llama-cooperative-reductions": {"triton.force_cooperative_reductions": True},
 }
 
 
@@ -107,7 +118,7 @@ def read(name: str, variant: Variant) -> Read:
         sources.append(source)
         return half(source, *others)
 
-    with compiled_for_cuda(), patch.object(halves, "Half", noted):
+    with compiled_for_cuda(), inductor_config.patch(SETTINGS.get(name, {})), patch.object(halves, "Half", noted):
         try:
             captured = capture_kernels(*workload, variant=variant)
         except TraceError as error:

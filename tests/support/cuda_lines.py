@@ -111,6 +111,9 @@ def _kernels(module: ast.Module) -> dict[str, tuple[str, list[str]]]:
     for statement in module.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[ast.Constant(value=own), source, *_])):
+                if isinstance(source, ast.List):  # one of several kernels, which get the same arguments
+                    found[name] = found[ast.unparse(source.elts[0])]
+                    continue
                 source = ast.literal_eval(source)
                 mutated = re.search(r"'mutated_arg_names': (\[[^\]]*\])", source)
                 function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == own)

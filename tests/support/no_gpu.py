@@ -163,7 +163,8 @@ def _device() -> Iterator[None]:
         stack.enter_context(patch.object(device_interface, "device_interfaces", interfaces))
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", _always(None)))
         stack.enter_context(patch.object(UniformValueConstantFolder, "run", fold_on_the_host))
-        stack.enter_context(patch.object(AsyncCompile, "triton", lambda *_, **__: SimpleNamespace(run=None)))
+        for compiled in ("triton", "multi_kernel"):
+            stack.enter_context(patch.object(AsyncCompile, compiled, lambda *_, **__: SimpleNamespace(run=None)))
         _triton.has_triton.cache_clear()
         yield
 

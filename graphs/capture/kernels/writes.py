@@ -45,7 +45,12 @@ class Kernels:
                     targets=[ast.Name(id=name)],
                     value=ast.Call(func=ast.Attribute(value=ast.Name(id="async_compile"), attr=how), args=args),
                 ):
-                    self._compiled[name] = _of_source(name, how, args)
+                    self._compiled[name] = self._of_kernels(args) if how == "multi_kernel" else _of_source(name, how, args)
+
+    def _of_kernels(self, args: list[ast.expr]) -> Writes:
+        """Return what a choice of kernels writes to: any of them gets the arguments, and timing chooses at the first call."""
+        names = [kernel.id for kernel in ast.walk(args[1]) if isinstance(kernel, ast.Name)]
+        return Writes(positions=frozenset().union(*(self._compiled[name].positions for name in names)))
 
     def called(self, call: ast.Call) -> tuple[str, Writes]:
         """What `call` calls, as a name for people, and what that writes to.

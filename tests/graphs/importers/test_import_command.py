@@ -36,13 +36,13 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_command_says_in_one_line_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
     write_graph(chain(3), model)
-    for file, output, words in [
-        (model, tmp_path / "other.json", "is a file of this planner already"),
-        (tmp_path / "absent.json", tmp_path / "other.json", "there is no such file"),
-        (model, model, "is the file to import itself"),
-        (model, tmp_path / "nowhere" / "other.json", "there is no folder"),
+    for file, output, code, words in [
+        (model, tmp_path / "other.json", 1, "is a file of this planner already"),
+        (tmp_path / "absent.json", tmp_path / "other.json", 1, "there is no such file"),
+        (model, model, 2, "is the file to import itself"),
+        (model, tmp_path / "nowhere" / "other.json", 1, "there is no folder"),
     ]:
-        assert main(["import", str(file), "-o", str(output), "--quiet"]) == 1
+        assert main(["import", str(file), "-o", str(output), "--quiet"]) == code
         said = capsys.readouterr()
         assert said.out == ""
         assert words in said.err

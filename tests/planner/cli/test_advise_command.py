@@ -50,5 +50,5 @@ def test_a_model_of_your_own_that_names_cuda_is_advised_on(tmp_path: Path, capsy
 
 
 def test_other_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "placement", *QUICK), 1, "placement", "leave it out")
-    refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "magic", *QUICK), 1, "no option 'magic'")
+    refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "placement", *QUICK), 2, "placement", "leave it out")
+    refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "magic", *QUICK), 2, "no option 'magic'")

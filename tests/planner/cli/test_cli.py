@@ -13,7 +13,7 @@ from solvers.registry import SOLVERS
 from tests.support.command import call, refused
 from tests.support.command_process import PATIENCE_S, ROOT, command
 
-COMMANDS = ["trace", "advise", "solve", "run", "info", "options", "doctor"]
+COMMANDS = ["trace", "advise", "solve", "run", "info", "doctor"]
 
 
 # --- help, usage, imports -------------------------------------------------------------------------

@@ -151,12 +151,12 @@ def test_the_codes_are_documented(capsys: Any) -> None:
 def test_an_interrupted_comparison_says_so_and_goes_on_later(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
     marker, folder, graph_file = tmp_path / "started", tmp_path / "out", plan_file.with_name("model.json")
     asked = ["compare", graph_file, "--budgets", "100%", "-o", folder, "--jobs", "1"]
-    process = start(marker, "-c", WITH_ENDLESS_SOLVER, marker, "listens", *asked, "--methods", "keep_everything,endless")
+    process = start(marker, "-c", WITH_ENDLESS_SOLVER, marker, "listens", *asked, "--methods", "keep-everything,endless")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     assert "with the rows that are done, to go on with the others next time" in err
     assert [row.method for row in read_rows(folder / "rows.csv")] == ["keep-everything"]
     assert "keep-everything" in out
-    assert main([str(word) for word in (*asked, "--methods", "keep_everything,chen-sqrt")]) == 0
+    assert main([str(word) for word in (*asked, "--methods", "keep-everything,chen-sqrt")]) == 0
     assert [row.method for row in read_rows(folder / "rows.csv")] == ["keep-everything", "chen-sqrt"]

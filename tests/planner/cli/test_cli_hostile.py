@@ -296,4 +296,4 @@ def test_a_plan_that_was_solved_for_a_pipe_finds_its_graph(graph_file: Path, tmp
     plan_file.write_text(ended.stdout)
     assert call(capsys, "show", plan_file, "-o", tmp_path / "page.html").code == 0
     write_plan(replace(read_plan(plan_file), graph_file=None), plan_file)
-    refused(call(capsys, "show", plan_file, "-o", tmp_path / "page.html"), 1, "does not say where its graph is")
+    refused(call(capsys, "show", plan_file, "-o", tmp_path / "page.html"), 2, "does not say where its graph is")

@@ -72,12 +72,12 @@ def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFi
 
 def test_solve_refuses_before_it_starts(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = graph_file.read_text()
-    for output, word in [
-        (graph_file, "is the graph itself"),
-        (tmp_path, "is a folder"),
-        (tmp_path / "none" / "plan.json", "there is no folder"),
+    for output, code, word in [
+        (graph_file, 2, "is the graph itself"),
+        (tmp_path, 1, "is a folder"),
+        (tmp_path / "none" / "plan.json", 1, "there is no folder"),
     ]:
-        refused(call(capsys, "solve", graph_file, "--budget", "1B", "-o", output), 1, str(output), word)
+        refused(call(capsys, "solve", graph_file, "--budget", "1B", "-o", output), code, str(output), word)
     assert graph_file.read_text() == before
     assert list(tmp_path.iterdir()) == [graph_file]
 
@@ -117,6 +117,6 @@ def test_a_max_overhead_finds_the_budget(graph_file: Path, tmp_path: Path, capsy
     assert "at max overhead" in said.out and "10.00%: proved to need no less than" in said.out
     refused(
         call(capsys, "solve", graph_file, "--max-overhead", "10%", "--solver", "checkmate", "--write-model", "x.lp"),
-        1,
+        2,
         "--budget",
     )

@@ -76,7 +76,7 @@ def test_trace_passes_its_options_on(asked: Any, tmp_path: Path, capsys: pytest.
 
 def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "none" / "model.json"), 1, "there is no folder")
-    refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "model.json"), 1, "'none'", "gpt2")
+    refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "model.json"), 2, "'none'", "gpt2")
     refused(call(capsys, "trace", "none.py:build", "-o", tmp_path / "model.json"), 1, "none.py is not there")
     assert list(tmp_path.iterdir()) == []
 

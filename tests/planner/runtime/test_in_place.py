@@ -8,7 +8,7 @@ import torch
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.cost.replay import written_by
-from graphs.errors import GraphError
+from graphs.errors import UsageError
 from graphs.options import traced_options, with_options
 from graphs.options.in_place import with_out, working_in_place
 from graphs.simulate import simulate
@@ -141,5 +141,5 @@ def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others
 
 
 def test_a_graph_must_be_traced_with_it() -> None:
-    with pytest.raises(GraphError, match="was traced without the option 'in-place'"):
+    with pytest.raises(UsageError, match="was traced without the option 'in-place'"):
         solve(tracing.trace(*make("tied"), roofline="cpu"), "90%", options=["in-place"])

@@ -11,7 +11,7 @@ import torch
 
 from graphs.capture.program import Call
 from graphs.capture.step import TrainingStep
-from graphs.errors import CopyError, DeviceError, GraphError
+from graphs.errors import CopyError, DeviceError, GraphError, UsageError
 from graphs.options.passes import in_passes
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
@@ -231,7 +231,7 @@ def test_what_cannot_be_run_is_refused() -> None:
     workload = make("tied")
     captured = profiled("tied")
     here = Schedule(tuple(Compute(op.id) for op in captured.graph.ops))
-    with pytest.raises(GraphError, match="there is no device 'second': write cpu, cpu:2 for two threads of it, cuda, or cuda:1"):
+    with pytest.raises(UsageError, match="there is no device 'second': write cpu, cpu:2 for two threads of it, cuda, or cuda:1"):
         Executor(on_pools(captured, ("second",)), here, workload.model, workload.loss_fn)
     offered = on_pools(captured, (SECOND,))
     names = {**offered.program.namespace, "elsewhere": torch.device("meta")}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from graphs.errors import GraphError, PlannerError
+from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.transformer import TransformerSize, transformer
@@ -99,7 +99,7 @@ def test_the_text_has_every_budget_and_option(advice: Advice) -> None:
 def test_other_options_raise(graph: Graph) -> None:
     with pytest.raises(PlannerError, match="runs ops on other devices"):
         advise_graph(graph, options=["placement"])
-    with pytest.raises(GraphError, match="traced without the option 'chunks'"):
+    with pytest.raises(UsageError, match="traced without the option 'chunks'"):
         advise_graph(graph, options=["chunks"], time_limit_s=1.0)
 
 

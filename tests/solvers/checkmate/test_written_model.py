@@ -56,7 +56,7 @@ def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytes
     assert (plan.solver, plan.status, plan.time_s) == ("checkmate", "optimal", 9.0)
     assert plan.settings["schedules"] == "each op at most once per stage, in program order"
     assert model.read_text().startswith("\\* checkmate *\\")
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "add --solver checkmate" in capsys.readouterr().err
 
 

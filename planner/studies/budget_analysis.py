@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from graphs.errors import PlannerError
+from graphs.errors import UsageError
 from graphs.ir import Graph
 from graphs.options import OPTIONS, parsed, with_options
 from graphs.options.selection import traced_with
@@ -61,13 +61,13 @@ def advise_graph(
         should_stop: polled; once True, what is known so far is the answer.
 
     Raises:
-        PlannerError: an option cannot be tried alone, or the graph was traced without it.
+        UsageError: an option cannot be tried alone, or the graph was traced without it.
     """
     work = _Analysis(graph, WallClock(time_limit_s), on_activity or (lambda _: None), should_stop or (lambda: False))
     names = options_to_try(graph) if options is None else tuple(options)
     for name in names:
         if OPTIONS[parsed(name)[0]].places:
-            raise PlannerError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
+            raise UsageError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
     least = work.least
     budgets = evenly(least.found_bytes, max(least.found_bytes, work.summary.keep_everything_peak_bytes), BETWEEN + 2)[1:-1]
     wanted = budgets

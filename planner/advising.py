@@ -28,7 +28,7 @@ def advise(
     optimizer: str = "none",
     accumulate: bool = False,
     roofline: str | None = None,
-    passes: int = 3,
+    passes: int = 5,
     options: Sequence[str] | None = None,
     link: str | float | None = None,
     host_budget: str | int | None = None,

@@ -1,7 +1,8 @@
 """A plan executed with real tensors: what it promises beside what is measured."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from torch import nn
 
@@ -43,6 +44,8 @@ class RunReport:
         measured_time_s: median of a forward and backward pass.
         measured_ratio, predicted_ratio: time as a multiple of keeping everything in this executor.
         eager_ratio: time of plain PyTorch as a multiple of the same.
+        overhead, spread: time beyond plain PyTorch's as a part of that, the median of turns that both took, and half of the range
+            in which the middle half of the turns lies.
         identical: loss, all gradients, buffers and random state equal those of keeping everything.
         differences: what does not, and by how much where the plan may differ.
         eager_differences: what is not equal to plain eager PyTorch, likewise.
@@ -52,8 +55,8 @@ class RunReport:
         eager_error: the same of two runs of plain eager PyTorch, where the plan differs from it; None where they have the same
             bits.
         not_compared: why the plan was not compared with keeping everything and plain PyTorch: they do not fit into the free
-            memory. What comes of the comparison is None then: measured_ratio, eager_ratio, identical, differences,
-            eager_differences, measured_gradient_error, eager_error. Empty if it was.
+            memory. What comes of the comparison is None then: measured_ratio, eager_ratio, overhead, spread, identical,
+            differences, eager_differences, measured_gradient_error, eager_error. Empty if it was.
         timeline: (seconds, bytes) at each event of the CPU allocator.
         predicted_pools_bytes, measured_pools_bytes: most in the memory of each other device, by its name.
     """
@@ -70,6 +73,8 @@ class RunReport:
     timeline: tuple[tuple[float, int], ...]
     measured_ratio: float | None = None
     eager_ratio: float | None = None
+    overhead: float | None = None
+    spread: float | None = None
     identical: bool | None = None
     differences: tuple[str, ...] | None = None
     eager_differences: tuple[str, ...] | None = None
@@ -154,7 +159,7 @@ def _run(
         unchanged(eager, batch, written=written),
     ):
         isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}
-        times = measure.median_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)
+        times = measure.turn_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)
     report = RunReport(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -166,7 +171,7 @@ def _run(
         measured_pools_bytes=other_peaks_measured(captured, planned, eager, batch),
         measured_host_bytes=None if planned.channels is None else planned.channels.memory.peak_bytes,
         predicted_time_s=plan.time_s,
-        measured_time_s=times[_PLANNED],
+        measured_time_s=median(times[_PLANNED]),
         predicted_ratio=1 + plan.overhead,
         timeline=memory.timeline,
         differs=plan.differs,
@@ -191,16 +196,19 @@ def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch
     return as_recorded(captured, provenance, recorded_options(plan.settings))
 
 
-def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, float]) -> RunReport:
+def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, Sequence[float]]) -> RunReport:
     """Return `report` with what comes of the comparison."""
     result, kept, eager, much = outcomes[_PLANNED], outcomes[_KEEPING], outcomes[_EAGER], bool(report.differs)
     again = outcomes.get(_EAGER_AGAIN, eager)
     eager_error = eager.gradient_error(again) if eager.differences(again) else None
     error = kept.gradient_error(result) if report.predicted_gradient_error is not None else None
+    over_eager, spread = measure.ratio_in_turns(times[_PLANNED], times[_EAGER])
     return replace(
         report,
-        measured_ratio=times[_PLANNED] / times[_KEEPING],
-        eager_ratio=times[_EAGER] / times[_KEEPING],
+        measured_ratio=measure.ratio_in_turns(times[_PLANNED], times[_KEEPING])[0],
+        eager_ratio=measure.ratio_in_turns(times[_EAGER], times[_KEEPING])[0],
+        overhead=over_eager - 1,
+        spread=spread,
         identical=not kept.differences(result),
         differences=_differences(kept, result, much=much),
         eager_differences=_differences(eager, result, much=much),

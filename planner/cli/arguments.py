@@ -229,7 +229,7 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
             f"{arguments.output}: {summary.ops:,} ops{optional}, {summary.tensors:,} tensors, "
             f"step time {format_seconds(summary.time_s)}, "
             f"peak without recomputation {format_bytes(summary.keep_everything_peak_bytes)}, "
-            f"of it {format_bytes(summary.static_bytes)} throughout",
+            f"of it {format_bytes(summary.static_bytes)} static",
             beside=(arguments.output,),
         )
 

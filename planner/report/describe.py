@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.cost.link import MEASURED_LINK, measured_link
 from graphs.cost.others import DEVICES_KEY, known_devices
+from graphs.eager import slower_than
 from graphs.options import parsed
 from graphs.options.selection import LEFT_OUT
 from graphs.plan import Plan
@@ -134,6 +135,8 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "predicted_ratio": report.predicted_ratio,
         "measured_ratio": report.measured_ratio,
         "eager_ratio": report.eager_ratio,
+        "overhead": report.overhead,
+        "spread": report.spread,
         "identical": report.identical,
         "differences": None if report.differences is None else list(report.differences),
         "eager_differences": None if report.eager_differences is None else list(report.eager_differences),
@@ -166,7 +169,7 @@ def run_text(report: "RunReport") -> str:
         (
             table(("", "predicted", "measured"), rows, numbers=3),
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{reserved}",
-            *_times_beside(report),
+            *_times_compared(report),
             *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
             *_compared("keeping everything", report.differences, allowed=bool(report.differs or report.is_exact)),
             *_compared("plain PyTorch", report.eager_differences, allowed=bool(report.differs or report.is_exact)),
@@ -179,11 +182,11 @@ def _ratio(measured: float | None) -> str:
     return "not run" if measured is None else f"{measured:.4f}"
 
 
-def _times_beside(report: "RunReport") -> list[str]:
-    if report.measured_ratio is None or report.eager_ratio is None:
+def _times_compared(report: "RunReport") -> list[str]:
+    if report.overhead is None or report.spread is None or report.eager_ratio is None:
         return [f"keeping everything and plain PyTorch: not run to compare with, {report.not_compared}"]
-    over = 100 * (report.measured_ratio / report.eager_ratio - 1)
-    return [f"plain PyTorch: {report.eager_ratio:.4f} times keeping everything; the planned step takes {over:+.2f}% over it"]
+    planned, keeping = (slower_than("plain PyTorch", over) for over in (report.overhead, 1 / report.eager_ratio - 1))
+    return [f"planned step: {planned}, ±{100 * report.spread:.1f}%", f"keeping everything: {keeping}"]
 
 
 def _compared(reference: str, differences: Sequence[str] | None, *, allowed: bool) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -97,6 +97,16 @@ def turn_times(
             if turn:
                 times[name].append(time.perf_counter() - start)
     return times
+
+
+def ratio_in_turns(planned_s: Sequence[float], plain_s: Sequence[float]) -> tuple[float, float]:
+    """Return the median ratio of two steps that took turns, and its spread: half of the range of the middle half of the ratios.
+
+    Other processes disturb both steps of a turn alike, so that ratios are taken there.
+    """
+    ratios = [planned / plain for planned, plain in zip(planned_s, plain_s, strict=True)]
+    lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (0.0, 0.0, 0.0)
+    return median(ratios), (upper - lower) / 2
 
 
 @dataclass(frozen=True, slots=True)

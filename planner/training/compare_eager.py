@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from graphs.torch_private.core import TorchDispatchMode, pytree
 from graphs.units import format_bytes, format_seconds
 from planner.keeping_everything import why_it_does_not_fit
 from planner.runtime.allocator_failure import allocator_failure
-from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, turn_times
+from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import release_unused
 
@@ -139,20 +139,14 @@ def _warn_dearer(kept: str, plain: str) -> None:
 
 
 def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:
-    """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio.
-
-    The two take turns. Others on the machine disturb both steps of a turn alike, so ratios are taken there; the spread is half
-    of the range of the middle half of them.
-    """
+    """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio."""
     parameters = list(step.parameters())
     begin = time.perf_counter()
     found = turn_times(steps, batch, parameters=parameters, repeats=1)
     turn_s = (time.perf_counter() - begin) / 2  # the first of the two was to warm up
     if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
         found = turn_times(steps, batch, parameters=parameters, repeats=turns)
-    ratios = [planned / plain for planned, plain in zip(found["planned"], found["plain"], strict=True)]
-    lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (0.0, 0.0, 0.0)
-    return median(found["plain"]), median(ratios), (upper - lower) / 2
+    return median(found["plain"]), *ratio_in_turns(found["planned"], found["plain"])
 
 
 def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:

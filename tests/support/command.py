@@ -48,6 +48,8 @@ def run_report(*, identical: bool | None, **changes: Any) -> RunReport:
         timeline=(),
         measured_ratio=1.2,
         eager_ratio=1.05,
+        overhead=1.2 / 1.05 - 1,
+        spread=0.03,
         identical=identical,
         differences=(),
         eager_differences=(),

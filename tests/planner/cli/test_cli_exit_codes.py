@@ -34,6 +34,8 @@ NOT_COMPARED = run_report(
     eager_differences=None,
     measured_ratio=None,
     eager_ratio=None,
+    overhead=None,
+    spread=None,
     not_compared="it needs 3.00 kB, and there is room for 2.50 kB",
 )
 

@@ -1,5 +1,7 @@
 """Exceptions and warnings that users may catch. Their messages say what, the value, the limit and the way out."""
 
+import sys
+
 
 class PlannerError(Exception):
     """Anything the planner refuses: the message is one clear line."""
@@ -102,3 +104,12 @@ class SolverWarning(UserWarning):
 
 class EagerWarning(UserWarning):
     """A planned step computes other numbers than eager PyTorch, or what it was captured as is much dearer."""
+
+
+def is_handled_by_a_caller(error: BaseException) -> bool:
+    """True if the user plans while handling `error`, in ``except ...:``, so that it is a context of all that is raised here."""
+    handled_in = None if error.__traceback__ is None else error.__traceback__.tb_frame
+    frame = sys._getframe()
+    while frame is not None and frame is not handled_in:
+        frame = frame.f_back
+    return frame is not None

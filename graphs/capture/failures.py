@@ -12,7 +12,7 @@ from graphs.capture.fakes import on_fakes
 from graphs.capture.lines import at, is_our_code, ways_on, where_made, where_raised
 from graphs.capture.signature import Batch, call, leaves
 from graphs.capture.step import TrainingStep
-from graphs.errors import PlannerError, TraceError
+from graphs.errors import PlannerError, TraceError, is_handled_by_a_caller
 from graphs.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
 from graphs.torch_private.core import FakeTensor
 
@@ -95,6 +95,8 @@ def own_message(error: BaseException) -> str | None:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, PlannerError):
         cause = cause.__cause__ or cause.__context__
+        if cause is not None and is_handled_by_a_caller(cause):
+            return None
     return None if cause is None else str(cause)
 
 

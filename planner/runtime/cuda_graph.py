@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphs.errors import TraceError
+from graphs.errors import TraceError, is_handled_by_a_caller
 from graphs.torch_private.core import clear_cublas_workspaces
 
 T = TypeVar("T")
@@ -82,6 +82,6 @@ def hidden_pool_bytes(device: torch.device) -> int:
 
 def _first(error: BaseException) -> BaseException:
     """What failed before `error`: the end of a capture fails too, and says nothing of the reason."""
-    while error.__context__ is not None:
+    while error.__context__ is not None and not is_handled_by_a_caller(error.__context__):
         error = error.__context__
     return error

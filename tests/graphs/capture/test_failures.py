@@ -154,3 +154,20 @@ def test_an_op_that_fails_is_named_with_its_line_and_nothing_is_logged(capfd: py
     with pytest.raises(TraceError, match=r"an op of the step fails on this batch: RuntimeError: .*, at .*test_failures.py:\d+"):
         capture(model, F.mse_loss, (X, Y))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_plan_made_while_an_earlier_error_is_handled_is_made_without_it() -> None:
+    """As where a loop has run out of memory: the error is the context of whatever is raised in the capture."""
+
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x if x.sum() > 0 else -x
+
+    model, batch = nn.Sequential(nn.Linear(4, 4), Branching()), (torch.ones(3, 4), torch.ones(3, 4))
+    try:
+        raise TraceError("an earlier error")
+    except TraceError:
+        with pytest.raises(TraceError, match=r"\(return 2 \* x if x.sum\(\) > 0 else -x\) does depends on the data"):
+            capture(model, F.mse_loss, batch)
+        first = nn.Sequential(Branching(), nn.Linear(4, 4))
+        assert len(capture(first, F.mse_loss, batch).graph.ops) > 3

@@ -39,10 +39,10 @@ format: $(STAMP) ## format the sources, and mend what ruff can mend
 	$(BIN)/ruff format .
 
 docs: $(STAMP) ## the documentation site, into build/site; a link that leads nowhere is an error
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 docs-serve: $(STAMP) ## the site at http://127.0.0.1:8000, made again whenever a page changes
-	$(BIN)/python -m mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 figures: $(STAMP) ## the figures of the documentation, into docs/figures
 	$(BIN)/python docs/figures/draw.py

@@ -99,15 +99,15 @@ def compile(  # noqa: A001
         dynamic: batches of other sizes may follow: the step is a ``planner.training.dynamic.DynamicStep``, which makes a plan
             for each.
         max_plans: with `dynamic` or `replan`, how many are kept; the one that was used longest ago goes first.
-        cuda_graph: replay the step as CUDA graphs, at one launch for each pass: docs/training.md. What they hold between
-            steps, and the copies of what goes in and out, count; random ops are not computed again.
+        cuda_graph: replay the step as CUDA graphs, at one launch for each pass (docs/guides/cuda-graphs.md). What they hold
+            between steps, and the copies of what goes in and out, count; random ops are not computed again.
         replan: where the model, the loss function or a value that they read changes, or a batch is unlike `batch`, plan again,
             with a warning that says what changed; without it, each is a MismatchError of the step.
         compare_eager: run the step beside eager PyTorch (of varying sizes, the first), and warn where they differ
             (``graphs.errors.EagerWarning``). It takes as long as some steps.
         kernels: ``eager``, those that eager PyTorch runs; or ``inductor``, those that ``torch.compile`` compiles the step to, in
-            several ways where recomputation costs much, of which the fastest is kept: docs/training.md. Bits are then those of
-            ``torch.compile``, which also stands for eager PyTorch in what is compared.
+            several ways where recomputation costs much, of which the fastest is kept (docs/guides/inductor.md). Bits are then
+            those of ``torch.compile``, which also stands for eager PyTorch in what is compared.
         other_devices: as in ``trace``, with ``options=["placement"]``.
         wait: how good the plan must be before this returns: seconds of solving (10, ``10s``), after which any plan will do, a gap
             (``1%``), or ``20 work``. None: 3 seconds or 1%, whichever comes first. Solving then goes on in a process of its own

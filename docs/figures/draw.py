@@ -13,9 +13,6 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.report.plots import save_figure
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import SolveProgress
 
 HERE = Path(__file__).parent
 FORWARD, BACKWARD, AGAIN, GREY = "#3f51b5", "#00897b", "#e65100", "#9e9e9e"
@@ -26,7 +23,6 @@ def main() -> None:
     draw_memory(HERE / "memory.png")
     draw_schedules(HERE / "schedule.png")
     draw_steps(HERE / "pipeline.png")
-    draw_bounds(HERE / "bound.png")
 
 
 def draw_memory(path: Path) -> None:
@@ -120,25 +116,6 @@ def draw_steps(path: Path) -> None:
             axes.add_patch(FancyArrowPatch((i - 0.24, 0.5), (i - 0.04, 0.5), arrowstyle="-|>", mutation_scale=12, color=GREY))
     axes.set(xlim=(-0.08, len(boxes) - 0.2), ylim=(-0.1, 1.1))
     axes.axis("off")
-    save_figure(figure, path)
-
-
-def draw_bounds(path: Path) -> None:
-    """Best schedule and lower bound while a solve goes on, over the work that is done."""
-    graph = transformer(TransformerSize(layers=12))
-    base_s = simulate(graph, get_solver("store_all")(Request(graph, 2**60)).schedule).time_s
-    told: list[SolveProgress] = []
-    planner.solve(graph, "40%", work_limit=30, tolerance=0.0005, on_progress=told.append)
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for name, seconds, color in (
-        ("best schedule", [p.best_s for p in told], FORWARD),
-        ("lower bound", [p.bound_s for p in told], AGAIN),
-    ):
-        drawn = [(p.seconds, 100 * (s / base_s - 1)) for p, s in zip(told, seconds, strict=True) if s is not None]
-        axes.step(*zip(*drawn, strict=True), where="post", color=color, label=name)
-    axes.set(xlabel="work (a unit is about a second)", ylabel="overhead, %", ylim=(0, None), xlim=(0, None))
-    axes.legend(frameon=False)
     save_figure(figure, path)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from graphs import errors
-from tests.support.documented import ROOT, SURROUNDINGS, Surroundings, blocks, first_line, name_of, pages, small, trusted_folder
+from tests.support.documented import ROOT, SURROUNDINGS, Surroundings, blocks, first_line, in_folder, name_of, pages, small
 
 PAGES = pages()
 WITH_BLOCKS = [page for page in PAGES if blocks(page)]
@@ -63,10 +63,10 @@ def test_the_front_page_is_short() -> None:
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = SURROUNDINGS.get(name_of(page), Surroundings(small))
     names = given.names(tmp_path)
-    with trusted_folder(tmp_path, monkeypatch):
+    with in_folder(tmp_path, monkeypatch):
         for number, block in enumerate(blocks(page), 1):
             if (name_of(page), first_line(block)) not in NOT_EXECUTED:
-                exec(compile(block, f"{name_of(page)}, block {number}", "exec"), names)  # noqa: S102
+                exec(compile(block, f"{name_of(page)}, block {number}", "exec"), names)
                 given.then(names)
             if given.apart:
                 names = given.names(tmp_path)

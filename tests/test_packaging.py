@@ -23,8 +23,8 @@ def python(code: str, *, cwd: Path = ROOT, path: tuple[Path, ...] = (ROOT,)) -> 
 
 
 def test_each_extra_that_is_named_exists() -> None:
-    sources = [path for floor in ("planner", "docs", "README.md", "CONTRIBUTING.md") for path in [ROOT / floor, *(ROOT / floor).rglob("*")]]
-    texts = [path.read_text() for path in sources if path.suffix in (".py", ".md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [path.read_text() for path in (*pages, *(ROOT / "planner").rglob("*.py"))]
     named = {extra for text in texts for extra in re.findall(r"remat-planner\[(\w+)\]", text)}
     assert {"huggingface", "lightning", "plots", "cluster"} <= named
     assert named <= EXTRAS.keys()
@@ -43,7 +43,11 @@ def test_the_changelog_has_the_version() -> None:
         ("torch", "import planner; planner.compile", "needs PyTorch"),
         ("torch", "import planner.huggingface", "needs PyTorch"),
         ("transformers", "import planner.huggingface", "pip install 'remat-planner[huggingface]'"),
-        ("lightning", "sys.modules['pytorch_lightning'] = None; import planner.lightning", "pip install 'remat-planner[lightning]'"),
+        (
+            "lightning",
+            "sys.modules['pytorch_lightning'] = None; import planner.lightning",
+            "pip install 'remat-planner[lightning]'",
+        ),
     ],
 )
 def test_a_missing_package_is_one_line(missing: str, code: str, way: str) -> None:

@@ -1,6 +1,7 @@
 """The Python blocks of the documentation, and the names that each page takes for given: a small model, its batch, its loop."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,12 +88,22 @@ def with_transformers(folder: Path) -> Names:
 
     data = sentences(8)
     loader = DataLoader(data, batch_size=4)
-    names = {"args": arguments(folder, max_steps=2), "batch": next(iter(loader)), "data": data, "loader": loader, "model": model()}
+    names = {
+        "args": arguments(folder, max_steps=2),
+        "batch": next(iter(loader)),
+        "data": data,
+        "loader": loader,
+        "model": model(),
+    }
     return small(folder) | names
 
 
 def with_lightning(folder: Path) -> Names:
     from tests.support.lightning_loop import Module, batches, pl
+
+    # Of the front end's own module, which what users call is wrapped in; and of Lightning, where a loader has no workers.
+    warnings.filterwarnings("ignore", "model._logs.values is set by the step")
+    warnings.filterwarnings("ignore", ".*does not have many workers")
 
     def trainer(**options: Any) -> Any:
         quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "logger": False, "enable_model_summary": False}
@@ -104,8 +115,9 @@ def with_lightning(folder: Path) -> Names:
 def with_devices(folder: Path) -> Names:
     """The graph of a step, and the same measured on another device."""
     names = small(folder)
-    graph = planner.trace(names["model"], names["loss_fn"], names["batch"], passes=1)
-    return names | {"graph": graph, "on_gpu": graph}
+    step = names["model"], names["loss_fn"], names["batch"]
+    graph = planner.trace(*step, passes=1, options=["in-place", "pack"])
+    return names | {"graph": graph, "on_gpu": planner.trace(*step, passes=1)}
 
 
 def step_of(names: Names) -> None:
@@ -115,17 +127,22 @@ def step_of(names: Names) -> None:
     loss.backward()
 
 
+def fit(names: Names) -> None:
+    """Train by the trainer that a block has made."""
+    names["trainer"].fit(names["module"], names["loader"], names["loader"])
+
+
 SURROUNDINGS = {
     "docs/guides/accelerate.md": Surroundings(with_accelerate),
     "docs/guides/huggingface.md": Surroundings(with_transformers),
-    "docs/guides/lightning.md": Surroundings(with_lightning, lambda names: names["trainer"].fit(names["module"], names["loader"])),
+    "docs/guides/lightning.md": Surroundings(with_lightning, fit),
     "docs/guides/torch-compile.md": Surroundings(small, step_of, apart=True),
     "docs/placement.md": Surroundings(with_devices),
 }
 
 
 @contextmanager
-def trusted_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, what blocks write to their home or where they are lands in `folder`."""
     with monkeypatch.context() as patch:
         patch.setenv("HOME", str(folder))

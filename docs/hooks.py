@@ -82,6 +82,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Turn LaTeX into MathML, which browsers draw by themselves."""
 
     def mathml(found: re.Match[str]) -> str:
-        return convert(unescape(found[2]).strip(), display="block" if found[1] == "div" else "inline")
+        latex = unescape(found[2]).strip().replace("{aligned}", "{align*}")  # which the converter calls so
+        return convert(latex, display="block" if found[1] == "div" else "inline")
 
     return _MATH.sub(mathml, html)

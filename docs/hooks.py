@@ -24,7 +24,7 @@ _SHOWN = (
     "results/**/*.md",
     "results/**/*.png",
 )
-_LINK = re.compile(r"(?<=\]\()(?!https?:)([^)\s#]+)(?=[)#])")
+_LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)(?=[)#])")
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _LANGUAGES = {".py": "python"}
 

@@ -63,19 +63,21 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links to files outside of ``docs/``, and to notebooks, to where these are in the site."""
     docs = Path(config.docs_dir)
-    source = page.file.src_uri if page.file.abs_src_path is None else page.file.abs_src_path
-    folder = (ROOT / source).parent  # what is generated is named by where its source is
+    uri = Path(page.file.src_uri)
+    written = page.file.abs_src_path  # None of what is generated, which is named as what it is made of
+    folder = (docs / uri).parent if written is None and uri.parts[0] == "notebooks" else Path(written or ROOT / uri).parent
 
     def link(found: re.Match[str]) -> str:
         target = (folder / found[1]).resolve()
         if not target.is_file():
             return found[1]  # MkDocs says so
-        uri = target.relative_to(docs if target.is_relative_to(docs) else ROOT).as_posix()
+        shown = target.relative_to(docs if target.is_relative_to(docs) else ROOT).as_posix()
         if target.suffix in _LANGUAGES:
-            uri += ".md"
-        return os.path.relpath(uri.replace(".ipynb", ".md"), Path(page.file.src_uri).parent)
+            shown += ".md"
+        return os.path.relpath(shown.replace(".ipynb", ".md"), uri.parent)
 
-    return _LINK.sub(link, markdown)
+    titled = markdown if markdown.startswith("#") else f"# {uri.parent}\n\n{markdown}"  # results have no heading
+    return _LINK.sub(link, titled)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest demo lint results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-compression bench-executor bench-training bench-first-step try-models gpu clean
+.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-compression bench-executor bench-training bench-first-step try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -28,11 +28,24 @@ test-latest: ## tests with the newest releases that pyproject.toml allows, in a 
 	$(LATEST)/bin/python -m pip list
 	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
-lint: $(STAMP) ## style, types and layers only
+lint: docs ## style, types, layers and the documentation site only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+format: $(STAMP) ## format the sources, and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP) ## the documentation site, into build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(STAMP) ## the site at http://127.0.0.1:8000, made again whenever a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
+figures: $(STAMP) ## the figures of the documentation, into docs/figures
+	$(BIN)/python docs/figures/draw.py
 
 demo: $(STAMP) ## plan and run a small GPT at several budgets
 	$(BIN)/python examples/demo.py

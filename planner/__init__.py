@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.missing import told
+
 if TYPE_CHECKING:
     from graphs.errors import OutOfMemoryError, PlannerError
     from planner.advising import advise
@@ -32,16 +34,24 @@ __all__ = [
 
 
 def _refuse_shadows() -> None:
-    """Our other two packages have common names: say so if Python would import somebody else's."""
+    """Raise if Python would import somebody else's `graphs` or `solvers`, which are common names, in place of ours."""
     here = Path(__file__).resolve().parent.parent
     for name in ("graphs", "solvers"):
         spec = find_spec(name)
-        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
-        if found != here / name:
+        # A folder without __init__.py has no origin, but places to look for modules in.
+        folders = [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
+        if folders == [here / name]:
+            continue
+        found = Path(spec.origin).resolve() if spec and spec.origin and not folders else next(iter(folders), None)
+        if found is None:
             raise ImportError(
-                f"planner needs its own package {name!r} from {here / name}, but Python finds "
-                f"{found or 'none'}: another {name!r} comes first on sys.path; rename it, or run from another folder"
+                f"planner needs its own package {name!r} from {here / name}, and it is not there: install planner again"
             )
+        raise ImportError(
+            f"planner needs its own package {name!r} from {here / name}, but Python finds {found}, as {found.parent} comes first "
+            "on sys.path: rename it, run from another folder, start Python with -P (the folder of the script is then not on "
+            f"sys.path), or take {found.parent} off PYTHONPATH"
+        )
 
 
 _refuse_shadows()
@@ -64,4 +74,5 @@ def __getattr__(name: str) -> object:
         "solve": "planner.solving",
         "trace": "planner.tracing",
     }
-    return getattr(import_module(modules[name]), name)
+    with told():
+        return getattr(import_module(modules[name]), name)

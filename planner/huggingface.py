@@ -5,10 +5,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import Trainer
-from transformers.trainer_utils import unwrap_peft_model
+from planner.missing import told
+
+with told():
+    import torch
+    from torch import nn
+    from transformers import Trainer
+    from transformers.trainer_utils import unwrap_peft_model
 
 from graphs.errors import PlannerError
 from planner.budgets import budget_or_overhead

@@ -6,9 +6,17 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from planner.missing import told
+
+with told():
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    try:
+        from lightning import pytorch as pl
+    except ImportError:  # its older name
+        import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError, TraceError
@@ -17,12 +25,6 @@ from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
-
-try:
-    from lightning import pytorch as pl
-except ImportError:  # its older name
-    import pytorch_lightning as pl  # type: ignore[no-redef]
-
 
 _LOGGED = "logged by training_step"
 

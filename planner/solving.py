@@ -74,7 +74,7 @@ def solve(
             machine. One thread works at a time.
         reorder: True: search for an order of the ops that needs less memory first. False: keep program order. None: with
             ``windows``, solve in program order first, then in another order if that can gain; baselines keep program order.
-        options: what the schedule may do besides recomputing (``docs/options.md``). ``chunks``, ``pack``, ``kernels``,
+        options: what the schedule may do besides recomputing (``docs/options``). ``chunks``, ``pack``, ``kernels``,
             ``in-place`` and ``compress`` must have been named when the graph was traced.
         link, host_budget: for ``offload``: bytes a second (``50GB/s``) and host memory (``64GB``). Without `link`, the measured
             or else the published rate of the device is used.

@@ -105,3 +105,4 @@ def test_another_package_of_the_same_name_is_named(name: str, kind: str, tmp_pat
     said = ended.stderr.splitlines()[-1]
     assert said.startswith(f"ImportError: planner needs its own package {name!r} from {ROOT / name}")
     assert str(tmp_path) in said
+    assert all(way in said for way in ("rename it", "another folder", "-P", "PYTHONPATH"))

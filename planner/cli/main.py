@@ -28,6 +28,7 @@ from planner.cli import (
     trace,
 )
 from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, complain
+from planner.missing import how_to_install
 from planner.runtime.allocator_failure import allocator_failure
 
 # In the order in which they are listed.
@@ -76,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = FAILED
         complain(f"{error.filename or 'the output'}: {error.strerror or error}")
         _close_stdout()
+    except ModuleNotFoundError as error:
+        if (way := how_to_install(error)) is None:
+            raise
+        code = FAILED
+        complain(way)
     except Exception as error:
         if (failure := allocator_failure(error)) is None:
             raise

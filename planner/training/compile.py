@@ -88,7 +88,7 @@ def compile(  # noqa: A001
         solver, tolerance, time_limit_s, reorder: as in ``planner.solve``.
         passes: how often each distinct op is timed.
         options: what the schedule may do besides recomputing: ``offload``, ``chunks``, ``pack``, ``kernels``, ``in-place``,
-            ``compress:4``, ``placement`` (``docs/options.md``). None: the exact defaults (``in-place``). Some round differently
+            ``compress:4``, ``placement`` (``docs/options``). None: the exact defaults (``in-place``). Some round differently
             than eager PyTorch; ``plan.differs`` lists what does.
         link: bytes a second to host memory and back, as ``50GB/s``. None: measured.
         host_budget: host memory for offloaded tensors: bytes, ``64GB``, or a share of what is free. Each of several processes

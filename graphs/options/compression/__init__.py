@@ -4,7 +4,7 @@ For each tensor of some size that the forward pass makes in floating point and t
 ``FORMS``: an op that keeps it compressed, and one that makes of that another tensor, the *restored* one, of the same size and
 strides. The ops of the backward pass that read the tensor have stand-ins that read the restored one, and nothing else does:
 what the forward pass reads, first or again, is exact, and so is what is compressed. How much the gradients change is measured
-where the step is (``graphs.cost.sensitivity``); docs/options.md has the whole.
+where the step is (``graphs.cost.sensitivity``); docs/options/compression.md has the whole.
 """
 
 import re

@@ -1,0 +1,116 @@
+"""What users install: a wheel, its extras, and one line where something is missing."""
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def python(code: str, *, cwd: Path = ROOT, path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process with `path` at the beginning of ``sys.path``."""
+    code = f"import sys; sys.path[:0] = {[str(folder) for folder in path]!r}\n{code}"
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, text=True, capture_output=True, timeout=120)
+
+
+def test_each_extra_that_is_named_exists() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [path.read_text() for path in (*pages, *(ROOT / "planner").rglob("*.py"))]
+    named = {extra for text in texts for extra in re.findall(r"remat-planner\[(\w+)\]", text)}
+    assert {"huggingface", "lightning", "plots", "cluster"} <= named
+    assert named <= EXTRAS.keys()
+
+
+def test_the_changelog_has_the_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+)", changelog, re.MULTILINE)
+    assert versions[0] == "Unreleased"
+    assert PROJECT["version"] in versions
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "way"),
+    [
+        ("torch", "import planner; planner.compile", "needs PyTorch"),
+        ("torch", "import planner.huggingface", "needs PyTorch"),
+        ("transformers", "import planner.huggingface", "pip install 'remat-planner[huggingface]'"),
+        (
+            "lightning",
+            "sys.modules['pytorch_lightning'] = None; import planner.lightning",
+            "pip install 'remat-planner[lightning]'",
+        ),
+    ],
+)
+def test_a_missing_package_is_one_line(missing: str, code: str, way: str) -> None:
+    ended = python(f"sys.modules[{missing!r}] = None; {code}")
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: planner")
+    assert way in last
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "way"),
+    [
+        ("torch", ["trace", "zoo:mlp", "-o", "graph.json"], "needs PyTorch"),
+        ("torch", ["advise", "zoo:mlp"], "needs PyTorch"),
+        ("matplotlib", ["curve", "graph.json", "-o", "curve.csv", "--plot", "curve.png"], "pip install 'remat-planner[plots]'"),
+        ("distributed", ["curve", "graph.json", "-o", "curve.csv", "--cluster", "tcp://localhost:1"], "remat-planner[cluster]"),
+    ],
+)
+def test_a_command_that_misses_a_package_says_what_to_install(
+    missing: str, arguments: list[str], way: str, tmp_path: Path
+) -> None:
+    graph = "from graphs.io.formats import write_graph; from graphs.synthetic.small import training_chain\n"
+    made = f"write_graph(training_chain(4), 'graph.json'); sys.modules[{missing!r}] = None\n"
+    ended = python(f"{graph}{made}from planner.cli.main import main; sys.exit(main({arguments!r}))", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("planner: error: ")
+    assert way in ended.stderr
+
+
+@pytest.mark.parametrize("folder", ["planner", "graphs", "solvers"])
+def test_a_folder_of_the_user_without_init_hides_nothing(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    ended = python("import planner; print(planner.PlannerError)", cwd=tmp_path, path=(tmp_path, ROOT))
+    assert ended.stdout == "<class 'graphs.errors.PlannerError'>\n", ended.stderr
+
+
+def test_an_editable_install_is_found_behind_folders_of_the_user() -> None:
+    """It is a path and no finder: finders are asked when a folder without ``__init__.py`` has been found already."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {"": "."}
+
+
+@pytest.mark.slow
+def test_a_wheel_installs_and_its_command_answers(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name} == {
+        "graphs",
+        "planner",
+        "solvers",
+    }
+    home = tmp_path / "environment"
+    venv.create(home)  # without pip: that of the tests installs into it
+    into = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
+    subprocess.run([*into, "install", "--quiet", "--no-deps", str(wheel)], check=True, capture_output=True, timeout=300)
+    # What the wheel needs is taken from the environment of the tests, behind what is installed here.
+    (site,) = (home / "lib").glob("python*/site-packages")
+    (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for arguments in (["--help"], ["--version"], ["solve", "--help"]):
+        said = subprocess.run([home / "bin" / "planner", *arguments], cwd=tmp_path, text=True, capture_output=True, timeout=120)
+        assert said.returncode == 0, said.stderr
+        assert "planner" in said.stdout
+    where = [home / "bin" / "python", "-c", "import planner, graphs, solvers; print(planner.__file__, graphs.__file__)"]
+    assert str(home) in subprocess.run(where, cwd=tmp_path, text=True, capture_output=True, check=True, timeout=120).stdout

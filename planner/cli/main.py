@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from graphs.errors import InfeasibleError, LimitError, PlannerError
-from planner.cli import advise, compare, curve, import_graph, info, max_batch, run, show, solve, trace
+from planner.cli import advise, compare, curve, import_graph, info, max_batch, run, show, snapshot, solve, trace
 from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, Command, Parser, complain
 from planner.runtime.allocator_failure import allocator_failure
 
@@ -24,6 +24,7 @@ _COMMANDS: dict[str, Command] = {
     "compare": compare,
     "run": run,
     "show": show,
+    "snapshot": snapshot,
     "info": info,
     "import": import_graph,
 }

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
 from planner.report.columns import left_bytes, stretches
-from planner.report.stream_chart import followed_by
-from planner.report.streams import Wait, waits
+from planner.report.streams import Wait, followed_by, waits
 from planner.report.timeline import Execution, Timeline
 
 _PROCESS = 1

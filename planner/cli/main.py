@@ -97,9 +97,9 @@ def build_parser() -> Parser:
 
 
 def _show_version() -> None:
-    from importlib.metadata import version
+    from planner import __version__
 
-    print(f"planner {version('remat-planner')}")
+    print(f"planner {__version__}")
 
 
 def _close_stdout() -> None:

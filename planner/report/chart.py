@@ -21,6 +21,7 @@ from planner.report.columns import COLUMNS, memory_columns
 from planner.report.lanes import Bar, bars, lanes
 from planner.report.lives import Life, Lives, lives_of
 from planner.report.module_groups import grouped
+from planner.report.reserved import reserved_bytes
 from planner.report.streams import capacity_text, spaced
 from planner.report.timeline import Timeline, block
 from planner.visible import visible
@@ -106,6 +107,7 @@ def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
         Key("var(--workspace)", "workspace"),
         Key("var(--backward)", "backward pass"),
         Key("var(--budget)", "budget", kind="line"),
+        *(() if (size := drawing.reserved_bytes) is None else [Key("var(--reserved)", _reserved_text(size), kind="line")]),
         *(Key(f"var(--{c})", _baseline_text(one), kind="line") for c, one in zip(_BASELINE_COLORS, others, strict=False)),
     )
     return Charts(document, keys, pools)
@@ -134,13 +136,16 @@ class _Drawing:
         span_s = timeline.time_s if self.timed else float(len(self.lives.moments))
         self.time_scale, self.time_unit = _unit(span_s, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))) if self.timed else (1.0, "ops")
         self.span = span_s / self.time_scale
+        self.reserved_bytes: int | None = None
         self.starts = [m.start_s / self.time_scale if self.timed else float(i) for i, m in enumerate(self.lives.moments)]
 
     def draw_memory(self, others: Sequence[Baseline]) -> None:
         from bokeh.models import BoxAnnotation, ColumnDataSource, Range1d, Span
 
         plan = self.timeline.plan
-        own_bytes = max(plan.budget_bytes if plan.budget_bytes < _FAR * plan.peak_bytes else 0, plan.peak_bytes, 1)
+        reserved = reserved_bytes(self.timeline)
+        near_budget = plan.budget_bytes if plan.budget_bytes < _FAR * plan.peak_bytes else 0
+        own_bytes = max(near_budget, plan.peak_bytes, *reserved[-1:], 1)
         top_bytes = _HEADROOM * max(own_bytes, min(max(one.peak_bytes for one in others), _FAR * own_bytes))
         self.size_scale, self.size_unit = _unit(top_bytes, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
         self.x_range = Range1d(0, self.span, bounds=(0, self.span))
@@ -160,6 +165,13 @@ class _Drawing:
         for color, one in zip(_BASELINE_COLORS, others, strict=False):
             line = plot.step(*self._baseline(one), mode="after", line_dash="dashed", line_width=1.5, name=color)
             self._tag(line.glyph, line_color=color)
+        if reserved:
+            changes = [k for k in range(len(reserved)) if not k or reserved[k] != reserved[k - 1]]
+            xs = [*([*self.starts, self.span][self.lives.at_step[k]] for k in changes), self.span]
+            ys = [reserved[k] / self.size_scale for k in (*changes, changes[-1])]
+            line = plot.step(xs, ys, mode="after", line_width=1.5, line_dash="dotted", name="reserved")
+            self._tag(line.glyph, line_color="reserved")
+            self.reserved_bytes = reserved[-1]
         marks = ColumnDataSource({"xs": [], "ys": []})
         marked = plot.patches("xs", "ys", source=marks, fill_alpha=0.35, line_width=1.5, name="marks")
         self._tag(marked.glyph, fill_color="mark", line_color="mark")
@@ -393,6 +405,10 @@ def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, st
 
 def _baseline_text(one: Baseline) -> str:
     return f"{one.name}: {format_bytes(one.peak_bytes)}, {format_seconds(one.time_s)}"
+
+
+def _reserved_text(size_bytes: int) -> str:
+    return f"reserved by PyTorch's caching allocator, simulated from an empty device: {format_bytes(size_bytes)}"
 
 
 def _pool_text(pool: Pool, peak_bytes: int) -> str:

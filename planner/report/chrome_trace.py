@@ -18,7 +18,7 @@ _WAITING_ROW = 5
 def chrome_trace(timeline: Timeline) -> str:
     """The trace as JSON, in the Trace Event Format: complete events (X), counters (C) and names (M); microseconds.
 
-    The computation has a row for each phase, one for what is computed again and one for where it waits; each other stream
+    The computation has a row for each phase, one for what is recomputed and one for where it waits; each other stream
     has a row, and each pool a counter.
     """
     graph = timeline.graph
@@ -37,7 +37,7 @@ def chrome_trace(timeline: Timeline) -> str:
 
 def _rows(graph: Graph) -> dict[int, str]:
     """The names of rows, by number."""
-    computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "computed again"}
+    computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "recomputed"}
     if len(graph.streams) == 1:
         return computed
     computed[_WAITING_ROW] = "waiting"

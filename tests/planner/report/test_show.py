@@ -24,6 +24,7 @@ from planner.report.columns import memory_columns
 from planner.report.lanes import RECOMPUTED, bars
 from planner.report.lives import lives_of
 from planner.report.page import page
+from planner.report.reserved import reserved_bytes
 from planner.report.timeline import Timeline, block
 from planner.solving import solve
 from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
@@ -83,6 +84,21 @@ def test_moments_and_lives_add_up_to_what_the_judge_says(timeline: Timeline) -> 
         assert timeline.graph.static_bytes + live_bytes + workspace_bytes == moment.size_bytes
     assert len(found.lives) == sum(len(execution.op.outputs) for execution in timeline.executions)
     assert all(life.born < life.dies for life in found.lives)
+
+
+def test_what_the_allocator_reserves_is_simulated_for_devices_alone() -> None:
+    shown = graph()
+    on_device = replace(shown, provenance={**shown.provenance, "device": "h200"})
+    assert reserved_bytes(Timeline(shown, plan(shown))) == ()
+    # All tensors are of some bytes, and share the small segment of 2 MiB that the first of them reserves.
+    found = reserved_bytes(Timeline(on_device, plan(on_device)))
+    assert len(found) == len(plan(on_device).schedule.steps) and set(found) == {2 * 2**20}
+    large = replace(on_device, tensors=tuple(replace(t, size_bytes=12 * 2**20) for t in on_device.tensors))
+    timeline = Timeline(large, plan(large))
+    reserved = reserved_bytes(timeline)
+    assert all(held <= now for held, now in zip(timeline.simulation.memory_bytes, reserved, strict=True))
+    assert reserved[-1] == timeline.plan.peak_bytes
+    assert "reserved by PyTorch's caching allocator, simulated" in without_scripts(page(timeline)).replace("&#39;", "'")
 
 
 def test_what_is_recomputed_is_linked_to_what_reads_it(timeline: Timeline) -> None:

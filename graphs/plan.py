@@ -4,15 +4,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphs.eager import EagerComparison, slower_than
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,8 @@ class Plan:
         plan: Plan = _views().load(path)
         return plan
 
-    def plot(self, graph: Graph | None = None) -> "Figure":
-        """Return a matplotlib figure of memory over the step, beside keeping everything and checkpointing blocks.
+    def plot(self, graph: Graph | None = None) -> Any:
+        """Return a figure of matplotlib (``matplotlib.figure.Figure``) of memory over the step, beside keeping everything and checkpointing blocks.
 
         Args:
             graph: what the plan was solved for; needed where the plan does not hold it (`source`).
@@ -142,8 +139,7 @@ class Plan:
             PlannerError: the graph is not known, or matplotlib is not installed.
             MismatchError: it is another graph.
         """
-        figure: Figure = _views().plot(self, graph)
-        return figure
+        return _views().plot(self, graph)
 
     def compare(self, graph: Graph | None = None) -> Any:
         """Return a table of this plan beside keeping everything and checkpointing blocks, as the judge predicts them.

@@ -44,7 +44,7 @@ _OUTSIDE = "outside modules"
 _BASELINE_COLORS = ("whole", "blocks")
 # Dark to light and on to red, by module in the order of the forward pass: lightness tells them apart without hue.
 _PALETTE = (
-    *("#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779"),
+    *("#6b4596", "#5a4fa3", "#4a62b0", "#31688e", "#26828e", "#1f9e89", "#35b779"),
     *("#6ece58", "#a0da39", "#d6d02c", "#e3a505", "#d9822b", "#b5532d", "#8c2f39"),
 )
 
@@ -372,7 +372,8 @@ class _Drawing:
 
     def _frame(self, plot: "figure") -> None:
         """Colour what is around the data."""
-        self._tag(plot, background_fill_color="page", border_fill_color="page", outline_line_color="line")
+        plot.background_fill_color = plot.border_fill_color = None
+        self._tag(plot, outline_line_color="line")
         for axis in plot.axis:
             axis.minor_tick_line_color = None
             axis.axis_label_text_font_style = "normal"

@@ -24,8 +24,9 @@ _KNOWN = {
     "eager": ("eager", "#000000", "*"),
 }
 _PEOPLE = {"store_all": "keep everything", **{method: name for method, (name, _, _) in _KNOWN.items()}}
-# Times the overhead that nearly all of what stands in front stays below: where the axis ends, if something is that far above it.
-_ABOVE, _FAR = 1.25, 1.5
+# The axis of time ends so many times the highest overhead that stands in front, outliers aside; if another is so far above.
+_ABOVE, _FAR = 1.1, 1.5
+_OUTLIER = 1.75  # times the overhead that nearly all of what stands in front stays below
 
 # Memory in bytes, and time as a multiple.
 Point: TypeAlias = tuple[float, float]
@@ -141,12 +142,13 @@ def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None
 
 def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
     """Return where the axis of time ends: some above nearly all that stands in front; infinite if nothing is far above that."""
-    heights = sorted(y for (_, method), points in series.items() for _, y in points if method in _KNOWN)
-    every = max((y for points in series.values() for _, y in points), default=1.0)
-    if not heights:
+    overheads = sorted(y - 1 for (_, method), points in series.items() for _, y in points if method in _KNOWN)
+    highest = max((y - 1 for points in series.values() for _, y in points), default=0.0)
+    if not overheads:
         return math.inf
-    edge = 1 + _ABOVE * (heights[int(0.95 * (len(heights) - 1))] - 1)
-    return edge if every - 1 > _FAR * (edge - 1) else math.inf
+    nearly_all = overheads[int(0.95 * (len(overheads) - 1))]
+    edge = _ABOVE * max((one for one in overheads if one <= _OUTLIER * nearly_all), default=0.0)
+    return 1 + edge if highest > _FAR * edge > 0 else math.inf
 
 
 def _simulated_point(row: Row) -> Point | None:

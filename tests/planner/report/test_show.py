@@ -241,6 +241,8 @@ def test_a_compiled_step_is_shown_without_a_file(tmp_path: Path) -> None:
     step = planner.compile(*workload, budget="100%", passes=1, cache=kept)
     step.report(html, trace=trace)
     assert step.plan.graph.fingerprint in html.read_text()
+    assert repr(step) == f"PlannedStep({step.plan!r})" and str(step).startswith(str(step.plan))
+    assert "<svg" in step._repr_html_()
     assert json.loads(trace.read_text())["otherData"]["budget_bytes"] == step.plan.budget_bytes
     with pytest.raises(OutputError, match="there is no folder"):
         step.report(tmp_path / "no" / "report.html")

@@ -130,7 +130,7 @@ class Plan:
         return plan
 
     def plot(self, graph: Graph | None = None) -> Any:
-        """Return a figure of matplotlib (``matplotlib.figure.Figure``) of memory over the step, beside keeping everything and checkpointing blocks.
+        """Return a ``matplotlib.figure.Figure`` of memory over the step, beside keeping everything and checkpointing blocks.
 
         Args:
             graph: what the plan was solved for; needed where the plan does not hold it (`source`).

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write what is asked for. Returns the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph, read_plan
-    from planner.choices import with_recorded
+    from planner.plan_check import planned_graph
     from planner.report.budget_curve import read_curve
     from planner.report.chrome_trace import chrome_trace
     from planner.report.page import page
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         ):
             raise PlannerError(f"{path} is read for this: name another file to write")
     graph = read_graph(graph_path)
-    timeline = Timeline(with_recorded(graph, plan.settings), plan)
+    timeline = Timeline(planned_graph(graph, plan), plan)
     for path, make in wanted:
         write_text(path, make(timeline))
     if arguments.json:

@@ -57,7 +57,7 @@ class Key:
         color: in CSS.
         text: what it stands for.
         group: index of its group of modules; None for other marks.
-        kind: ``area`` or ``line``.
+        kind: ``area``, ``line`` (dashed) or ``dots``.
     """
 
     color: str
@@ -107,7 +107,7 @@ def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
         Key("var(--workspace)", "workspace"),
         Key("var(--backward)", "backward pass"),
         Key("var(--budget)", "budget", kind="line"),
-        *(() if (size := drawing.reserved_bytes) is None else [Key("var(--reserved)", _reserved_text(size), kind="line")]),
+        *(() if (size := drawing.reserved_bytes) is None else [Key("var(--reserved)", _reserved_text(size), kind="dots")]),
         *(Key(f"var(--{c})", _baseline_text(one), kind="line") for c, one in zip(_BASELINE_COLORS, others, strict=False)),
     )
     return Charts(document, keys, pools)

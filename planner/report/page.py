@@ -31,7 +31,8 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
     from bokeh.resources import INLINE
 
     others, listed = beside(timeline, _LISTED), held[:_LISTED]
-    elsewhere = [[where] for where in travels(timeline, listed)] if others.streams else [[] for _ in listed]
+    places = travels(timeline, listed)
+    elsewhere = [[where] for where in places] if any(places) else [[] for _ in listed]
     costs, bursts = timeline.module_costs, timeline.bursts
     dearest = max((cost.time_s for cost in costs[:1]), default=0.0) or 1e-12
     longest = sorted(sorted(bursts, key=lambda burst: -burst.time_s)[:_LISTED], key=lambda burst: burst.start_s)
@@ -64,6 +65,7 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
         "in_tensors": format_bytes(math.fsum(one.tensor.size_bytes for one in held)),
         "workspace": format_bytes(peak.op.workspace_bytes if peak.op.stream == COMPUTE else 0),
         "held": [[*_held_row(one), *where] for one, where in zip(listed, elsewhere, strict=True)],
+        "travels": any(places),
         "held_in_all": len(held),
         "held_left_out": len(held) - _LISTED,
         "status": plan.status,

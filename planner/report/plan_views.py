@@ -13,8 +13,7 @@ from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.choices import with_recorded
-from planner.plan_check import check_plan, graph_path
+from planner.plan_check import check_plan, graph_path, planned_graph
 from planner.report.baselines import Baseline, baselines
 from planner.report.describe import table
 from planner.report.memory_plot import plot_plan
@@ -87,7 +86,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
     where = graph_path(plan, path)
     if where is None or not where.is_file():
         return plan
-    graph = with_recorded(read_graph(where), plan.settings)
+    graph = planned_graph(read_graph(where), plan)
     check_plan(graph, plan)
     return replace(plan, source=graph)
 
@@ -122,7 +121,7 @@ def _timeline(plan: Plan, graph: Graph | None, method: str) -> Timeline:
             f"the plan does not hold its graph, which this needs: call plan.{method}(graph=...) with what it was solved for, or "
             "load it with Plan.load where the graph's file is beside it"
         )
-    return Timeline(with_recorded(found, plan.settings), plan)
+    return Timeline(planned_graph(found, plan), plan)
 
 
 def _row(one: Baseline) -> tuple[str, int, float, int]:

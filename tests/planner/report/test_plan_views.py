@@ -14,6 +14,7 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
+from planner.cli.main import main
 from planner.report.plan_views import PlanComparison
 from planner.solving import solve
 from solvers.policies.store_all import store_all
@@ -102,9 +103,12 @@ def test_the_comparison_is_what_the_judge_says(plan: Plan, graph: Graph) -> None
     assert parsed(table._repr_html_()).rows[1][:3] == ["this plan", "5 B", "yes"]
 
 
-def test_plans_with_options_show_themselves_too() -> None:
+def test_plans_with_options_show_themselves_too(tmp_path: Path) -> None:
     graph, plan = solved(["offload"])
     assert plan.compare().rows == plan.compare(graph).rows
+    plan.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
+    assert Plan.load(tmp_path / "plan.json").compare() == plan.compare()
+    assert main(["show", str(tmp_path / "plan.json"), "-o", str(tmp_path / "report.html")]) == 0
     assert plan.copied and "svg" in parsed(plan._repr_html_()).tags
 
 
@@ -114,7 +118,7 @@ def test_the_plot_has_the_plan_its_baselines_and_the_budget(plan: Plan) -> None:
     (axes,) = figure.axes
     labels = axes.get_legend_handles_labels()[1]
     methods = ["this plan", "keep everything", "checkpoint blocks"]
-    assert [label.split(",")[0] for label in labels] == [*methods, "budget 5 B", "static memory"]
+    assert {label.split(",")[0] for label in labels} == {*methods, "budget 5 B", "static memory"}
     assert axes.get_ylabel() == "memory in B"
     drawn = next(line for line in axes.get_lines() if line.get_label().startswith("this plan"))
     assert max(drawn.get_ydata()) == plan.peak_bytes

@@ -19,7 +19,7 @@ def grouped(names: Sequence[str], most: int = MOST) -> dict[str, str]:
     runs = [list(run) for _, run in groupby(distinct, key=_stem)]
     single = sum(len(run) == 1 for run in runs)
     each = next((size for size in range(2, len(distinct) + 1) if _groups(runs, size) <= max(most, single + 1)), len(distinct))
-    found = {}
+    found: dict[str, str] = {}
     for run in runs:
         for part in (run[i : i + each] for i in range(0, len(run), each)):
             label = part[0] if len(part) == 1 else f"{part[0]} to {part[-1].rpartition('.')[2]}"

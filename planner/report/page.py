@@ -76,7 +76,8 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
         "fingerprint": plan.graph.fingerprint,
     }
     template = made.from_string(_resource("page.html"))
-    return file_html(drawn.document, INLINE, f"Plan for {model}", template=template, template_variables=facts)
+    text: str = file_html(drawn.document, INLINE, f"Plan for {model}", template=template, template_variables=facts)
+    return text
 
 
 def _facts(timeline: Timeline) -> list[tuple[str, str]]:

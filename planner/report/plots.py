@@ -107,8 +107,7 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
             # A schedule serves all larger budgets: between two points, that of the smaller one.
             axes.step(xs, ys, where="post", color=color, marker="o", markersize=5, linewidth=2, label=f"remat-planner{kind}")
     for i, budget in enumerate(p.budget_bytes / scale for p in curve.points if p.status == "infeasible"):
-        label = None if i else "infeasible"
-        axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=label)
+        axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=None if i else "infeasible")
     axes.set(xlabel=f"budget in {unit}", ylabel="overhead in %")
     set_title(axes, title)
     axes.margins(x=0.02)
@@ -123,9 +122,10 @@ def spread_out(axes: "Axes", values: Sequence[float]) -> None:
     positive = sorted(value for value in values if value > 0)
     middle = positive[len(positive) // 2] if positive else 0.0
     if positive and positive[-1] > _SQUASHED * middle:
-        from matplotlib.ticker import FuncFormatter
+        from matplotlib.ticker import FuncFormatter, SymmetricalLogLocator
 
         axes.set_yscale("symlog", linthresh=middle, linscale=1.5)
+        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.axhline(middle, color="0.85", linewidth=0.8, zorder=0)
     axes.set_ylim(bottom=0)

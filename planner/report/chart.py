@@ -127,7 +127,8 @@ class _Drawing:
         self.lives: Lives = lives_of(timeline)
         self.bars: tuple[Bar, ...] = bars(timeline)
         self.lanes = lanes(timeline)
-        groups = grouped([_block(op) for op in timeline.graph.program])
+        homes = (self._home(life) for life in self.lives.lives)
+        groups = grouped([_block(op) for op in (*timeline.graph.program, *homes)])
         self.groups = tuple(dict.fromkeys(groups.values()))
         self.colors = _colors(len(self.groups))
         self.group_of = {name: self.groups.index(group) for name, group in groups.items()}
@@ -268,7 +269,7 @@ class _Drawing:
     def _data(self) -> dict[str, Any]:
         """Moments, lives by group and birth, and bars, as columns; texts are kept once."""
         moments = self.lives.moments
-        lives = sorted(self.lives.lives, key=lambda life: (self.group_of[_block(life.maker)], life.born))
+        lives = sorted(self.lives.lives, key=lambda life: (self.group_of[_block(self._home(life))], life.born))
         places = {id(life): place for place, life in enumerate(lives)}
         texts: dict[str, int] = {"": 0}
 
@@ -280,14 +281,14 @@ class _Drawing:
             "starts": np.array([*self.starts, self.span]),
             "totals": np.array([m.size_bytes / self.size_scale for m in moments]),
             "ops": column("" if m.op is None else m.op.name for m in moments),
-            "group": np.array([self.group_of[_block(life.maker)] for life in lives], dtype=np.int32),
+            "group": np.array([self.group_of[_block(self._home(life))] for life in lives], dtype=np.int32),
             "born": np.array([life.born for life in lives], dtype=np.int32),
             "dies": np.array([life.dies for life in lives], dtype=np.int32),
             "again": np.array([life.born in again for life in lives], dtype=np.int32),
             "bytes": np.array([life.tensor.size_bytes for life in lives], dtype=np.float64),
             "name": column(life.tensor.name for life in lives),
             "shape": column(f"{life.tensor.dtype}{list(life.tensor.shape)}" for life in lives),
-            "module": column(life.maker.module.removeprefix("model.") for life in lives),
+            "module": column(self._home(life).module.removeprefix("model.") for life in lives),
             "maker": column(life.maker.name for life in lives),
             "reader": column("" if life.last_reader is None else life.last_reader.name for life in lives),
         }
@@ -312,6 +313,10 @@ class _Drawing:
             "time_unit": self.time_unit,
             "bins": _BINS,
         }
+
+    def _home(self, life: Life) -> Op:
+        """Return the first op that makes the tensor: its module is the tensor's, whatever has made it this time."""
+        return self.timeline.graph.ops[life.tensor.producers[0]]
 
     def _bar_lives(self) -> Iterator[list[Life]]:
         """For each bar the tensors on the device that it is about: those it makes, or else those it reads."""

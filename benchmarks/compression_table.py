@@ -8,12 +8,14 @@ from pathlib import Path
 from statistics import median
 
 from graphs.units import format_bytes, format_ratio
-from planner.report.plots import new_figure, save_figure
+from planner.report.plots import COLORS, new_figure, save_figure
 from planner.report.tables import as_markdown
 
 EXACT = "exact"
 BITS = ("8", "4")
 OTHER_WEIGHTS = "exact, from other weights"  # what chance comes to
+_COLORS = (COLORS["whole"], COLORS["ours"], COLORS["second"], COLORS["third"])
+_STYLES = ("-", "-", "-", ":")
 WINDOW = 20  # steps that a smoothed loss is the mean of
 
 
@@ -146,10 +148,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         own = {bits: curve for (other, bits), curve in found.items() if other == model}
         losses = {EXACT: [row.exact_loss for row in next(iter(own.values()))]}
         losses |= {label(bits): [row.loss for row in curve] for bits, curve in own.items()}
-        for name, values in losses.items():
-            means = smoothed(values)
-            axes.plot(range(len(values) - len(means) + 1, len(values) + 1), means, linewidth=1, label=name)
+        for (name, values), color, style in zip(losses.items(), _COLORS, _STYLES, strict=False):
+            means, last = smoothed(values), len(values)
+            axes.plot(range(last - len(means) + 1, last + 1), means, linewidth=1.2, color=color, linestyle=style, label=name)
         axes.set(title=model, xlabel="steps", ylabel=f"loss, mean of {WINDOW} steps")
         axes.set_ylim(bottom=0)
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)

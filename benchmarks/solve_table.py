@@ -7,12 +7,17 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from planner.report.plots import COLORS
+
 NEAR = 0.005  # gap up to which a solve counts as near to optimal
 TOLERANCE = 1e-3  # of the solves: costs that differ by no more are the same
 FIRST_LIMITS = ((1_500, 5.0), (5_000, 20.0))  # ops, and by when a graph of so many has a first schedule, in seconds
 WHOLE = ("run", "budget_bytes", "ops", "model_rows", "model_columns", "resident_mb")
 REFERENCE = "checkmate"
 BY_REFERENCE = "reference: Checkmate's program"
+# Colours and markers of the suites, which colour-blind readers tell apart, and the colour of the reference.
+_SUITES = (("#0072B2", "o"), ("#E69F00", "s"), ("#009E73", "^"), ("#CC79A7", "v"), ("#56B4E9", "P"), ("#000000", "X"))
+_REFERENCE_COLOR = "#D55E00"
 SOLVE = ["suite", "graph", "budget", "solver"]
 NOTE = {
     "checkmate-24h": "Profiled training graphs, with what Gurobi (12 threads, up to 24 h) reached on Checkmate's program.",
@@ -181,17 +186,18 @@ def growth_plot(rows: pd.DataFrame, path: Path) -> None:
     solves = medians(rows[rows["suite"] == "growth"]).sort_values("ops")
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(solves["ops"], solves["seconds"], color="C0", marker="o", markersize=4, label="whole solve")
-    left.plot(solves["ops"], solves["first_s"], color="C1", marker="o", markersize=4, label="first schedule")
+    ours, other = COLORS["ours"], COLORS["blocks"]
+    left.plot(solves["ops"], solves["seconds"], color=ours, marker="o", markersize=4, label="whole solve")
+    left.plot(solves["ops"], solves["first_s"], color=other, marker="s", markersize=4, label="first schedule")
     left.set(title="time", xlabel="ops", ylabel="seconds", xscale="log", yscale="log")
-    for i, (column, label) in enumerate((("model_rows", "rows"), ("model_columns", "columns"))):
+    for column, label, color, marker in (("model_rows", "rows", ours, "o"), ("model_columns", "columns", other, "s")):
         sizes = solves[solves[column] > 0]
-        right.plot(sizes["ops"], sizes[column].astype(float), color=f"C{i}", marker="o", markersize=4, label=label)
+        right.plot(sizes["ops"], sizes[column].astype(float), color=color, marker=marker, markersize=4, label=label)
     right.set(title="largest program solved", xlabel="ops", ylabel="number", xscale="log", yscale="log")
     for axes in (left, right):
         axes.set_xticks(solves["ops"].astype(float), [f"{ops:,}" for ops in solves["ops"]])
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.legend()
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.32), ncols=2, frameon=False)
     figure.suptitle("GPT-2 of more and more layers, half way from the least budget to the peak")
     save(figure, path)
 
@@ -204,17 +210,18 @@ def solves_plot(rows: pd.DataFrame, path: Path) -> None:
     names = solves["suite"].where(solves["solver"] != REFERENCE, BY_REFERENCE)
     for i, (name, group) in enumerate(solves.groupby(names, sort=False)):
         done = solved(group)
-        marker = "D" if name == BY_REFERENCE else "o"
-        left.scatter(group["ops"][done], group["seconds"][done], color=f"C{i}", marker=marker, s=16)
-        left.scatter(group["ops"][~done], group["seconds"][~done], edgecolors=f"C{i}", facecolors="none", marker=marker, s=16)
+        color, marker = (_REFERENCE_COLOR, "D") if name == BY_REFERENCE else _SUITES[i % len(_SUITES)]
+        left.scatter(group["ops"][done], group["seconds"][done], color=color, marker=marker, s=18)
+        left.scatter(group["ops"][~done], group["seconds"][~done], edgecolors=color, facecolors="none", marker=marker, s=18)
         ends = group["seconds"][done].sort_values().tolist()
         shares = [100 * (k + 1) / len(group) for k in range(len(ends))]
         limit_s = group["time_limit_s"].max()
         times, heights = [*ends[:1], *ends, limit_s], [0.0, *shares, *(shares[-1:] or [0.0])]
-        right.step(times, heights[-len(times) :], where="post", color=f"C{i}", label=f"{name}")
+        right.step(times, heights[-len(times) :], where="post", color=color)
+        right.plot([], [], color=color, marker=marker, markersize=4, label=f"{name}")  # for the legend
     left.set(title=f"solves; hollow: gap above {NEAR:.1%}", xlabel="ops", ylabel="seconds", xscale="log", yscale="log")
     right.set(title=f"solved to a gap of {NEAR:.1%}", xlabel="seconds", ylabel="% of solves", xscale="log", ylim=(0, 102))
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, path)
 
 

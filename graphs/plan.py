@@ -1,9 +1,13 @@
 """A schedule together with what it is for and what is promised about it: what ``planner solve`` writes."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import Any
 
 from graphs.eager import EagerComparison, slower_than
+from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
 
@@ -53,6 +57,7 @@ class Plan:
         differs: what may differ from the program, by the options that the user has named; empty for not a bit.
         gradient_error: predicted, where an option is lossy: the root of the gradients' variance over their squared norm. None
             where none is.
+        source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
 
     graph: GraphSummary
@@ -72,18 +77,86 @@ class Plan:
     pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
     gradient_error: float | None = None
+    source: Graph | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)}, "
+            f"overhead {format_ratio(self.overhead)}, {self.status})"
+        )
 
     def __str__(self) -> str:
         unknown = "unknown"
         measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
-        compared = "" if self.eager is None else f"; {self.eager}"
-        compared += f"; allowed to differ by {'; '.join(self.differs)}" if self.differs else ""
-        compared += f"; {self.lossy}" if self.lossy else ""
-        return (
-            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted, {measured} measured "
-            f"(keeping everything: {format_bytes(self.graph.keep_everything_peak_bytes)}); step time {self._step_time()}, "
-            f"{self.status}, gap {unknown if self.gap is None else format_ratio(self.gap)}{compared}{self._kernels()}"
+        whole = format_bytes(self.graph.keep_everything_peak_bytes)
+        peaks = f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted"
+        gap = unknown if self.gap is None else format_ratio(self.gap)
+        lines = (
+            f"{peaks}, {measured} measured (keeping everything: {whole})",
+            f"step time {self._step_time()}, {self.status}, gap {gap}",
+            "" if self.eager is None else str(self.eager),
+            f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
+            self.lossy,
+            self._kernels(),
         )
+        return "\n".join(line for line in lines if line)
+
+    def __getstate__(self) -> list[object]:
+        """Return the fields, but for the graph, which other processes have or do not need."""
+        return [None if one.name == "source" else getattr(self, one.name) for one in fields(self)]
+
+    def save(self, path: str | os.PathLike[str], *, graph: str | os.PathLike[str] | None = None) -> None:
+        """Write the plan to the file `path`, as ``planner solve -o`` does.
+
+        Args:
+            path: the plan's file.
+            graph: a file for its graph, which the plan then names, so that ``Plan.load`` and ``planner show`` find it.
+
+        Raises:
+            OutputError: a file cannot be written.
+            PlannerError: `graph` is given, but the plan does not hold its graph.
+        """
+        _views().save(self, path, graph)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Plan":
+        """Return the plan in the file `path`, with its graph if that is still where the plan says.
+
+        Raises:
+            FormatError: the file holds no plan that this planner reads.
+            MismatchError: the graph is there, but the plan says what its schedule does not do.
+        """
+        plan: Plan = _views().load(path)
+        return plan
+
+    def plot(self, graph: Graph | None = None) -> Any:
+        """Return a ``matplotlib.figure.Figure`` of memory over the step, beside keeping everything and checkpointing blocks.
+
+        Args:
+            graph: what the plan was solved for; needed where the plan does not hold it (`source`).
+
+        Raises:
+            PlannerError: the graph is not known, or matplotlib is not installed.
+            MismatchError: it is another graph.
+        """
+        return _views().plot(self, graph)
+
+    def compare(self, graph: Graph | None = None) -> Any:
+        """Return a table of this plan beside keeping everything and checkpointing blocks, as the judge predicts them.
+
+        Args:
+            graph: as for ``plot``.
+
+        Raises:
+            PlannerError: the graph is not known.
+            MismatchError: it is another graph.
+        """
+        return _views().compare(self, graph)
+
+    def _repr_html_(self) -> str:
+        """Return the plan for a notebook, with the chart of its memory if the graph is known."""
+        text: str = _views().html(self, self.source)
+        return text
 
     @property
     def lossy(self) -> str:
@@ -100,11 +173,11 @@ class Plan:
         return f"measured {measured} ({predicted})" if measured else predicted
 
     def _kernels(self) -> str:
-        """Which were compiled, and for how long, where they are none of eager PyTorch's."""
+        """Return which were compiled, and for how long; "" for those of eager PyTorch."""
         found = self.graph.provenance
         if "variant" not in found:
             return ""
-        return f"; Inductor's kernels ({found['variant']}), compiled in {found.get('compile_seconds')} s"
+        return f"Inductor's kernels ({found['variant']}), compiled in {found.get('compile_seconds')} s"
 
     @property
     def gap(self) -> float | None:
@@ -135,3 +208,8 @@ def relative_gap(time_s: float | None, bound_s: float | None) -> float | None:
     if bound_s > 0:
         return max(0.0, (time_s - bound_s) / bound_s)
     return 0.0 if time_s <= 0 else None
+
+
+def _views() -> Any:
+    """Return what shows plans. It is on the floor above, which is found when it is needed and never imported from here."""
+    return import_module("planner.report.plan_views")

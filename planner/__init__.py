@@ -1,6 +1,7 @@
 """Optimal rematerialization for PyTorch training steps: ``trace``, ``solve``, ``compile``, ``checkpoint``, ``run``."""
 
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +9,9 @@ from typing import TYPE_CHECKING
 from planner.missing import told
 
 if TYPE_CHECKING:
+    __version__: str
     from graphs.errors import OutOfMemoryError, PlannerError
+    from graphs.plan import Plan
     from planner.advising import advise
     from planner.running import RunReport, run
     from planner.solving import solve
@@ -21,9 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DynamicStep",
     "OutOfMemoryError",
+    "Plan",
     "PlannedStep",
     "PlannerError",
     "RunReport",
+    "__version__",
     "advise",
     "checkpoint",
     "compile",
@@ -59,6 +64,8 @@ _refuse_shadows()
 
 def __getattr__(name: str) -> object:
     # The command must answer before torch is imported.
+    if name == "__version__":
+        return version("remat-planner")
     if name not in __all__:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     modules = {
@@ -66,6 +73,7 @@ def __getattr__(name: str) -> object:
         "OutOfMemoryError": "graphs.errors",
         "PlannedStep": "planner.training.step",
         "PlannerError": "graphs.errors",
+        "Plan": "graphs.plan",
         "RunReport": "planner.running",
         "advise": "planner.advising",
         "checkpoint": "planner.torch_compile.checkpoint",

@@ -58,7 +58,7 @@ def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
     if path is None or not path.is_file():
         return
     try:
-        graph = with_recorded(read_graph(path), plan.settings)
+        graph = planned_graph(read_graph(path), plan)
     except MismatchError:
         raise
     except PlannerError:
@@ -103,6 +103,16 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
     wrong += [] if stood_for else _time_differences(plan, plan.recomputed + plan.copied)
     if wrong := [*wrong, *_bound_differences(plan, plan.time_s)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
+
+
+def planned_graph(graph: Graph, plan: Plan) -> Graph:
+    """Return `graph` with the options that `plan` was solved with, if it does not offer them already.
+
+    Raises:
+        MismatchError: the settings of the plan are none that a solve records.
+        GraphError: an option cannot be added to this graph, or the graph was traced without it.
+    """
+    return graph if graph.fingerprint == plan.graph.fingerprint else with_recorded(graph, plan.settings)
 
 
 def graph_path(plan: Plan, plan_path: str | os.PathLike[str]) -> Path | None:

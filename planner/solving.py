@@ -315,6 +315,7 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
         pool_peaks_bytes=other_peaks(graph, simulate(graph, result.schedule)),
         differs=differences(graph, result.schedule.computed),
         gradient_error=gradient_error(graph, result.schedule.computed),
+        source=graph,
     )
 
 
@@ -332,6 +333,7 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         bound_s=graph.time_s if graph.plain else None,
         status=str(Status.FEASIBLE),
         pool_peaks_bytes=other_peaks(graph, found),
+        source=graph,
     )
 
 

@@ -23,6 +23,7 @@ from planner.cli import (
     max_batch,
     run,
     show,
+    snapshot,
     solve,
     solvers,
     trace,
@@ -41,6 +42,7 @@ _COMMANDS: dict[str, Command] = {
     "compare": compare,
     "run": run,
     "show": show,
+    "snapshot": snapshot,
     "info": info,
     "import": import_graph,
     "solvers": solvers,
@@ -126,9 +128,9 @@ def build_parser() -> Parser:
 
 
 def _show_version() -> None:
-    from importlib.metadata import version
+    from planner import __version__
 
-    print(f"planner {version('remat-planner')}")
+    print(f"planner {__version__}")
 
 
 def _close_stdout() -> None:

@@ -17,16 +17,18 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "show",
-        "write a page that shows what a plan does: memory over the step, what is computed again, what goes to the host, what is "
-        "held at the peak",
-        "The page is one file: no scripts, nothing loaded from elsewhere. The trace opens in ui.perfetto.dev or chrome://tracing.\n\n"
+        "write a page that shows what a plan does: memory over the step by module and tensor, recomputation, transfers, and the "
+        "tensors at the peak",
+        "The page is one file that loads nothing from elsewhere. The trace opens in ui.perfetto.dev or chrome://tracing.\n\n"
         "examples:\n"
         "  planner show plan.json -o report.html\n"
+        "  planner curve model.json -o curve.csv && planner show plan.json --curve curve.csv -o report.html\n"
         "  planner show plan.json --graph elsewhere/model.json --trace trace.json",
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
     parser.add_argument("--graph", metavar="GRAPH", help="what it was solved for (default: the file that the plan names)")
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="the page to write (.html)")
+    parser.add_argument("--curve", metavar="FILE", help="what planner curve -o wrote: the page shows it with the plan's budget")
     parser.add_argument("--trace", type=options.output, metavar="FILE", help="the Chrome trace to write (.json)")
 
 
@@ -34,22 +36,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Write what is asked for. Returns the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph, read_plan
-    from planner.choices import with_recorded
+    from planner.plan_check import planned_graph
+    from planner.report.budget_curve import read_curve
     from planner.report.chrome_trace import chrome_trace
     from planner.report.page import page
     from planner.report.timeline import Timeline
 
-    wanted = [(path, make) for path, make in ((arguments.output, page), (arguments.trace, chrome_trace)) if path is not None]
+    curve = () if arguments.curve is None else read_curve(arguments.curve)
+    makers = ((arguments.output, lambda timeline: page(timeline, curve)), (arguments.trace, chrome_trace))
+    wanted = [(path, make) for path, make in makers if path is not None]
     if not wanted:
         raise UsageError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
     plan = read_plan(arguments.plan)
     graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
     for path, _ in wanted:
         check_writable(path)
-        if any(Path(path).exists() and Path(path).samefile(source) for source in (arguments.plan, graph_path)):
+        if any(
+            Path(path).exists() and Path(path).samefile(source)
+            for source in (arguments.plan, graph_path, arguments.curve)
+            if source is not None
+        ):
             raise UsageError(f"{path} is read for this: name another file to write")
     graph = read_graph(graph_path)
-    timeline = Timeline(with_recorded(graph, plan.settings), plan)
+    timeline = Timeline(planned_graph(graph, plan), plan)
     for path, make in wanted:
         write_text(path, make(timeline))
     if arguments.json:

@@ -1,8 +1,6 @@
 """``planner solve``: a graph and a budget in, a plan out."""
 
 import argparse
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView, Stage, Stages
     from planner.report.describe import plan_data, plan_text
+    from planner.report.plan_views import naming
     from planner.solving import solve
 
     graph = read_graph(arguments.graph)
@@ -131,23 +130,13 @@ def run(arguments: argparse.Namespace) -> int:
             should_stop=interrupt,
         )
     if arguments.output is not None:
-        write_plan(replace(plan, graph_file=_graph_file(arguments)), arguments.output)
+        write_plan(naming(plan, arguments.output, arguments.graph), arguments.output)
     if arguments.json:
         print_json({"output": arguments.output, **plan_data(plan)}, beside=(arguments.output, arguments.write_model))
     else:
         written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
         print_text(f"{plan_text(plan)}{written}", beside=(arguments.output, arguments.write_model))
     return DONE
-
-
-def _graph_file(arguments: argparse.Namespace) -> str:
-    """The graph, as seen from the plan; in full where the plan goes down a pipe, to wherever."""
-    from graphs.io.files import is_replaced
-
-    graph = Path(arguments.graph).resolve()
-    if not is_replaced(arguments.output):
-        return graph.as_posix()
-    return Path(os.path.relpath(graph, Path(arguments.output).resolve().parent)).as_posix()
 
 
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:

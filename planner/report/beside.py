@@ -6,15 +6,8 @@ from dataclasses import dataclass
 
 from graphs.pools import COMPUTE, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.report.stream_chart import capacity_text, followed_by, spaced
-from planner.report.streams import Stream, Trip, Wait, streams, trips, waits
+from planner.report.streams import Stream, Trip, Wait, capacity_text, followed_by, spaced, streams, trips, waits
 from planner.report.timeline import Held, Timeline, module_of
-
-KEY = (
-    ("wait", "the computation waits"),
-    ("beside", "other streams"),
-    ("elsewhere", "other memories"),
-)
 
 
 @dataclass(frozen=True, slots=True)

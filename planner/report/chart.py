@@ -1,83 +1,421 @@
-"""The figure of a report: memory over the step under the budget line, and below it when ops are computed again.
+"""The figures of the report page, drawn by Bokeh: memory over the step, what runs beside it, and the trade-off curve.
 
-Where there are other streams, what runs on them follows, and what is in other memories. The drawing is stretched to the width
-of the page; what is to be read (ticks, names) is HTML beside it, which is not.
+The page gets the moments and lives themselves; ``page.js`` adds them up for what is in view, so that zooming shows every op.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from graphs.errors import PlannerError
+from graphs.ir import Op
+from graphs.pools import Pool
+from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
-from planner.report.columns import COLUMNS, again_columns, memory_columns
-from planner.report.stream_chart import pool_plots, stream_strips
-from planner.report.timeline import Timeline
+from planner.report.baselines import Baseline, baselines
+from planner.report.budget_curve import CurvePoint
+from planner.report.columns import COLUMNS, memory_columns
+from planner.report.lanes import Bar, bars, lanes
+from planner.report.lives import Life, Lives, lives_of
+from planner.report.module_groups import grouped
+from planner.report.reserved import reserved_bytes
+from planner.report.streams import capacity_text, spaced
+from planner.report.timeline import Timeline, block
+from planner.visible import visible
 
-_HEIGHT = 240
-_STRIP = 26
-_TICKS = 5
+if TYPE_CHECKING:
+    from bokeh.document import Document
+    from bokeh.model import Model
+    from bokeh.models import Range1d
+    from bokeh.plotting import figure
+
+_Model = TypeVar("_Model", bound="Model")
+_BINS = 900  # columns of the memory chart at any zoom
+_HEADROOM = 1.08
+_FAR = 2.2  # times the plan's own top: the memory of others is cut off there
+_NEAR_CAPACITY = 4  # times the peak of another pool: a capacity that is further off is not drawn
+_BASELINE_POINTS = 4000
+_MEMORY_HEIGHT, _LANE_HEIGHT, _POOL_HEIGHT, _CURVE_HEIGHT = 340, 28, 120, 280
+_LEFT, _RIGHT = 84, 16  # pixels beside the plots, so that all lie over the same time
+_OUTSIDE = "outside modules"
+_BASELINE_COLORS = ("whole", "blocks")
+# Dark to light and on to red, by module in the order of the forward pass: lightness tells them apart without hue.
+_PALETTE = (
+    *("#6b4596", "#5a4fa3", "#4a62b0", "#31688e", "#26828e", "#1f9e89", "#35b779"),
+    *("#6ece58", "#a0da39", "#d6d02c", "#e3a505", "#d9822b", "#b5532d", "#8c2f39"),
+)
 
 
-def figure(timeline: Timeline) -> str:
-    """The whole figure as HTML."""
-    top = _top(timeline)
-    ticks = [tick for tick in _ticks(top) if tick <= top]
-    labels = "".join(f'<span style="bottom:{100 * tick / top:.2f}%">{_short(tick)}</span>' for tick in ticks)
-    times = "".join(
-        f'<span style="left:{100 * part:.0f}%">{format_seconds(part * timeline.time_s)}</span>'
-        for part in (0, 0.25, 0.5, 0.75, 1)
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An entry of the legend.
+
+    Attributes:
+        color: in CSS.
+        text: what it stands for.
+        group: index of its group of modules; None for other marks.
+        kind: ``area``, ``line`` (dashed) or ``dots``.
+    """
+
+    color: str
+    text: str
+    group: int | None = None
+    kind: str = "area"
+
+
+@dataclass(frozen=True, slots=True)
+class Charts:
+    """The figures as a Bokeh document, their legend, and captions of the memory of other pools."""
+
+    document: "Document"
+    keys: tuple[Key, ...]
+    pools: tuple[str, ...]
+
+
+def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
+    """Return the figures of `timeline`, with the trade-off `curve` if there is one.
+
+    The roots of the document are named ``memory``, ``lanes``, ``pool0`` and so on, and ``curve``.
+
+    Raises:
+        PlannerError: Bokeh is not installed.
+    """
+    try:
+        from bokeh.document import Document
+        from bokeh.events import DocumentReady
+        from bokeh.models import CustomJS
+    except ImportError as error:
+        raise PlannerError("the report page needs Bokeh: pip install 'remat-planner[plots]'") from error
+    drawing = _Drawing(timeline)
+    others = baselines(timeline.graph, timeline.plan)
+    drawing.draw_memory(others)
+    drawing.draw_lanes()
+    pools = drawing.draw_pools()
+    if curve:
+        drawing.draw_curve(curve)
+    document = Document()
+    for root in drawing.roots:
+        document.add_root(root)
+    code = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
+    document.js_on_event(DocumentReady, CustomJS(args=drawing.arguments(), code=code))
+    keys = (
+        *(Key(color, name, i) for i, (name, color) in enumerate(zip(drawing.groups, drawing.colors, strict=True))),
+        Key("var(--static)", "static memory: parameters, inputs, optimizer state"),
+        Key("var(--workspace)", "workspace"),
+        Key("var(--backward)", "backward pass"),
+        Key("var(--budget)", "budget", kind="line"),
+        *(() if (size := drawing.reserved_bytes) is None else [Key("var(--reserved)", _reserved_text(size), kind="dots")]),
+        *(Key(f"var(--{c})", _baseline_text(one), kind="line") for c, one in zip(_BASELINE_COLORS, others, strict=False)),
     )
-    return (
-        f'<figure><div class="plot"><div class="ys">{labels}</div>{_memory(timeline, top, ticks)}</div>'
-        f'<div class="plot strip"><div class="ys"><span class="whole">again</span></div>{_again(timeline)}</div>'
-        f"{stream_strips(timeline)}{pool_plots(timeline)}"
-        f'<div class="xs">{times}</div></figure>'
-    )
+    return Charts(document, keys, pools)
 
 
-def _memory(timeline: Timeline, top: float, ticks: list[int]) -> str:
-    def y(size: float) -> float:
-        return round(_HEIGHT * (1 - size / top), 2)
+@dataclass
+class _Drawing:
+    """The figures, drawn one after another; what ``page.js`` needs of them is collected on the way."""
 
-    points = "".join(f"V{y(size)}H{i + 1}" for i, size in enumerate(memory_columns(timeline, timeline.graph.pools[0])))
-    grid = "".join(f'<line class="grid" x1="0" x2="{COLUMNS}" y1="{y(tick)}" y2="{y(tick)}"/>' for tick in ticks)
-    backward = round(COLUMNS * timeline.backward_s / timeline.time_s, 2) if timeline.time_s else COLUMNS
-    budget = y(timeline.plan.budget_bytes)
-    said = (
-        f"Memory over the step: at most {format_bytes(timeline.peak.memory_bytes)}, "
-        f"under the budget of {format_bytes(timeline.plan.budget_bytes)}"
-    )
-    return (
-        f'<svg viewBox="0 0 {COLUMNS} {_HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{said}">'
-        f'<rect class="backward" x="{backward}" y="0" width="{COLUMNS - backward}" height="{_HEIGHT}"/>{grid}'
-        f'<path class="memory" d="M0 {_HEIGHT}{points}V{_HEIGHT}Z"/>'
-        f'<rect class="static" x="0" y="{y(timeline.graph.static_bytes)}" width="{COLUMNS}" '
-        f'height="{round(_HEIGHT * timeline.graph.static_bytes / top, 2)}"/>'
-        f'<line class="budget" x1="0" x2="{COLUMNS}" y1="{budget}" y2="{budget}"/></svg>'
-    )
+    timeline: Timeline
+    roots: "list[figure]" = field(default_factory=list)
+    themed: "list[Model]" = field(default_factory=list)
+    handles: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        timeline = self.timeline
+        self.lives: Lives = lives_of(timeline)
+        self.bars: tuple[Bar, ...] = bars(timeline)
+        self.lanes = lanes(timeline)
+        homes = (self._home(life) for life in self.lives.lives)
+        groups = grouped([_block(op) for op in (*timeline.graph.program, *homes)])
+        self.groups = tuple(dict.fromkeys(groups.values()))
+        self.colors = _colors(len(self.groups))
+        self.group_of = {name: self.groups.index(group) for name, group in groups.items()}
+        # Where no op has a time, the step is drawn evenly, by moments.
+        self.timed = timeline.time_s > 0
+        span_s = timeline.time_s if self.timed else float(len(self.lives.moments))
+        self.time_scale, self.time_unit = _unit(span_s, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))) if self.timed else (1.0, "ops")
+        self.span = span_s / self.time_scale
+        self.reserved_bytes: int | None = None
+        self.starts = [m.start_s / self.time_scale if self.timed else float(i) for i, m in enumerate(self.lives.moments)]
+
+    def draw_memory(self, others: Sequence[Baseline]) -> None:
+        from bokeh.models import BoxAnnotation, ColumnDataSource, Range1d, Span
+
+        plan = self.timeline.plan
+        reserved = reserved_bytes(self.timeline)
+        near_budget = plan.budget_bytes if plan.budget_bytes < _FAR * plan.peak_bytes else 0
+        own_bytes = max(near_budget, plan.peak_bytes, *reserved[-1:], 1)
+        top_bytes = _HEADROOM * max(own_bytes, min(max(one.peak_bytes for one in others), _FAR * own_bytes))
+        self.size_scale, self.size_unit = _unit(top_bytes, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+        self.x_range = Range1d(0, self.span, bounds=(0, self.span))
+        top = top_bytes / self.size_scale
+        plot = self._over_time("memory", _MEMORY_HEIGHT, Range1d(0, top, bounds=(0, top)), f"memory in {self.size_unit}")
+        backward = self._time(self.timeline.backward_s)
+        plot.add_layout(self._tag(BoxAnnotation(left=backward, level="underlay", line_alpha=0), fill_color="backward"))
+        # page.js fills them in; without a point BokehJS would draw such areas for ever.
+        bands = ColumnDataSource({"x": [0.0], **{f"y{i}": [0.0] for i in range(len(self.groups) + 3)}})
+        names = ("static", *self.groups, "workspace")
+        for i in range(len(names)):
+            area = plot.varea_step("x", f"y{i}", f"y{i + 1}", source=bands, step_mode="after", name=f"band{i}")
+            if 0 < i < len(names) - 1:
+                area.glyph.fill_color = self.colors[i - 1]
+            else:
+                self._tag(area.glyph, fill_color=names[i])
+        for color, one in zip(_BASELINE_COLORS, others, strict=False):
+            line = plot.step(*self._baseline(one), mode="after", line_dash="dashed", line_width=1.5, name=color)
+            self._tag(line.glyph, line_color=color)
+        if reserved:
+            changes = [k for k in range(len(reserved)) if not k or reserved[k] != reserved[k - 1]]
+            xs = [*([*self.starts, self.span][self.lives.at_step[k]] for k in changes), self.span]
+            ys = [reserved[k] / self.size_scale for k in (*changes, changes[-1])]
+            line = plot.step(xs, ys, mode="after", line_width=1.5, line_dash="dotted", name="reserved")
+            self._tag(line.glyph, line_color="reserved")
+            self.reserved_bytes = reserved[-1]
+        marks = ColumnDataSource({"xs": [], "ys": []})
+        marked = plot.patches("xs", "ys", source=marks, fill_alpha=0.35, line_width=1.5, name="marks")
+        self._tag(marked.glyph, fill_color="mark", line_color="mark")
+        budget = Span(location=plan.budget_bytes / self.size_scale, dimension="width", line_dash=[6, 4], line_width=2)
+        plot.add_layout(self._tag(budget, line_color="budget"))
+        reader = Span(location=0, dimension="height", line_width=2, visible=False)
+        plot.add_layout(self._tag(reader, line_color="mark"))
+        self.handles |= {"memory": plot, "bands": bands, "marks": marks, "reader": reader}
+
+    def draw_lanes(self) -> None:
+        from bokeh.models import ColumnDataSource, FixedTicker, Range1d
+
+        if not self.lanes:
+            return
+        count = len(self.lanes)
+        plot = self._over_time("lanes", 24 + _LANE_HEIGHT * count, Range1d(-0.5, count - 0.5), None)
+        plot.yaxis.ticker = FixedTicker(ticks=list(range(count)))
+        plot.yaxis.major_label_overrides = {count - 1 - i: name for i, name in enumerate(self.lanes)}
+        plot.ygrid.visible = False
+        plot.xaxis.visible = False
+        for i, name in enumerate(self.lanes):
+            own = [k for k, bar in enumerate(self.bars) if bar.lane == name]
+            left, right = zip(*(self._sides(self.bars[k]) for k in own), strict=True)
+            source = ColumnDataSource({"left": left, "right": right, "y": [count - 1 - i] * len(own)})
+            drawn = plot.hbar(y="y", left="left", right="right", height=0.7, source=source, line_width=1, name=f"lane{i}")
+            color = {"recompute": "again", "wait": "wait"}.get(name, "transfer")
+            self._tag(drawn.glyph, fill_color=color, line_color=color)
+        self.handles["lanes"] = plot
+
+    def draw_pools(self) -> tuple[str, ...]:
+        """Draw the memory of the pools besides the device that are used. Returns a caption for each."""
+        from bokeh.models import Range1d, Span
+
+        peaks = zip(self.timeline.graph.pools[1:], self.timeline.simulation.pool_peaks_bytes[1:], strict=True)
+        captions = []
+        for index, (pool, peak_bytes) in enumerate((pool, peak) for pool, peak in peaks if peak):
+            capacity_bytes = pool.capacity_bytes
+            near = capacity_bytes is not None and capacity_bytes <= _NEAR_CAPACITY * peak_bytes
+            most = capacity_bytes if near and capacity_bytes is not None else peak_bytes
+            scale, unit = _unit(most, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+            plot = self._over_time(f"pool{index}", _POOL_HEIGHT, Range1d(0, _HEADROOM * most / scale), unit)
+            sizes = np.array(memory_columns(self.timeline, pool)) / scale
+            edges = np.linspace(0, self.span, COLUMNS + 1)
+            area = plot.varea_step(edges, np.zeros(COLUMNS + 1), np.append(sizes, sizes[-1]), step_mode="after")
+            self._tag(area.glyph, fill_color="elsewhere")
+            if near:
+                line = Span(location=most / scale, dimension="width", line_dash=[6, 4], line_width=2)
+                plot.add_layout(self._tag(line, line_color="budget"))
+            captions.append(_pool_text(pool, peak_bytes))
+        return tuple(captions)
+
+    def draw_curve(self, curve: Sequence[CurvePoint]) -> None:
+        from bokeh.models import HoverTool
+        from bokeh.plotting import figure
+
+        plan = self.timeline.plan
+        scale, unit = _unit(max(p.budget_bytes for p in curve), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+        plot = figure(name="curve", height=_CURVE_HEIGHT, sizing_mode="stretch_width", tools="", toolbar_location=None)
+        plot.min_border_left, plot.min_border_right = _LEFT, _RIGHT
+        plot.xaxis.axis_label, plot.yaxis.axis_label = f"budget in {unit}", "overhead in %"
+        series = tuple(dict.fromkeys(point.options for point in curve))
+        for options, color in zip(series, ("curve", "transfer"), strict=False):
+            own = [point for point in curve if point.options == options]
+            bounds = [(p.budget_bytes / scale, 100 * p.bound_overhead) for p in own if p.bound_overhead is not None]
+            if bounds:
+                xs, ys = map(np.array, zip(*bounds, strict=True))
+                shade = plot.varea_step(xs, np.zeros(len(xs)), ys, step_mode="before", fill_alpha=0.25)
+                self._tag(shade.glyph, fill_color="soft")
+            solved = [(p.budget_bytes / scale, 100 * p.overhead) for p in own if p.overhead is not None]
+            if solved:
+                xs, ys = map(np.array, zip(*solved, strict=True))
+                line = plot.step(
+                    xs, ys, mode="after", line_width=2, legend_label=f"with {options}" if options else "recomputation"
+                )
+                dots = plot.scatter(xs, ys, size=7)
+                self._tag(line.glyph, line_color=color)
+                self._tag(dots.glyph, fill_color=color, line_color=color)
+                said = [("budget", f"@x{{0.00}} {unit}"), ("overhead", "@y{0.00}%")]
+                plot.add_tools(HoverTool(renderers=[dots], tooltips=said))
+        chosen = plot.scatter(
+            [plan.budget_bytes / scale], [100 * max(0.0, plan.overhead)], marker="star", size=18, legend_label="this plan"
+        )
+        self._tag(chosen.glyph, fill_color="budget", line_color="budget")
+        plot.y_range.start = 0
+        plot.legend.location = "top_right"
+        self._tag(plot.legend[0], background_fill_color="page", label_text_color="text", border_line_color="line")
+        self._frame(plot)
+        self.roots.append(plot)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what ``page.js`` is called with."""
+        return {"lanes": None, **self.handles, "themed": self.themed, "data": self._data()}
+
+    def _data(self) -> dict[str, Any]:
+        """Moments, lives by group and birth, and bars, as columns; texts are kept once."""
+        moments = self.lives.moments
+        lives = sorted(self.lives.lives, key=lambda life: (self.group_of[_block(self._home(life))], life.born))
+        places = {id(life): place for place, life in enumerate(lives)}
+        texts: dict[str, int] = {"": 0}
+
+        def column(values: Iterable[str]) -> "np.ndarray[Any, Any]":
+            return np.array([texts.setdefault(visible(value), len(texts)) for value in values], dtype=np.int32)
+
+        again = {self.lives.at_step[e.step] for e in self.timeline.executions if e.again}
+        found = {
+            "starts": np.array([*self.starts, self.span]),
+            "totals": np.array([m.size_bytes / self.size_scale for m in moments]),
+            "ops": column("" if m.op is None else m.op.name for m in moments),
+            "group": np.array([self.group_of[_block(self._home(life))] for life in lives], dtype=np.int32),
+            "born": np.array([life.born for life in lives], dtype=np.int32),
+            "dies": np.array([life.dies for life in lives], dtype=np.int32),
+            "again": np.array([life.born in again for life in lives], dtype=np.int32),
+            "bytes": np.array([life.tensor.size_bytes for life in lives], dtype=np.float64),
+            "name": column(life.tensor.name for life in lives),
+            "shape": column(f"{life.tensor.dtype}{list(life.tensor.shape)}" for life in lives),
+            "module": column(self._home(life).module.removeprefix("model.") for life in lives),
+            "maker": column(life.maker.name for life in lives),
+            "reader": column("" if life.last_reader is None else life.last_reader.name for life in lives),
+        }
+        sides = [self._sides(bar) for bar in self.bars]
+        bar_columns = {
+            "bar_lane": np.array([len(self.lanes) - 1 - self.lanes.index(bar.lane) for bar in self.bars], dtype=np.int32),
+            "bar_left": np.array([left for left, _ in sides]),
+            "bar_right": np.array([right for _, right in sides]),
+            "bar_title": column(bar.title for bar in self.bars),
+            "bar_said": column(bar.said for bar in self.bars),
+            "bar_purpose": column(bar.purpose for bar in self.bars),
+            "bar_reader": np.array([-1.0 if bar.reader_s is None else self._time(bar.reader_s) for bar in self.bars]),
+            "bar_lives": [[places[id(life)] for life in own] for own in self._bar_lives()],
+        }
+        return {
+            **found,
+            **bar_columns,
+            "texts": list(texts),
+            "groups": [visible(name) for name in self.groups],
+            "static": self.timeline.graph.static_bytes / self.size_scale,
+            "size_scale": self.size_scale,
+            "time_unit": self.time_unit,
+            "bins": _BINS,
+        }
+
+    def _home(self, life: Life) -> Op:
+        """Return the first op that makes the tensor: its module is the tensor's, whatever has made it this time."""
+        return self.timeline.graph.ops[life.tensor.producers[0]]
+
+    def _bar_lives(self) -> Iterator[list[Life]]:
+        """For each bar the tensors on the device that it is about: those it makes, or else those it reads."""
+        by_tensor: dict[int, list[Life]] = {}
+        for life in self.lives.lives:
+            by_tensor.setdefault(life.tensor.id, []).append(life)
+        steps = self.timeline.plan.schedule.steps
+        for bar in self.bars:
+            step = None if bar.step is None else steps[bar.step]
+            if bar.step is None or not isinstance(step, Compute):
+                yield []
+                continue
+            op, now = self.timeline.graph.ops[step.op], self.lives.at_step[bar.step]
+            made = [life for t in op.outputs for life in by_tensor.get(t, ()) if life.born == now]
+            yield made or [life for t in op.inputs for life in by_tensor.get(t, ()) if life.born <= now <= life.dies]
+
+    def _sides(self, bar: Bar) -> tuple[float, float]:
+        if self.timed or bar.step is None:
+            return self._time(bar.start_s), self._time(bar.end_s)
+        moment = float(self.lives.at_step[bar.step])
+        return moment, moment + 1
+
+    def _time(self, time_s: float) -> float:
+        return time_s / self.time_scale if self.timed else 0.0
+
+    def _baseline(self, one: Baseline) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+        """Its memory over its own time, the most of neighbours where there are many points."""
+        sizes = np.array(one.memory_bytes) / self.size_scale
+        times = np.array(one.times_s) / self.time_scale if self.timed else np.arange(len(sizes), dtype=float)
+        firsts = np.arange(0, len(sizes), -(-len(sizes) // _BASELINE_POINTS))
+        end = one.time_s / self.time_scale if self.timed else float(len(sizes))
+        xs, ys = times[firsts], np.maximum.reduceat(sizes, firsts)
+        return np.append(xs, min(end, self.span)), np.append(ys, ys[-1])
+
+    def _over_time(self, name: str, height: int, y_range: "Range1d", label: str | None) -> "figure":
+        """A figure over the time of the step, which all of them share."""
+        from bokeh.models import BoxZoomTool, WheelZoomTool
+        from bokeh.plotting import figure
+
+        plot = figure(
+            name=name,
+            height=height,
+            sizing_mode="stretch_width",
+            x_range=self.x_range,
+            y_range=y_range,
+            tools=[BoxZoomTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers="ctrl")],
+            toolbar_location=None,
+        )
+        plot.toolbar.active_scroll = plot.toolbar.tools[1]
+        plot.min_border_left, plot.min_border_right = _LEFT, _RIGHT
+        if label is not None:
+            plot.yaxis.axis_label = label
+            plot.yaxis.ticker.desired_num_ticks = 5
+        plot.xaxis.axis_label = f"time in {self.time_unit}" if self.timed else "executions"
+        self._frame(plot)
+        self.roots.append(plot)
+        return plot
+
+    def _frame(self, plot: "figure") -> None:
+        """Colour what is around the data."""
+        plot.background_fill_color = plot.border_fill_color = None
+        self._tag(plot, outline_line_color="line")
+        for axis in plot.axis:
+            axis.minor_tick_line_color = None
+            axis.axis_label_text_font_style = "normal"
+            colors = ("axis_label_text_color", "major_label_text_color", "major_tick_line_color", "axis_line_color")
+            self._tag(axis, **dict.fromkeys(colors, "soft"))
+        for grid in plot.grid:
+            self._tag(grid, grid_line_color="line")
+
+    def _tag(self, model: "_Model", **colors: str) -> "_Model":
+        """Have ``page.js`` give `model` the colours of the page by name, for they are others in the dark."""
+        model.tags = [colors]
+        self.themed.append(model)
+        return model
 
 
-def _again(timeline: Timeline) -> str:
-    bars = "".join(
-        f"M{i} {_STRIP}v{-round(max(1.0, share * _STRIP), 1)}h1v{round(max(1.0, share * _STRIP), 1)}z"
-        for i, share in enumerate(again_columns(timeline))
-        if share > 0
-    )
-    return (
-        f'<svg viewBox="0 0 {COLUMNS} {_STRIP}" preserveAspectRatio="none" role="img" '
-        f'aria-label="When ops are computed again"><path class="again" d="{bars}"/></svg>'
-    )
+def _block(op: Op) -> str:
+    return block(op.module) or _OUTSIDE
 
 
-def _top(timeline: Timeline) -> float:
-    return 1.08 * max(timeline.plan.budget_bytes, timeline.peak.memory_bytes, 1)
+def _colors(count: int) -> tuple[str, ...]:
+    """`count` colours of the palette, as far from each other as it has them."""
+    last = len(_PALETTE) - 1
+    return tuple(_PALETTE[round(i * last / max(1, count - 1)) if count > 1 else 3] for i in range(count))
 
 
-def _ticks(top: float) -> list[int]:
-    """Round numbers from 0, at most _TICKS of them below `top`."""
-    unit = 1
-    while True:
-        for factor in (1, 2, 5):
-            if top / (factor * unit) < _TICKS:
-                return [factor * unit * i for i in range(_TICKS)]
-        unit *= 10
+def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return the first of `units`, from large to small, that `largest` reaches; else the last."""
+    return next(((scale, name) for scale, name in units if largest >= scale), units[-1])
 
 
-def _short(size_bytes: int) -> str:
-    return format_bytes(size_bytes).replace(".00", "")
+def _baseline_text(one: Baseline) -> str:
+    return f"{one.name}: {format_bytes(one.peak_bytes)}, {format_seconds(one.time_s)}"
+
+
+def _reserved_text(size_bytes: int) -> str:
+    return f"reserved by PyTorch's caching allocator, simulated from an empty device: {format_bytes(size_bytes)}"
+
+
+def _pool_text(pool: Pool, peak_bytes: int) -> str:
+    return f"{spaced(pool.name)} memory: at most {format_bytes(peak_bytes)}, {capacity_text(pool)}"

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
 from planner.report.columns import left_bytes, stretches
-from planner.report.stream_chart import followed_by
-from planner.report.streams import Wait, waits
+from planner.report.streams import Wait, followed_by, waits
 from planner.report.timeline import Execution, Timeline
 
 _PROCESS = 1
@@ -19,7 +18,7 @@ _WAITING_ROW = 5
 def chrome_trace(timeline: Timeline) -> str:
     """The trace as JSON, in the Trace Event Format: complete events (X), counters (C) and names (M); microseconds.
 
-    The computation has a row for each phase, one for what is computed again and one for where it waits; each other stream
+    The computation has a row for each phase, one for what is recomputed and one for where it waits; each other stream
     has a row, and each pool a counter.
     """
     graph = timeline.graph
@@ -38,7 +37,7 @@ def chrome_trace(timeline: Timeline) -> str:
 
 def _rows(graph: Graph) -> dict[int, str]:
     """The names of rows, by number."""
-    computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "computed again"}
+    computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "recomputed"}
     if len(graph.streams) == 1:
         return computed
     computed[_WAITING_ROW] = "waiting"

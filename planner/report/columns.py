@@ -1,4 +1,4 @@
-"""The step in columns of equal time: what is in a pool in each, and how much of each is spent on computing again."""
+"""The step in columns of equal time: what is in a pool in each."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,17 +39,6 @@ def memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list
     for stretch, (first, last) in zip(found, _spans(timeline, ((s.start_s, s.end_s) for s in found), count), strict=True):
         for i in range(int(first), min(int(last), count - 1) + 1):
             columns[i] = max(columns[i], stretch.size_bytes)
-    return columns
-
-
-def again_columns(timeline: Timeline, count: int = COLUMNS) -> list[float]:
-    """The share of each of `count` equal parts of the step that the computation spends on computing again."""
-    columns = [0.0] * count
-    computed = timeline.computed
-    for execution, (first, last) in zip(computed, _spans(timeline, ((e.start_s, e.end_s) for e in computed), count), strict=True):
-        if execution.again:
-            for i in range(int(first), min(int(last), count - 1) + 1):
-                columns[i] += min(last, i + 1) - max(first, i)
     return columns
 
 

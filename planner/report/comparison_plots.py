@@ -1,11 +1,12 @@
 """The figures of a comparison, made from its rows alone."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
-from planner.report.plots import new_figure, save_figure, set_title
+from planner.report.plots import add_legend, new_figure, save_figure, set_title, shades, size_unit
 from planner.studies.best import kind_of
 from planner.studies.comparison_rows import Row, RunBy, bound_of, methods_of, simulated
 
@@ -13,17 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _OURS = "windows"
-# What methods are called in figures, and how they look: colors that people tell apart who see few of them (Okabe and Ito).
+# What stands in front, how it is called and how it looks: colours that colour-blind readers tell apart (Okabe and Ito).
 _KNOWN = {
-    _OURS: ("optimal schedule", "#0072B2", "o"),
-    "checkpoint-blocks": ("checkpointing blocks", "#D55E00", "s"),
+    _OURS: ("remat-planner", "#0072B2", "o"),
+    "checkpoint-blocks": ("checkpoint blocks", "#D55E00", "s"),
     "sac": ("selective checkpointing", "#CC79A7", "X"),
     "memory-budget": ("Memory Budget API", "#E69F00", "D"),
-    "rotor": ("rotor", "#009E73", "P"),
-    "dtr": ("DTR", "#56B4E9", "^"),
-    "megengine": ("MegEngine", "#000000", "v"),
-    "eager": ("eager", "#999999", "*"),
+    "dtr": ("DTR", "#009E73", "^"),
+    "eager": ("eager", "#000000", "*"),
 }
+_PEOPLE = {"keep-everything": "keep everything", **{method: name for method, (name, _, _) in _KNOWN.items()}}
+# The axis of time ends so many times the highest overhead that stands in front, outliers aside; if another is so far above.
+_ABOVE, _FAR = 1.1, 1.5
+_OUTLIER = 1.75  # times the overhead that nearly all of what stands in front stays below
 
 # Memory in bytes, and time as a multiple.
 Point: TypeAlias = tuple[float, float]
@@ -47,7 +50,7 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
     _draw(axes, judged, _simulated_point, scale, linewidth=1)
     axes.set_ylabel("step time, as a multiple of keeping everything")
     set_title(axes, rows[0].model)
-    _add_legend(axes)
+    add_legend(figure, axes)
     save_figure(figure, path)
 
 
@@ -68,7 +71,7 @@ def plot_measured(rows: Sequence[Row], path: Path) -> None:
     axes.axhline(1.0, color="C7", linewidth=1)
     axes.set_ylabel("step time, as a multiple of eager PyTorch's")
     set_title(axes, rows[0].model)
-    _add_legend(axes)
+    add_legend(figure, axes)
     save_figure(figure, path)
 
 
@@ -83,42 +86,69 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
     axes = figure.add_subplot()
     scale = _memory_axis(axes.yaxis.set_label_text, judged)
     methods = methods_of(judged)
-    for i, budget in enumerate(sorted({row.budget_bytes or 0 for row in judged}, reverse=True)):
+    budgets = sorted({row.budget_bytes or 0 for row in judged}, reverse=True)
+    for budget, color in zip(budgets, shades(len(budgets)), strict=True):
         here = [row for row in judged if row.budget_bytes == budget]
-        axes.axhline(budget / scale, color=f"C{i % 10}", linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
+        axes.axhline(budget / scale, color=color, linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
         peaks = [(methods.index(row.method), row.peak_bytes / scale) for row in here if row.peak_bytes]
         measured = [(methods.index(row.method), row.measured_peak_bytes / scale) for row in here if row.measured_peak_bytes]
         for points, size, fill in ((peaks, 5, "full"), (measured, 9, "none")):
             if points:
                 xs, ys = zip(*points, strict=True)
-                axes.plot(xs, ys, "o", color=f"C{i % 10}", markersize=size, fillstyle=fill)
-    axes.set_xticks(range(len(methods)), methods, rotation=45, ha="right", fontsize="small")
+                axes.plot(xs, ys, "o", color=color, markersize=size, fillstyle=fill)
+    names = [_PEOPLE.get(method, method) for method in methods]
+    ticks = axes.set_xticks(range(len(methods)), names, rotation=45, ha="right", fontsize="small")
+    if _OURS in methods:
+        ticks[methods.index(_OURS)].label1.set_fontweight("bold")
     set_title(axes, rows[0].model)
     axes.set_ylim(bottom=0)
-    _add_legend(axes)
+    add_legend(figure, axes, columns=4)
     save_figure(figure, path)
 
 
 def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None], scale: float, *, linewidth: float) -> None:
-    """Draw a line for each method: ours thick, those that people know in colors, all others in gray; hollow what PyTorch runs."""
+    """Draw a line for each method: ours thick, those that people know in colours, all others in gray; hollow what PyTorch runs.
+
+    Where single points are far above all that stands in front, they are drawn at the upper edge, as arrows.
+    """
     series: dict[tuple[bool, str], set[Point]] = {}
     for row in rows:
         if (found := point(row)) is not None:
             by_torch = row.run_by == RunBy.TORCH
             series.setdefault((by_torch, kind_of(row) if by_torch else row.method), set()).add(found)
+    edge = _edge(series)
     known = tuple(_KNOWN)
+    cut: list[Point] = []
     for by_torch, method in sorted(series, key=lambda key: (known.index(key[1]) if key[1] in known else len(known), key)):
-        xs, ys = zip(*sorted(series[by_torch, method]), strict=True)
+        points = sorted(series[by_torch, method])
+        cut += [(x / scale, y) for x, y in points if y > edge]
+        xs, ys = zip(*points, strict=True)
         (line,) = axes.plot([x / scale for x in xs], ys, markersize=5, linewidth=linewidth)
         line.set(fillstyle="none" if by_torch else "full")
         if (style := _KNOWN.get(method)) is None:
             named = "other methods" in axes.get_legend_handles_labels()[1]
-            line.set(color="0.7", marker=".", zorder=1.5, linewidth=linewidth / 2, label=None if named else "other methods")
+            line.set(color="0.75", marker=".", zorder=1.5, linewidth=linewidth / 2, label=None if named else "other methods")
             continue
         name, color, marker = style
         line.set(color=color, marker=marker, label=f"PyTorch: {name}" if by_torch else name)
         if method == _OURS:
             line.set(linewidth=2.5 * linewidth, markersize=7, zorder=3)
+    if cut:
+        lowest = axes.get_ylim()[0]
+        axes.set_ylim(lowest, edge)
+        label = f"above the axis, up to {max(y for _, y in cut):.2f}x"
+        axes.plot([x for x, _ in cut], [edge] * len(cut), "^", color="0.4", markersize=7, clip_on=False, linewidth=0, label=label)
+
+
+def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
+    """Return where the axis of time ends: some above nearly all that stands in front; infinite if nothing is far above that."""
+    overheads = sorted(y - 1 for (_, method), points in series.items() for _, y in points if method in _KNOWN)
+    highest = max((y - 1 for points in series.values() for _, y in points), default=0.0)
+    if not overheads:
+        return math.inf
+    nearly_all = overheads[int(0.95 * (len(overheads) - 1))]
+    edge = _ABOVE * max((one for one in overheads if one <= _OUTLIER * nearly_all), default=0.0)
+    return 1 + edge if highest > _FAR * edge > 0 else math.inf
 
 
 def _simulated_point(row: Row) -> Point | None:
@@ -133,12 +163,6 @@ def _measured_point(row: Row) -> Point | None:
 
 def _memory_axis(set_label: Callable[[str], object], rows: Sequence[Row]) -> float:
     """Name the unit of an axis of memory. Returns its bytes."""
-    largest = rows[0].base_peak_bytes
-    scale, unit = next((scale, unit) for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1.0, "B")) if largest >= scale)
+    scale, unit = size_unit(rows[0].base_peak_bytes)
     set_label(f"peak memory in {unit}")
     return scale
-
-
-def _add_legend(axes: "Axes") -> None:
-    if axes.get_legend_handles_labels()[0]:  # nothing is drawn where no method fits
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="x-small", frameon=False)

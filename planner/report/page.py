@@ -1,7 +1,7 @@
-"""A plan as one self-contained HTML page: no scripts, nothing loaded from elsewhere."""
+"""A plan as one self-contained HTML page: nothing is loaded from elsewhere."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
@@ -10,65 +10,74 @@ from markupsafe import Markup
 from graphs.eager import EagerComparison
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.report.beside import KEY, beside, travels
-from planner.report.chart import figure
+from planner.report.beside import beside, travels
+from planner.report.budget_curve import CurvePoint
+from planner.report.chart import charts
 from planner.report.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
 from planner.visible import visible
 
 _LISTED = 15
-_KEY = (
-    ("memory", "in use"),
-    ("static", "throughout: parameters, inputs, states"),
-    ("budget", "budget"),
-    ("again", "computing again"),
-    ("backward", "backward pass"),
-)
 
 
-def page(timeline: Timeline) -> str:
-    """The whole page."""
+def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
+    """Return the whole page, with the trade-off `curve` if there is one.
+
+    Raises:
+        PlannerError: Bokeh is not installed.
+    """
     plan, graph, peak, held = timeline.plan, timeline.graph, timeline.peak, timeline.held
+    drawn = charts(timeline, curve)
+    from bokeh.embed import file_html
+    from bokeh.resources import INLINE
+
     others, listed = beside(timeline, _LISTED), held[:_LISTED]
-    elsewhere = [[where] for where in travels(timeline, listed)] if others.streams else [[] for _ in listed]
+    places = travels(timeline, listed)
+    elsewhere = [[where] for where in places] if any(places) else [[] for _ in listed]
     costs, bursts = timeline.module_costs, timeline.bursts
     dearest = max((cost.time_s for cost in costs[:1]), default=0.0) or 1e-12
     longest = sorted(sorted(bursts, key=lambda burst: -burst.time_s)[:_LISTED], key=lambda burst: burst.start_s)
     # Names come from files: none is HTML, and what would drive a terminal is drawn as it is.
     made = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
-    return made.from_string(_resource("page.html")).render(
-        style=Markup(_resource("page.css")),
-        model=visible(graph.provenance.get("model", "a model")),
-        peak=format_bytes(plan.peak_bytes),
-        whole=format_bytes(plan.graph.keep_everything_peak_bytes),
-        overhead=format_ratio(plan.overhead),
-        executions=sum(not execution.op.optional for execution in timeline.executions),
-        repetitions=sum(execution.again for execution in timeline.executions),
-        beside=others,
-        proof=_proof(plan.gap),
-        facts=[*_facts(timeline), *others.facts],
-        figure=Markup(figure(timeline)),
-        key=(*_KEY, *KEY) if others.streams else _KEY,
-        costs=[_cost_row(cost, dearest) for cost in costs[:_LISTED]],
-        costs_left_out=len(costs) - _LISTED,
-        bursts=[_burst_row(burst) for burst in longest],
-        bursts_in_all=len(bursts),
-        at_peak=format_bytes(peak.memory_bytes),
-        peak_at=format_seconds(timeline.reached_s[peak.step]),
-        peak_op=peak.op,
-        peak_runs=_runs(peak),
-        throughout=format_bytes(graph.static_bytes),
-        in_tensors=format_bytes(math.fsum(one.tensor.size_bytes for one in held)),
-        workspace=format_bytes(peak.op.workspace_bytes if peak.op.stream == COMPUTE else 0),
-        held=[[*_held_row(one), *where] for one, where in zip(listed, elsewhere, strict=True)],
-        held_in_all=len(held),
-        held_left_out=len(held) - _LISTED,
-        status=plan.status,
-        solver=plan.solver,
-        seconds=f"{plan.seconds:.2f}",
-        versions=", ".join(f"{name} {version}" for name, version in plan.versions.items()),
-        provenance=", ".join(f"{name} {visible(value)}" for name, value in graph.provenance.items()),
-        fingerprint=plan.graph.fingerprint,
-    )
+    model = visible(graph.provenance.get("model", "a model"))
+    facts = {
+        "style": Markup(_resource("page.css")),
+        "model": model,
+        "peak": format_bytes(plan.peak_bytes),
+        "whole": format_bytes(plan.graph.keep_everything_peak_bytes),
+        "overhead": format_ratio(plan.overhead),
+        "executions": sum(not execution.op.optional for execution in timeline.executions),
+        "recomputations": sum(execution.again for execution in timeline.executions),
+        "beside": others,
+        "proof": _proof(plan.gap),
+        "facts": [*_facts(timeline), *others.facts],
+        "names": [root.name for root in drawn.document.roots],
+        "keys": drawn.keys,
+        "pools": drawn.pools,
+        "costs": [_cost_row(cost, dearest) for cost in costs[:_LISTED]],
+        "costs_left_out": len(costs) - _LISTED,
+        "bursts": [_burst_row(burst) for burst in longest],
+        "bursts_in_all": len(bursts),
+        "at_peak": format_bytes(peak.memory_bytes),
+        "peak_at": format_seconds(timeline.reached_s[peak.step]),
+        "peak_op": peak.op,
+        "peak_runs": _runs(peak),
+        "static": format_bytes(graph.static_bytes),
+        "in_tensors": format_bytes(math.fsum(one.tensor.size_bytes for one in held)),
+        "workspace": format_bytes(peak.op.workspace_bytes if peak.op.stream == COMPUTE else 0),
+        "held": [[*_held_row(one), *where] for one, where in zip(listed, elsewhere, strict=True)],
+        "travels": any(places),
+        "held_in_all": len(held),
+        "held_left_out": len(held) - _LISTED,
+        "status": plan.status,
+        "solver": plan.solver,
+        "seconds": f"{plan.seconds:.2f}",
+        "versions": ", ".join(f"{name} {version}" for name, version in plan.versions.items()),
+        "provenance": ", ".join(f"{name} {visible(value)}" for name, value in graph.provenance.items()),
+        "fingerprint": plan.graph.fingerprint,
+    }
+    template = made.from_string(_resource("page.html"))
+    text: str = file_html(drawn.document, INLINE, f"Plan for {model}", template=template, template_variables=facts)
+    return text
 
 
 def _facts(timeline: Timeline) -> list[tuple[str, str]]:
@@ -78,11 +87,11 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
         ("Budget", format_bytes(plan.budget_bytes)),
         ("Peak, predicted", format_bytes(plan.peak_bytes)),
         *([] if plan.measured_peak_bytes is None else [("Peak, measured", format_bytes(plan.measured_peak_bytes))]),
-        ("Keeping everything", format_bytes(plan.graph.keep_everything_peak_bytes)),
+        ("Keep everything, peak", format_bytes(plan.graph.keep_everything_peak_bytes)),
         ("Step time", format_seconds(plan.time_s)),
         ("Overhead", f"+{format_ratio(plan.overhead)}"),
         *_beside_eager(plan.eager),
-        ("Least possible", bound),
+        ("Lower bound of overhead", bound),
         ("Gap", "unknown" if plan.gap is None else format_ratio(plan.gap)),
     ]
 
@@ -104,14 +113,14 @@ def _proof(gap: float | None) -> str:
     if gap is None:
         return ""
     within = "" if gap < 5e-5 else f"more than {format_ratio(gap)} "
-    return f" No schedule of its kind that fits is {within}faster."
+    return f" Proof: no schedule within the budget is {within}faster, if first executions keep this order."
 
 
 def _runs(peak: Execution) -> str:
-    """What an execution does where it takes its memory, which for one beside the computation is before it starts."""
+    """Return what an execution does when it takes its memory: one on another stream takes it when it is issued."""
     if peak.op.stream != COMPUTE:
         return "is issued"
-    return "is computed again" if peak.again else "runs"
+    return "is recomputed" if peak.again else "runs"
 
 
 def _cost_row(cost: ModuleCost, dearest: float) -> list[str]:

@@ -20,6 +20,28 @@ if TYPE_CHECKING:
     from planner.studies.curve import Curve
 
 _TITLE_WIDTH, _TITLE_LINES = 90, 3
+# Colours that colour-blind readers tell apart (Okabe and Ito), by what they stand for.
+COLORS = {
+    "ours": "#0072B2",
+    "whole": "#555555",
+    "blocks": "#D55E00",
+    "budget": "#CC3311",
+    "second": "#E69F00",
+    "third": "#009E73",
+}
+_SQUASHED = 6  # times the median: a value above that squashes the others
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def size_unit(largest_bytes: float) -> tuple[float, str]:
+    """Return the bytes of the unit for an axis of memory, and its name: 16 MB are never 0.016 GB."""
+    return next(((scale, name) for scale, name in _SIZES if largest_bytes >= scale), (1.0, "B"))
+
+
+def time_unit(largest_s: float) -> tuple[float, str]:
+    """Return the seconds of the unit for an axis of time, and its name."""
+    return next(((scale, name) for scale, name in _TIMES if largest_s >= scale), _TIMES[-1])
 
 
 def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> None:
@@ -32,17 +54,18 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
     """
     figure = new_figure()
     axes = figure.add_subplot()
-    for i, report in enumerate(reports):
+    scale, unit = size_unit(max(report.budget_bytes for report in reports))
+    for report, color in zip(reports, shades(len(reports)), strict=True):
         end = report.timeline[-1][0]
         time = format_seconds(report.measured_time_s) if report.measured_ratio is None else f"{report.measured_ratio:.2f}x"
         label = f"budget {format_bytes(report.budget_bytes)}, step time {time}"
-        xs, ys = [t / end for t, _ in report.timeline], [size / 1e6 for _, size in report.timeline]
-        axes.step(xs, ys, where="post", color=f"C{i}", linewidth=0.8, label=label)
-        axes.axhline(report.budget_bytes / 1e6, color=f"C{i}", linestyle="--", linewidth=1)
-    axes.set(xlabel="part of the step", ylabel="memory in MB", xlim=(0, 1))
+        xs, ys = [t / end for t, _ in report.timeline], [size / scale for _, size in report.timeline]
+        axes.step(xs, ys, where="post", color=color, linewidth=0.8, label=label)
+        axes.axhline(report.budget_bytes / scale, color=color, linestyle="--", linewidth=1)
+    axes.set(xlabel="part of the step", ylabel=f"memory in {unit}", xlim=(0, 1))
     set_title(axes, title)
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right")
+    add_legend(figure, axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
@@ -69,36 +92,67 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
     """
     figure = new_figure()
     axes = figure.add_subplot()
-    drawn = False
-    for number, part in enumerate((curve,) if curve.without is None else (curve.without, curve)):
-        bounded = [(p.budget_bytes / 1e9, 100 * o) for p in part.points if (o := part.overhead(p.bound_s)) is not None]
-        solved = [(p.budget_bytes / 1e9, 100 * o) for p in part.points if (o := part.overhead(p.time_s)) is not None]
+    parts = (curve,) if curve.without is None else (curve.without, curve)
+    scale, unit = size_unit(max(p.budget_bytes for part in parts for p in part.points))
+    for part, color in zip(parts, (COLORS["ours"], COLORS["blocks"]), strict=False):
+        bounded = [(p.budget_bytes / scale, 100 * o) for p in part.points if (o := part.overhead(p.bound_s)) is not None]
+        solved = [(p.budget_bytes / scale, 100 * o) for p in part.points if (o := part.overhead(p.time_s)) is not None]
         kind = f" with {', '.join(part.options)}" if part.options else ""
         if bounded:
             xs, ys = zip(*bounded, strict=True)
             # A bound holds at all smaller budgets too: between two points, that of the larger one.
             label = f"proved impossible in this order{kind}"
-            axes.fill_between(xs, ys, step="pre", color=("C7", "C0")[number], alpha=0.3, linewidth=0, label=label)
+            axes.fill_between(xs, ys, step="pre", color=color if part.options else "0.6", alpha=0.3, linewidth=0, label=label)
         if solved:
             xs, ys = zip(*solved, strict=True)
             # A schedule serves all larger budgets: between two points, that of the smaller one.
-            axes.step(xs, ys, where="post", color=f"C{number}", marker="o", markersize=4, label=f"best schedule{kind}")
-        drawn = drawn or bool(bounded or solved)
-    for budget in [p.budget_bytes / 1e9 for p in curve.points if p.status == "infeasible"]:
-        axes.axvline(budget, color="C3", linestyle=":", linewidth=1)
-    axes.set(xlabel="budget in GB", ylabel="overhead in %")
+            axes.step(xs, ys, where="post", color=color, marker="o", markersize=5, linewidth=2, label=f"remat-planner{kind}")
+    for i, budget in enumerate(p.budget_bytes / scale for p in curve.points if p.status == "infeasible"):
+        axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=None if i else "infeasible")
+    axes.set(xlabel=f"budget in {unit}", ylabel="overhead in %")
     set_title(axes, title)
     axes.margins(x=0.02)
-    axes.set_ylim(bottom=0)
-    if drawn:
-        axes.legend()
+    overheads = [100 * o for part in parts for p in part.points if (o := part.overhead(p.time_s)) is not None]
+    spread_out(axes, overheads)
+    add_legend(figure, axes)
     save_figure(figure, path)
+
+
+def spread_out(axes: "Axes", values: Sequence[float]) -> None:
+    """Let the axis of y begin at 0; where one value would squash the rest, make it logarithmic above the median of `values`."""
+    positive = sorted(value for value in values if value > 0)
+    middle = positive[len(positive) // 2] if positive else 0.0
+    if positive and positive[-1] > _SQUASHED * middle:
+        from matplotlib.ticker import FuncFormatter, SymmetricalLogLocator
+
+        axes.set_yscale("symlog", linthresh=middle, linscale=1.5)
+        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.axhline(middle, color="0.85", linewidth=0.8, zorder=0)
+    axes.set_ylim(bottom=0)
+
+
+def shades(count: int) -> list[str]:
+    """Return `count` colours from dark to light, for values in an order; lightness alone tells them apart."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    viridis = colormaps["viridis"]
+    return [to_hex(viridis(0.85 * i / max(1, count - 1))) for i in range(count)]
+
+
+def add_legend(figure: "Figure", axes: "Axes", *, columns: int = 3) -> None:
+    """Put the legend of `axes` below the figure, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:  # nothing is drawn where no method fits
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
 
 
 def set_title(axes: "Axes", title: str) -> None:
     """Write `title`, a name that others gave, as it is: dollars begin no formula, and what is too long is cut."""
-    lines = textwrap.wrap(visible(title), _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
-    axes.set_title("\n".join(lines), parse_math=False, usetex=False)
+    spaced = visible(title).removeprefix("zoo:").replace(",", ", ")
+    lines = textwrap.wrap(spaced, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
+    axes.set_title("\n".join(lines), parse_math=False, usetex=False, fontsize="medium")
 
 
 def save_figure(figure: "Figure", path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A plan followed on its graph step by step: what is in memory when, and what is computed again."""
+"""A plan followed on its graph step by step: what is in memory when, and what is recomputed."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -55,7 +55,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCost:
-    """What is computed again in one block: how often which targets, and how long it takes."""
+    """The recomputations of one block: how often which targets, and how long it takes."""
 
     module: str
     ops: int
@@ -145,7 +145,7 @@ class Timeline:
 
     @cached_property
     def bursts(self) -> tuple[Burst, ...]:
-        """What is computed again, in order of time."""
+        """The recomputations, in order of time."""
         return tuple(self._bursts())
 
     def _bursts(self) -> Iterator[Burst]:

@@ -16,6 +16,7 @@ from graphs.plan import Plan
 from planner.choices import with_recorded
 from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page
+from planner.report.plan_views import html
 from planner.report.timeline import Timeline
 from planner.runtime.executor import Executor
 from planner.training.improvement import Consultation, Swap
@@ -106,6 +107,17 @@ class PlannedStep:
             "a planned step is compiled for its model, and is neither copied nor pickled: copy the model, and call "
             "planner.compile for it (cache= keeps the plan)"
         )
+
+    def __repr__(self) -> str:
+        return f"PlannedStep({self.plan!r})"
+
+    def __str__(self) -> str:
+        uses = [f"plan {i} from step {use.step} on: {use.reason}" for i, use in enumerate(self.history, start=1)]
+        return "\n".join((str(self.plan), *(uses if len(uses) > 1 else ())))
+
+    def _repr_html_(self) -> str:
+        """Return the plan in use for a notebook, with the chart of its memory if the ops were measured."""
+        return html(self.plan, self.measured)
 
     @property
     def improves(self) -> bool:

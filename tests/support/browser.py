@@ -1,43 +1,54 @@
-"""A page as a browser lays it out."""
+"""Pages in a headless browser."""
 
-import json
-import re
 import shutil
-import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from markupsafe import escape
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (on Debian: apt-get install chromium)")
+DRIVER = shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs Chromium (on Debian: apt-get install chromium chromium-driver)"
+)
 
 
-def measured(page: str, width: int, measures: dict[str, str], folder: Path) -> dict[str, Any]:
-    """What JavaScript says of `page` in a frame so many pixels wide.
+@contextmanager
+def opened(page: Path, *, width: int = 1400, height: int = 1000, dark: bool = False, touch: bool = False) -> Iterator[Any]:
+    """The driver of a browser that shows `page`, once it has drawn it."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.support.ui import WebDriverWait
 
-    Args:
-        measures: expressions by name, of ``page``, the document.
-        folder: to write in.
-    """
-    # The page stands in a frame of this width; the script around it measures, the page itself has none.
-    wanted = ",".join(f"{json.dumps(name)}: {expression}" for name, expression in measures.items())
-    probe = (
-        f'<iframe id="f" width="{width}" height="800" style="border:0" srcdoc="{escape(page)}"></iframe><pre id="said"></pre>'
-        "<script>const frame = document.getElementById('f'); frame.onload = () => { const page = frame.contentDocument;"
-        f"document.getElementById('said').textContent = JSON.stringify({{{wanted}}}); }};</script>"
-    )
-    (folder / "probe.html").write_text(probe)
-    browser = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    run = [*browser, "--window-size=1400,900", "--virtual-time-budget=5000", "--dump-dom", f"file://{folder / 'probe.html'}"]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
-    said = re.search(r'<pre id="said">(.*?)</pre>', ended.stdout)
-    assert said is not None
-    found: dict[str, Any] = json.loads(said[1])
-    return found
+    options = Options()
+    options.binary_location = str(CHROMIUM)
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--force-device-scale-factor=1",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    driver.set_page_load_timeout(30)
+    try:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
+        driver.get(page.resolve().as_uri())
+        WebDriverWait(driver, 30).until(lambda d: d.execute_script("return document.documentElement.dataset.ready === 'yes'"))
+        yield driver
+    finally:
+        driver.quit()
 
 
-def box(selector: str, side: str) -> str:
-    """The expression for a side (``left``, ``width``) of the first element that `selector` finds."""
-    return f"page.querySelector('{selector}').getBoundingClientRect().{side}"
+def errors_of(driver: Any) -> list[str]:
+    """What the console of the browser complains of."""
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]

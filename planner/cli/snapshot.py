@@ -1,0 +1,83 @@
+"""``planner snapshot``: a memory snapshot of PyTorch in, who held what at the peak out."""
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from planner import options
+from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
+
+if TYPE_CHECKING:
+    from graphs.plan import Plan
+    from planner.report.snapshot import DevicePeak
+
+_LISTED = 15
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the command line."""
+    parser = add_command(
+        commands,
+        "snapshot",
+        "read a memory snapshot of PyTorch: who held what at the peak, and what a plan would save",
+        "FILE is what torch.cuda.memory._dump_snapshot wrote after torch.cuda.memory._record_memory_history(). It is read\n"
+        "without running anything in it: plain lists, dicts, numbers and text alone.\n\n"
+        "examples:\n"
+        "  planner snapshot snapshot.pickle\n"
+        "  planner snapshot snapshot.pickle --plan plan.json",
+    )
+    parser.add_argument("file", metavar="FILE", help="the snapshot")
+    parser.add_argument("--plan", metavar="PLAN", help="what planner solve wrote, to compare the peak with")
+    parser.add_argument("--top", type=options.count, default=_LISTED, metavar="N", help=f"lines listed (default: {_LISTED})")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the snapshot says. Returns the exit code."""
+    from graphs.io.formats import read_plan
+    from planner.report.snapshot import read_snapshot
+
+    peaks = read_snapshot(arguments.file)
+    plan = None if arguments.plan is None else read_plan(arguments.plan)
+    if arguments.json:
+        data: dict[str, object] = {"holds": "snapshot", "devices": [asdict(peak) for peak in peaks]}
+        if plan is not None:
+            data["plan"] = {
+                "predicted_peak_bytes": plan.peak_bytes,
+                "keep_everything_peak_bytes": plan.graph.keep_everything_peak_bytes,
+                "saved_bytes": [peak.peak_bytes - plan.peak_bytes for peak in peaks],
+            }
+        print_json(data)
+    else:
+        print_text("\n\n".join(_device_text(peak, plan, arguments.top) for peak in peaks) or "nothing is in the snapshot")
+    return DONE
+
+
+def _device_text(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
+    from graphs.units import format_bytes, format_ratio
+    from planner.report.describe import aligned, table
+
+    where = "before the first" if peak.at_action is None else f"at action {peak.at_action + 1:,}"
+    lines = [
+        ("device", str(peak.device)),
+        ("peak", f"{format_bytes(peak.peak_bytes)}, {where} of {peak.actions:,} recorded actions"),
+        ("when taken", f"{format_bytes(peak.end_bytes)} allocated, {format_bytes(peak.reserved_bytes)} reserved"),
+        *(() if (asked := peak.out_of_memory_bytes) is None else [("out of memory", f"asked for {format_bytes(asked)}")]),
+    ]
+    if plan is not None:
+        saved, whole = peak.peak_bytes - plan.peak_bytes, plan.graph.keep_everything_peak_bytes
+        share = format_ratio(saved / peak.peak_bytes) if peak.peak_bytes else "0%"
+        change = f"saves {format_bytes(saved)} ({share})" if saved > 0 else "saves nothing"
+        lines += [
+            ("plan", f"peak {format_bytes(plan.peak_bytes)} predicted, {format_ratio(plan.overhead)} more time: {change}"),
+            ("keep everything", f"{format_bytes(whole)} predicted; the snapshot has {format_bytes(peak.peak_bytes)}"),
+        ]
+    rows = [(format_bytes(one.size_bytes), f"{one.blocks:,}", one.name) for one in peak.holders[:listed]]
+    more = len(peak.holders) - len(rows)
+    return "\n".join(
+        (
+            aligned(lines),
+            "",
+            table(("at the peak", "blocks", "allocated in"), rows, numbers=2),
+            *([f"{more:,} more lines of code (--top {len(peak.holders)} lists all)"] if more > 0 else ()),
+        )
+    )

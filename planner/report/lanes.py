@@ -1,0 +1,97 @@
+"""What a plan does besides executing each op once: recomputations, transfers and waits, as bars on lanes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphs.ir import Op
+from graphs.pools import COMPUTE
+from graphs.units import format_bytes, format_seconds
+from planner.report.streams import followed_by, spaced, waits
+from planner.report.timeline import Execution, Timeline, module_of
+
+RECOMPUTED, WAITS = "recompute", "wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A time on a lane.
+
+    Attributes:
+        lane: its name, for people.
+        start_s, end_s: seconds since the step began.
+        title, said: the op, and its facts.
+        purpose: what it is for; "" if nothing follows.
+        step: of the schedule, of an execution; None for a wait.
+        reader_s: when the op begins that it is for.
+    """
+
+    lane: str
+    start_s: float
+    end_s: float
+    title: str
+    said: str
+    purpose: str
+    step: int | None
+    reader_s: float | None
+
+
+def bars(timeline: Timeline) -> tuple[Bar, ...]:
+    """Return the bars of all lanes: recomputed ops, waits, and a lane for each other stream."""
+    purposes = _purposes(timeline)
+    found = [_execution_bar(timeline, execution, purposes) for execution in timeline.executions if _shown(execution)]
+    return (*found, *_wait_bars(timeline))
+
+
+def lanes(timeline: Timeline) -> tuple[str, ...]:
+    """Return the names of the lanes that have bars, from top to bottom."""
+    busy = {bar.lane for bar in bars(timeline)}
+    return tuple(lane for lane in (RECOMPUTED, WAITS, *map(spaced, timeline.graph.streams[1:])) if lane in busy)
+
+
+def _shown(execution: Execution) -> bool:
+    return execution.again or execution.op.stream != COMPUTE
+
+
+def _purposes(timeline: Timeline) -> dict[int, Execution]:
+    """Return for each execution on a lane, by its step, what it is for: the first one on no lane that reads what it makes.
+
+    It may read that through others on lanes. Outputs on the device and elsewhere count alike: a copy out is for
+    the op that reads what comes back.
+    """
+    found: dict[int, Execution] = {}
+    readers: dict[int, Execution] = {}  # by tensor, what reads it next
+    for execution in reversed(timeline.executions):
+        following = [readers.pop(t) for t in execution.op.outputs if t in readers]
+        if following and _shown(execution):
+            first = min(following, key=lambda reader: reader.step)
+            found[execution.step] = found.get(first.step, first)
+        for t in execution.op.inputs:
+            readers[t] = execution
+    return found
+
+
+def _execution_bar(timeline: Timeline, execution: Execution, purposes: dict[int, Execution]) -> Bar:
+    op, reader = execution.op, purposes.get(execution.step)
+    made_bytes = sum(timeline.graph.tensors[t].size_bytes for t in op.outputs)
+    facts = f"{format_bytes(made_bytes)} in {format_seconds(op.time_s)}"
+    return Bar(
+        lane=RECOMPUTED if op.stream == COMPUTE else spaced(op.stream),
+        start_s=execution.start_s,
+        end_s=execution.end_s,
+        title=op.name,
+        said=f"{facts}, {_where(op)}" if op.stream == COMPUTE else facts,
+        purpose="" if reader is None else f"for {reader.op.name}, {_where(reader.op)}, at {format_seconds(reader.start_s)}",
+        step=execution.step,
+        reader_s=None if reader is None else reader.start_s,
+    )
+
+
+def _wait_bars(timeline: Timeline) -> Iterator[Bar]:
+    for wait in waits(timeline, COMPUTE):
+        title = f"waits for {wait.awaited.op.name}"
+        before = f"before {followed_by(wait)}"
+        yield Bar(WAITS, wait.start_s, wait.end_s, title, format_seconds(wait.time_s), before, None, None)
+
+
+def _where(op: Op) -> str:
+    return f"module {module_of(op)}" if op.module else op.target

@@ -1,0 +1,39 @@
+"""The modules of a model in few groups, to be told apart by colour."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+MOST = 14
+_REST = "other modules"
+
+
+def grouped(names: Sequence[str], most: int = MOST) -> dict[str, str]:
+    """Return the group of each of `names`, the blocks of ops in program order: at most `most` groups, in order of appearance.
+
+    Where there are more blocks, neighbours that are numbered alike share a group, ``h.0`` to ``h.3``; what is still too much
+    is one group.
+    """
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) <= most:
+        return {name: name for name in distinct}
+    runs = [list(run) for _, run in groupby(distinct, key=_stem)]
+    single = sum(len(run) == 1 for run in runs)
+    each = next((size for size in range(2, len(distinct) + 1) if _groups(runs, size) <= max(most, single + 1)), len(distinct))
+    found: dict[str, str] = {}
+    for run in runs:
+        for part in (run[i : i + each] for i in range(0, len(run), each)):
+            label = part[0] if len(part) == 1 else f"{part[0]} to {part[-1].rpartition('.')[2]}"
+            found |= dict.fromkeys(part, label)
+    labels = list(dict.fromkeys(found.values()))
+    rest = set(labels[most - 1 :]) if len(labels) > most else set()
+    return {name: _REST if label in rest else label for name, label in found.items()}
+
+
+def _stem(name: str) -> str:
+    """What numbered blocks share, ``h.`` of ``h.3``; the name itself of others."""
+    stem, dot, last = name.rpartition(".")
+    return f"{stem}{dot}" if last.isdecimal() else name
+
+
+def _groups(runs: list[list[str]], size: int) -> int:
+    return sum(-(-len(run) // size) for run in runs)

@@ -1,0 +1,128 @@
+"""What ``Plan`` shows of itself: in files, in a figure, in a table and in a notebook."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from markupsafe import escape
+
+from graphs.errors import PlannerError
+from graphs.io.files import is_replaced
+from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
+from graphs.ir import Graph
+from graphs.plan import Plan
+from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.plan_check import check_plan, graph_path, planned_graph
+from planner.report.baselines import Baseline, baselines
+from planner.report.describe import table
+from planner.report.memory_plot import plot_plan
+from planner.report.memory_sketch import sketch
+from planner.report.timeline import Timeline
+from planner.visible import visible, visible_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class PlanComparison:
+    """A plan beside plain ways to run its step, all as the judge predicts them; it prints as a table.
+
+    Attributes:
+        rows: name, peak in bytes, seconds, and recomputed ops of each, the plan first.
+        budget_bytes: of the plan.
+    """
+
+    rows: tuple[tuple[str, int, float, int], ...]
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        return table(("", "peak", "within budget", "step time", "overhead", "recomputed ops"), self._cells(), numbers=0)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("", "peak", "within budget", "step time", "overhead", "recomputed ops"))
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._cells())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        base_s = next(time_s for name, _, time_s, _ in self.rows if name == "keep everything")
+        return [
+            (
+                name,
+                format_bytes(peak_bytes),
+                "yes" if peak_bytes <= self.budget_bytes else "no",
+                format_seconds(time_s),
+                format_ratio(time_s / base_s - 1) if base_s else "0.00%",
+                f"{recomputed:,}",
+            )
+            for name, peak_bytes, time_s, recomputed in self.rows
+        ]
+
+
+def save(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str] | None) -> None:
+    """Write `plan`, as ``Plan.save`` says."""
+    if graph is not None:
+        if plan.source is None:
+            raise PlannerError("the plan does not hold its graph, so that it cannot be written: only the plan can (graph=None)")
+        write_graph(plan.source, graph)
+        plan = naming(plan, path, graph)
+    write_plan(plan, path)
+
+
+def naming(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> Plan:
+    """Return `plan`, to be written to `path`, with the file `graph` of its graph: as seen from the plan's folder.
+
+    Where the plan goes down a pipe, to wherever, the file is named in full.
+    """
+    full = Path(graph).resolve()
+    near = Path(os.path.relpath(full, Path(path).resolve().parent)) if is_replaced(path) else full
+    return replace(plan, graph_file=near.as_posix())
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Return the plan in the file `path`, as ``Plan.load`` says."""
+    plan = read_plan(path)
+    where = graph_path(plan, path)
+    if where is None or not where.is_file():
+        return plan
+    graph = planned_graph(read_graph(where), plan)
+    check_plan(graph, plan)
+    return replace(plan, source=graph)
+
+
+def plot(plan: Plan, graph: Graph | None) -> "Figure":
+    """Return the figure of ``Plan.plot``."""
+    timeline = _timeline(plan, graph, "plot")
+    return plot_plan(timeline, baselines(timeline.graph, plan))
+
+
+def compare(plan: Plan, graph: Graph | None) -> PlanComparison:
+    """Return the table of ``Plan.compare``."""
+    timeline = _timeline(plan, graph, "compare")
+    others = [_row(one) for one in baselines(timeline.graph, plan)]
+    return PlanComparison((("this plan", plan.peak_bytes, plan.time_s, plan.recomputed), *others), plan.budget_bytes)
+
+
+def html(plan: Plan, graph: Graph | None) -> str:
+    """Return `plan` for a notebook: its lines, and the chart of its memory if the graph is known."""
+    lines = f"<pre>{escape(visible_lines(str(plan)))}</pre>"
+    if graph is None:
+        return f"<div>{lines}</div>"
+    timeline = _timeline(plan, graph, "plot")
+    model = visible(plan.graph.provenance.get("model", "a model"))
+    return f"<div><b>Plan for {escape(model)}</b>{sketch(timeline)}{lines}</div>"
+
+
+def _timeline(plan: Plan, graph: Graph | None, method: str) -> Timeline:
+    found = plan.source if graph is None else graph
+    if found is None:
+        raise PlannerError(
+            f"the plan does not hold its graph, which this needs: call plan.{method}(graph=...) with what it was solved for, or "
+            "load it with Plan.load where the graph's file is beside it"
+        )
+    return Timeline(planned_graph(found, plan), plan)
+
+
+def _row(one: Baseline) -> tuple[str, int, float, int]:
+    return one.name, one.peak_bytes, one.time_s, one.recomputed

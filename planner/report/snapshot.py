@@ -1,0 +1,177 @@
+"""PyTorch's memory snapshots: what was in memory at the peak, and which line of Python had asked for it.
+
+The format is that of ``torch.cuda.memory._snapshot``, pickled by ``_dump_snapshot``: the segments with their blocks as they
+were when it was taken, and for each device the last actions of the allocator before that. Torch is not imported.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from graphs.errors import FormatError
+
+_UNKNOWN = "unknown (no frames were recorded)"
+_BEFORE = "in memory before the recorded actions"
+# Files of PyTorch and of Python itself: the line that people look for is below theirs.
+_LIBRARIES = ("/torch/", "/torch_", "<frozen ", "<string>", "<eval_with_key>")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What one line of Python, or one FX node, held at the peak: bytes and blocks."""
+
+    name: str
+    size_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeak:
+    """The most memory of one device that the snapshot knows of.
+
+    Attributes:
+        device: its index.
+        peak_bytes: sum of the sizes that were asked for, at the peak.
+        end_bytes: the same when the snapshot was taken.
+        reserved_bytes: of all segments when the snapshot was taken.
+        actions: of the allocator, that were recorded.
+        at_action: after which of them the peak was; None if it was there before the first.
+        holders: who held what at the peak, the largest first.
+        out_of_memory_bytes: what was asked for last that did not fit; None if all did.
+    """
+
+    device: int
+    peak_bytes: int
+    end_bytes: int
+    reserved_bytes: int
+    actions: int
+    at_action: int | None
+    holders: tuple[Holder, ...]
+    out_of_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    size_bytes: int
+    holder: str
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads containers, numbers and text alone: a pickle that names a class or a function could run anything."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+
+def read_snapshot(path: str) -> tuple[DevicePeak, ...]:
+    """Return the peak of each device that the snapshot in the file `path` holds something of.
+
+    Raises:
+        FormatError: it is no snapshot, or holds more than plain containers.
+    """
+    with Path(path).open("rb") as file:
+        data = _plain(file, path)
+    try:
+        return _peaks(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{path} is not a memory snapshot of PyTorch: {type(error).__name__} {error}") from error
+
+
+def _plain(file: BinaryIO, path: str) -> Any:
+    try:
+        return _PlainUnpickler(file).load()
+    except Exception as error:
+        raise FormatError(
+            f"{path} is not a memory snapshot of PyTorch, which is a pickle of lists, dicts, numbers and text alone: {error}"
+        ) from error
+
+
+def _peaks(data: Mapping[str, Any]) -> tuple[DevicePeak, ...]:
+    segments: dict[int, list[Mapping[str, Any]]] = {}
+    for segment in data["segments"]:
+        segments.setdefault(int(segment.get("device", 0)), []).append(segment)
+    traces = list(data.get("device_traces", ()))
+    devices = range(max(len(traces), 1 + max(segments, default=-1)))
+    found = (_peak(i, segments.get(i, ()), traces[i] if i < len(traces) else ()) for i in devices)
+    return tuple(peak for peak in found if peak.actions or peak.reserved_bytes)
+
+
+def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> DevicePeak:
+    before = _blocks_before(segments, trace)
+    live, now_bytes = dict(before), sum(block.size_bytes for block in before.values())
+    peak_bytes, at_action, out_of_memory_bytes = now_bytes, None, None
+    for index, entry in enumerate(trace):
+        match entry["action"]:
+            case "alloc":
+                live[entry["addr"]] = _Block(int(entry["size"]), _holder(entry.get("frames", ())))
+                now_bytes += int(entry["size"])
+            case "free_requested":
+                now_bytes -= live.pop(entry["addr"]).size_bytes
+            case "oom":
+                out_of_memory_bytes = int(entry["size"])
+        if now_bytes > peak_bytes:
+            peak_bytes, at_action = now_bytes, index
+    return DevicePeak(
+        device=device,
+        peak_bytes=peak_bytes,
+        end_bytes=now_bytes,
+        reserved_bytes=sum(int(segment["total_size"]) for segment in segments),
+        actions=len(trace),
+        at_action=at_action,
+        holders=_holders(_live_at(before, trace, at_action)),
+        out_of_memory_bytes=out_of_memory_bytes,
+    )
+
+
+def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[int, _Block]:
+    """Return what was in memory before the first action, by address: it was freed later, or is there at the end."""
+    found: dict[int, _Block] = {}
+    touched: set[int] = set()
+    for entry in trace:
+        if entry["action"] == "alloc":
+            touched.add(entry["addr"])
+        elif entry["action"] == "free_requested" and entry["addr"] not in touched:
+            touched.add(entry["addr"])
+            found[entry["addr"]] = _Block(int(entry["size"]), _BEFORE)
+    for segment in segments:
+        address = segment.get("address") or 0
+        for block in segment["blocks"]:
+            own = block.get("address", address)
+            if block["state"] == "active_allocated" and own not in touched:
+                size_bytes = int(block.get("requested_size", block["size"]))
+                found[own] = _Block(size_bytes, _holder(block.get("frames", ())))
+            address = own + int(block["size"])
+    return found
+
+
+def _live_at(before: Mapping[int, _Block], trace: Sequence[Mapping[str, Any]], at_action: int | None) -> Iterable[_Block]:
+    live = dict(before)
+    for entry in trace[: 0 if at_action is None else at_action + 1]:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = _Block(int(entry["size"]), _holder(entry.get("frames", ())))
+        elif entry["action"] == "free_requested":
+            del live[entry["addr"]]
+    return live.values()
+
+
+def _holders(blocks: Iterable[_Block]) -> tuple[Holder, ...]:
+    sizes, counts = Counter[str](), Counter[str]()
+    for block in blocks:
+        sizes[block.holder] += block.size_bytes
+        counts[block.holder] += 1
+    return tuple(Holder(name, size_bytes, counts[name]) for name, size_bytes in sizes.most_common())
+
+
+def _holder(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the innermost line of the user's own Python, with the FX node where that is known; frames come innermost first."""
+    python = [frame for frame in frames if str(frame["filename"]).endswith(".py") or "fx_node_name" in frame]
+    own = [frame for frame in python if not any(part in str(frame["filename"]) for part in _LIBRARIES)]
+    node = next((str(frame["fx_node_name"]) for frame in frames if "fx_node_name" in frame), "")
+    if not (candidates := own or python or list(frames)):
+        return _UNKNOWN
+    frame = candidates[0]
+    line = f"{str(frame['filename']).rpartition('/')[2]}:{int(frame['line'])} {frame['name']}"
+    return f"{line}, node {node}" if node else line

@@ -1,0 +1,173 @@
+"""The report page in a headless browser: it loads nothing, complains of nothing, and answers to pointer, buttons and search."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options import with_options
+from graphs.options.surroundings import Link, Surroundings
+from graphs.synthetic.small import training_chain
+from planner.report.budget_curve import CurvePoint
+from planner.report.lives import lives_of
+from planner.report.page import page
+from planner.report.timeline import Timeline
+from planner.solving import solve
+from tests.support.browser import errors_of, needs_browser, opened
+from tests.support.shown_streams import solved
+
+pytestmark = needs_browser
+
+HOSTILE = "</title></script><script>document.documentElement.dataset.hit = 'yes'</script>&\x1b[31m"
+# What stands on the page from top to bottom, each below the one before.
+_IN_ORDER = "return [...document.querySelectorAll('h1, body > p, dl, h2, .controls, .plot, .key, .table, footer')]"
+_OVERLAPS = (
+    f"{_IN_ORDER}.filter(e => e.getBoundingClientRect().height).map(e => e.getBoundingClientRect())"
+    ".map((box, i, boxes) => i ? boxes[i - 1].bottom - box.top : 0).filter(over => over > 1)"
+)
+_WIDE = "return document.documentElement.scrollWidth"
+# Tiles, legend entries and controls that stand beside each other.
+_SIDES = """
+const boxes = [...document.querySelectorAll('dl > div, .key li, .controls > *')].map(e => e.getBoundingClientRect());
+const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+return boxes.filter((a, i) => boxes.some((b, j) => j > i && meet(a, b))).length;
+"""
+
+
+def blocks(count: int = 8, model: str = "chain", module: str = "model.h.{}.mlp") -> Graph:
+    plain = training_chain(count)
+    ops = tuple(replace(op, module=module.format(op.id % 4), target="aten.relu.default") for op in plain.ops)
+    return Graph(ops, plain.tensors, plain.kept, {"model": model})
+
+
+def timeline_of(graph: Graph) -> Timeline:
+    return Timeline(graph, solve(graph, "60%"))
+
+
+def written(text: str, folder: Path) -> Path:
+    (folder / "report.html").write_text(text, encoding="utf-8")
+    return folder / "report.html"
+
+
+CURVE = (CurvePoint(10, 0.5, 0.4, ""), CurvePoint(16, 0.0, 0.0, ""))
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    return timeline_of(blocks())
+
+
+@pytest.fixture(scope="module")
+def driver(timeline: Timeline, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with opened(written(page(timeline, CURVE), tmp_path_factory.mktemp("page"))) as browser:
+        yield browser
+
+
+def shown(driver: Any) -> str:
+    text: str = driver.execute_script("return document.getElementById('shown').textContent")
+    return text
+
+
+def point_at(driver: Any, plot: str, x: float, y: float) -> str:
+    """Move the pointer to a place in a plot, as parts of its width and height; what the page says of it."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+
+    element = driver.find_element(By.ID, plot)
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    box = element.rect
+    actions = ActionChains(driver, duration=0)
+    actions.move_to_element_with_offset(element, int((x - 0.5) * box["width"]), int((y - 0.5) * box["height"])).perform()
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    text: str = driver.execute_script("const t = document.getElementById('tip'); return t.hidden ? '' : t.innerText")
+    return text
+
+
+def click(driver: Any, name: str) -> None:
+    driver.execute_script("document.getElementById(arguments[0]).click()", name)
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+
+
+def test_it_loads_nothing_and_complains_of_nothing(driver: Any) -> None:
+    assert driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
+    assert errors_of(driver) == []
+    assert shown(driver) == "the whole step"
+
+
+def test_the_pointer_shows_a_tensor(driver: Any, timeline: Timeline) -> None:
+    said = point_at(driver, "memory", 0.5, 0.8)
+    life = next(life for life in lives_of(timeline).lives if said.startswith(f"{life.tensor.name}\n"))
+    assert f"from {life.maker.name}" in said and "module h." in said
+    point_at(driver, "memory", 0.5, 0.02)
+    assert point_at(driver, "memory", 0.5, 0.02) == ""
+
+
+def test_a_recomputation_names_what_it_is_for(driver: Any, timeline: Timeline) -> None:
+    first = timeline.bursts[0]
+    width = driver.execute_script("return document.getElementById('lanes').getBoundingClientRect().width")
+    left, right = 84, width - 16  # as chart.py leaves them
+    x = (left + (right - left) * (first.start_s + first.time_s / first.ops / 2) / timeline.time_s) / width
+    assert "for " in point_at(driver, "lanes", x, 0.5)
+
+
+def test_zooming(driver: Any) -> None:
+    click(driver, "zoom-in")
+    near = shown(driver)
+    assert near.endswith(" s") and " to " in near
+    click(driver, "later")
+    assert shown(driver) != near
+    click(driver, "zoom-all")
+    assert shown(driver) == "the whole step"
+
+
+def test_dragging_zooms(driver: Any) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+
+    element = driver.find_element(By.ID, "memory")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    drag = ActionChains(driver).move_to_element_with_offset(element, -200, 0).click_and_hold()
+    drag.move_by_offset(200, 20).release().perform()
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    assert " to " in shown(driver)
+    click(driver, "zoom-all")
+
+
+def test_searching_lists_and_zooms(driver: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    field = driver.find_element(By.ID, "find")
+    field.send_keys("h.2")
+    found = driver.find_elements(By.CSS_SELECTOR, "#found button")
+    assert found and driver.find_element(By.ID, "hits").text.split()[0] == str(len(found))
+    driver.execute_script("arguments[0].click()", found[0])
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    assert " to " in shown(driver)
+    field.clear()
+    field.send_keys("no such thing")
+    assert driver.find_element(By.ID, "hits").text == "nothing has this name"
+    click(driver, "zoom-all")
+
+
+@pytest.mark.parametrize("width", [390, 820, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_overlaps(width: int, dark: bool, tmp_path: Path) -> None:
+    graph, plan = solved(["offload"])
+    offered = with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
+    with opened(written(page(Timeline(offered, plan), CURVE), tmp_path), width=width, dark=dark, touch=width < 500) as browser:
+        assert browser.execute_script(_WIDE) <= width
+        assert browser.execute_script(_OVERLAPS) == []
+        assert browser.execute_script(_SIDES) == 0
+        assert errors_of(browser) == []
+        background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert background == ("rgb(20, 25, 31)" if dark else "rgb(255, 255, 255)")
+
+
+def test_names_from_files_are_text(tmp_path: Path) -> None:
+    with opened(written(page(timeline_of(blocks(model=HOSTILE, module=HOSTILE))), tmp_path), width=820) as browser:
+        assert browser.execute_script("return document.documentElement.dataset.hit ?? null") is None
+        assert "</title>" in browser.execute_script("return document.querySelector('h1').textContent")
+        assert browser.execute_script(_WIDE) <= 820

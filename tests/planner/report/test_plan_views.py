@@ -1,0 +1,129 @@
+"""Plans that show themselves: in a terminal, a notebook, a figure, a table and a file."""
+
+import pickle
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import planner
+from graphs.errors import MismatchError, PlannerError
+from graphs.io.formats import read_plan, write_graph
+from graphs.ir import Graph
+from graphs.plan import Plan
+from graphs.simulate import simulate
+from graphs.synthetic.small import training_chain
+from planner.cli.main import main
+from planner.report.plan_views import PlanComparison
+from planner.solving import solve
+from solvers.policies.keep_everything import keep_everything
+from tests.support.html_page import parsed
+from tests.support.shown_streams import solved
+
+
+def blocks(count: int = 8) -> Graph:
+    plain = training_chain(count)
+    ops = tuple(replace(op, module=f"model.h.{op.id % 4}.mlp") for op in plain.ops)
+    return Graph(ops, plain.tensors, plain.kept, {"model": "<chain>"})
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return blocks()
+
+
+@pytest.fixture(scope="module")
+def plan(graph: Graph) -> Plan:
+    return solve(graph, "60%")
+
+
+def test_a_plan_is_short_and_readable(plan: Plan) -> None:
+    assert repr(plan) == f"Plan(budget 5 B, peak 5 B, overhead {100 * plan.overhead:.2f}%, optimal)"
+    first, second = str(plan).split("\n")
+    assert first == "budget 5 B, peak 5 B predicted, unknown measured (keeping everything: 9 B)"
+    assert second.startswith("step time predicted") and second.endswith("optimal, gap 0.00%")
+
+
+def test_a_notebook_shows_the_memory(plan: Plan, graph: Graph) -> None:
+    text = plan._repr_html_()
+    shown = parsed(text)
+    assert "svg" in shown.tags and "script" not in shown.tags
+    assert "Plan for &lt;chain&gt;" in text and "at most 5 B, budget 5 B" in text
+    assert "svg" not in parsed(replace(plan, source=None)._repr_html_()).tags
+
+
+def test_a_plan_finds_its_graph_again(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
+    (tmp_path / "plan.json").rename(tmp_path / "renamed.json")
+    loaded = Plan.load(tmp_path / "renamed.json")
+    assert loaded == replace(plan, graph_file="model.json")
+    assert loaded.source == plan.source
+    assert "svg" in parsed(loaded._repr_html_()).tags
+    (tmp_path / "model.json").unlink()
+    assert Plan.load(tmp_path / "renamed.json").source is None
+
+
+def test_a_plan_without_its_graph(plan: Plan, graph: Graph, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    alone = Plan.load(tmp_path / "plan.json")
+    assert alone == plan == read_plan(tmp_path / "plan.json") and alone.source is None
+    with pytest.raises(PlannerError, match=r"does not hold its graph, which this needs: call plan.compare\(graph=...\)"):
+        alone.compare()
+    with pytest.raises(PlannerError, match="does not hold its graph, so that it cannot be written"):
+        alone.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
+    assert alone.compare(graph) == plan.compare()
+    with pytest.raises(MismatchError, match="the plan is for another graph"):
+        alone.compare(training_chain(5))
+
+
+def test_a_plan_of_another_graph_is_not_loaded(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
+    write_graph(training_chain(5), tmp_path / "model.json")
+    with pytest.raises(MismatchError, match="the plan is for another graph"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_the_graph_is_no_part_of_a_pickle(plan: Plan) -> None:
+    sent = pickle.loads(pickle.dumps(plan))
+    assert sent == plan and sent.source is None and plan.source is not None
+
+
+def test_the_comparison_is_what_the_judge_says(plan: Plan, graph: Graph) -> None:
+    table = plan.compare()
+    assert isinstance(table, PlanComparison)
+    own, kept, checkpointed = table.rows
+    whole = simulate(graph, keep_everything(graph))
+    assert own == ("this plan", plan.peak_bytes, plan.time_s, plan.recomputed)
+    assert kept == ("keep everything", whole.peak_bytes, whole.time_s, 0)
+    assert checkpointed[0] == "checkpoint blocks" and checkpointed[3] > 0
+    lines = str(table).split("\n")
+    assert lines[0].split() == ["peak", "within", "budget", "step", "time", "overhead", "recomputed", "ops"]
+    assert lines[2].startswith("keep everything") and " no " in lines[2] and "0.00%" in lines[2]
+    assert parsed(table._repr_html_()).rows[1][:3] == ["this plan", "5 B", "yes"]
+
+
+def test_plans_with_options_show_themselves_too(tmp_path: Path) -> None:
+    graph, plan = solved(["offload"])
+    assert plan.compare().rows == plan.compare(graph).rows
+    plan.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
+    assert Plan.load(tmp_path / "plan.json").compare() == plan.compare()
+    assert main(["show", str(tmp_path / "plan.json"), "-o", str(tmp_path / "report.html")]) == 0
+    assert plan.copied and "svg" in parsed(plan._repr_html_()).tags
+
+
+def test_the_plot_has_the_plan_its_baselines_and_the_budget(plan: Plan) -> None:
+    pytest.importorskip("matplotlib")
+    figure = plan.plot()
+    (axes,) = figure.axes
+    labels = axes.get_legend_handles_labels()[1]
+    methods = ["this plan", "keep everything", "checkpoint blocks"]
+    assert {label.split(",")[0] for label in labels} == {*methods, "budget 5 B", "static memory"}
+    assert axes.get_ylabel() == "memory in B"
+    drawn = next(line for line in axes.get_lines() if line.get_label().startswith("this plan"))
+    assert max(drawn.get_ydata()) == plan.peak_bytes
+
+
+def test_the_version() -> None:
+    assert planner.__version__ == version("remat-planner")
+    assert planner.Plan is Plan

@@ -1,6 +1,7 @@
 """Exceptions and warnings that users may catch. Their messages say what, the value, the limit and the way out."""
 
 import sys
+from types import FrameType
 
 
 class PlannerError(Exception):
@@ -109,7 +110,7 @@ class EagerWarning(UserWarning):
 def is_handled_by_a_caller(error: BaseException) -> bool:
     """True if the user plans while handling `error`, in ``except ...:``, so that it is a context of all that is raised here."""
     handled_in = None if error.__traceback__ is None else error.__traceback__.tb_frame
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not handled_in:
         frame = frame.f_back
     return frame is not None

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -129,6 +129,6 @@ def _graph(model: ModelSpec) -> Graph:
 def _breaks(model: ModelSpec) -> Iterator[Fact]:
     """List where ``torch.compile`` leaves the graph, which ``torch.compile(backend="planner")`` allows."""
     module, _, batch = Tracing().built(model)
-    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch[:-1], {})
+    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch[:-1]), {})
     for number, (where, reason) in enumerate(graph_breaks(module, args, kwargs), start=1):
         yield Fact("model", f"graph break {number}", f"{where}: {reason}")

@@ -104,10 +104,10 @@ class Guards:
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
             if not self.manager.guard_manager.check(local):
                 raise self._error(local)
-        if self.strides and (now := _strides(args, kwargs)) != self.strides:
+        if self.strides and (strides := _strides(args, kwargs)) != self.strides:
             raise MismatchError(
                 f"the tensors of the batch were laid out with strides {self.strides} when the step was planned, and are with "
-                f"{now} now, which the step asks for",
+                f"{strides} now, which the step asks for",
                 f": make them contiguous() as they were, or {PLAN_AGAIN}",
             )
         for outside in self.outside:

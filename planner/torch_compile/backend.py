@@ -254,11 +254,11 @@ def check_options(options: Mapping[str, object] | None) -> dict[str, Any]:
         raise PlannerError(f"option 'kernels' is {given['kernels']!r}: choose from {', '.join(_COMPILERS)}")
     if given.get("kernels") == "inductor" and "roofline" in given:
         raise PlannerError("option 'roofline' models ATen's ops, and Inductor's kernels are measured: leave it out")
-    if not isinstance(given.get("budget"), str | int | float):
+    if not isinstance(budget := given.get("budget"), str | int | float):
         raise PlannerError(
             'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'
         )
-    return {**given, "budget": read_budget(given["budget"])}
+    return {**given, "budget": read_budget(budget)}
 
 
 def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:

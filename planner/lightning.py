@@ -18,6 +18,7 @@ with told():
     except ImportError:  # its older name
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
+from graphs.capture.effects import Scratch
 from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError, TraceError
 from planner.budgets import budget_or_overhead
@@ -148,7 +149,7 @@ class _Step(nn.Module):
         return self._options
 
 
-class _Logs:
+class _Logs(Scratch):
     """The values that a step logs.
 
     Attributes:

@@ -58,6 +58,10 @@ class Effect:
         return any(guard == name or guard.startswith((f"{name}.", f"{name}[")) for name in names for guard in guarded)
 
 
+class Scratch:
+    """Base of objects that a front end lets a step fill, and reads behind it: what the step sets there is no effect."""
+
+
 class UnsettledError(Exception):
     """The step reads values that its first call sets: it is captured as it is from the second on.
 
@@ -103,6 +107,7 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
                 f"{readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a planned "
                 "step does not do: change it in place (copy_, add_, lerp_)"
             )
+    effects = [effect for effect in effects if not isinstance(_owner(effect, local, scope), Scratch)]
     changes = _changes(effects, run, local, scope) if effects else {}
     for effect, change in changes.items():
         if change != "always":

@@ -1,5 +1,6 @@
 """Training by a plan in PyTorch Lightning: what is logged and learnt equals that without a plan."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert plan.graph.provenance["accumulate"] is bool(more)
     assert planned.training_step.__func__ is make.training_step  # as it was
     assert planned.log.__func__ is pl.LightningModule.log
+
+
+def test_what_the_front_end_records_is_no_reason_to_warn(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trained(Module(), tmp_path, PlannedTraining(HALF_WAY, **QUICK))
+    assert not [str(warning.message) for warning in seen if "set by the step" in str(warning.message)]
 
 
 def test_gradients_are_freed_before_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

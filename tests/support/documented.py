@@ -101,8 +101,7 @@ def with_transformers(folder: Path) -> Names:
 def with_lightning(folder: Path) -> Names:
     from tests.support.lightning_loop import Module, batches, pl
 
-    # Of the front end's own module, which what users call is wrapped in; and of Lightning, where a loader has no workers.
-    warnings.filterwarnings("ignore", "model._logs.values is set by the step")
+    # Of Lightning, where a loader has no workers.
     warnings.filterwarnings("ignore", ".*does not have many workers")
 
     def trainer(**options: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 import planner.training.compile as training
 from graphs.eager import Difference, EagerComparison
-from graphs.errors import EagerWarning, GraphError, MismatchError, PlannerError
+from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
 from graphs.ir import Graph
 from graphs.options import with_options, without_options
@@ -141,7 +141,7 @@ def test_what_was_not_named_is_not_offered(graph: Graph, workload: Workload) -> 
     plan = solve(graph, "100%", time_limit_s=20)
     assert plan.graph.fingerprint == plain.fingerprint and "options" not in plan.settings and plan.differs == ()
     check_sizes(plain, plan)
-    with pytest.raises(GraphError, match=r"traced without the option 'chunks'.*--options chunks"):
+    with pytest.raises(UsageError, match=r"traced without the option 'chunks'.*--options chunks"):
         solve(plain, "100%", options=["chunks"])
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
         solve(graph, "100%", solver="dtr", options=["chunks"])
@@ -165,8 +165,8 @@ def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: py
     assert any(line.split() == ["optional", "ops", "12"] for line in call(capsys, "info", model).out.splitlines())
     assert call(capsys, "solve", model, "--budget", "100%", "--quiet", "-o", plan_path).code == 0
     assert call(capsys, "info", plan_path).code == 0
-    refused(call(capsys, "trace", tiny, "--options", "chunk", "-o", model), 1, "'chunk'", "chunks")
-    refused(call(capsys, "trace", tiny, "--options", "offload", "-o", model), 1, "'offload' is not found in a step", "solved")
+    refused(call(capsys, "trace", tiny, "--options", "chunk", "-o", model), 2, "'chunk'", "chunks")
+    refused(call(capsys, "trace", tiny, "--options", "offload", "-o", model), 2, "'offload' is not found in a step", "solved")
 
 
 def test_facts_say_what_is_offered_and_what_it_could_gain(graph: Graph) -> None:

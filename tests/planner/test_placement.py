@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from graphs.cost.others import DEVICES_KEY, known_devices, named_device, recorded_devices
-from graphs.errors import GraphError, MismatchError, PlannerError, TraceError
+from graphs.errors import GraphError, MismatchError, PlannerError, TraceError, UsageError
 from graphs.io.formats import read_graph, read_plan, write_graph
 from graphs.ir import Graph, Op
 from graphs.options import with_options
@@ -128,7 +128,7 @@ def test_compiled(tmp_path: Path) -> None:
 def test_a_graph_without_other_devices_says_how_to_get_them() -> None:
     with pytest.raises(GraphError, match=r"trace the step with --other-devices cpu:2, or cuda \(planner.trace\("):
         solve(diamond(), "100%", solver="xengine", options=["placement"])
-    with pytest.raises(GraphError, match=r"needs to know other devices: Surroundings\(others="):
+    with pytest.raises(UsageError, match=r"needs to know other devices: Surroundings\(others="):
         with_options(diamond(), ("placement",))
 
 
@@ -152,7 +152,7 @@ def test_names() -> None:
         ("cuda:1", "cuda:1", None),
     ]
     for name in ("gpu", "cpu:0", "cpu:two", ""):
-        with pytest.raises(GraphError, match=f"there is no device '{name}': write cpu"):
+        with pytest.raises(UsageError, match=f"there is no device '{name}': write cpu"):
             named_device(name)
 
 

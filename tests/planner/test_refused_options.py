@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import GraphError
+from graphs.errors import UsageError
 from graphs.options import OPTIONS, Setting
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 3)
@@ -31,7 +31,7 @@ def _complete(name: str) -> str:
 WAYS: dict[Setting, list[Callable[[str], None]]] = {
     Setting.TORCH_COMPILE: [under_torch_compile],
     Setting.VARYING_SIZES: [partial(compiled, dynamic=True)],
-    Setting.INDUCTOR: [partial(compiled, kernels="inductor"), partial(under_torch_compile, compile="inductor")],
+    Setting.INDUCTOR: [partial(compiled, kernels="inductor"), partial(under_torch_compile, kernels="inductor")],
 }
 REFUSED = [(name, setting) for name, option in OPTIONS.items() for setting in option.refused]
 
@@ -43,4 +43,4 @@ def test_what_the_registry_refuses_no_step_is_made_with(name: str, setting: Sett
     for way in WAYS[setting]:
         with pytest.raises(Exception, match=refusal) as e:
             way(name)
-        assert isinstance(getattr(e.value, "inner_exception", e.value), GraphError)
+        assert isinstance(getattr(e.value, "inner_exception", e.value), UsageError)

@@ -65,7 +65,7 @@ def test_what_is_no_budget_is_refused(budget: Any, graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"solver": "magic"}, "no solver 'magic': choose one of windows, keep_everything"),
+        ({"solver": "magic"}, "no solver 'magic': choose one of windows, keep-everything"),
         ({"tolerance": -1.0}, "tolerance is -1.0: must be"),
         ({"tolerance": float("nan")}, "tolerance is nan: must be"),
         ({"time_limit_s": 0.0}, "time limit is 0.0: must be"),

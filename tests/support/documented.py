@@ -119,6 +119,14 @@ def with_devices(folder: Path) -> Names:
     return names | {"graph": graph, "on_gpu": planner.trace(*step, passes=1)}
 
 
+def with_plan(folder: Path) -> Names:
+    """A plan in a file, as the command leaves it."""
+    names = small(folder)
+    graph = planner.trace(names["model"], names["loss_fn"], names["batch"], passes=1)
+    planner.solve(graph, "100%").save(folder / "plan.json", graph=folder / "model.json")
+    return names
+
+
 def step_of(names: Names) -> None:
     """A step of the loop, by what a block has compiled."""
     x, y = names["batch"]
@@ -137,6 +145,7 @@ SURROUNDINGS = {
     "docs/guides/lightning.md": Surroundings(with_lightning, fit),
     "docs/guides/torch-compile.md": Surroundings(small, step_of, apart=True),
     "docs/placement.md": Surroundings(with_devices),
+    "docs/report.md": Surroundings(with_plan),
 }
 
 

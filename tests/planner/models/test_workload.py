@@ -217,7 +217,7 @@ def test_a_batch_may_be_given_by_name(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_built_is_refused(body: str, call: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"\n{body}\n")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(PlannerError) as caught:
         load(parse_spec(f"{path}:{call}"))
     assert said.replace("{path}", str(path)) in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -1,6 +1,6 @@
 """The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -9,6 +9,7 @@ import numpy as np
 from solvers.clock import Beside, left
 from solvers.eviction.engine import WORK_PER_EVICTION
 from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.rules import EvictionRule
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -65,12 +66,16 @@ def _run(search: Search, without_copies: PartBeside | None = None, apart: PartBe
     if search.solved():
         return
     beside = None
+    first, trips = search.params.first_schedule, search.params.round_trips
+    rules = with_prices(search.problem, first.rules, trips.prices)
     if search.problem.copies is not None:
         beside = start_beside(search, Portfolio(search, coarse, coarse, without_copies).find)
+    else:
+        _follow_rules(search, rules, first.early_rules_limit, until_found=True)
     try:
         # From nothing, while others look for schedules: its solutions are to be other ones than theirs.
-        detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True, from_best=beside is None)
-        _follow_rules(search)
+        detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True, from_best=False)
+        _follow_rules(search, rules, first.rules_limit if search.problem.copies is None else trips.rules_limit)
         if not (search.solved() or search.stopped()):
             beside = beside or start_beside(search, Portfolio(search, coarse, detail).find)
             _go_on(search, detail, beside)
@@ -98,16 +103,14 @@ def _go_on(search: Search, detail: Discretization, beside: Beside) -> None:
         _decide(search)
 
 
-def _follow_rules(search: Search) -> None:
-    """Offer what a few rules of eviction come to in a short time."""
-    params, trips = search.params.first_schedule, search.params.round_trips
-    until = search.clock.now + (params.rules_limit if search.problem.copies is None else trips.rules_limit)
-    for rule in with_prices(search.problem, params.rules, trips.prices):
-        if search.solved() or search.stopped():
+def _follow_rules(search: Search, rules: Iterator[EvictionRule], limit: float, *, until_found: bool = False) -> None:
+    """Offer what rules of eviction come to until a short time is up, or there is a schedule; the others stay in `rules`."""
+    until, most = search.clock.now + limit, search.params.first_schedule.few_executions
+    while not (search.solved() or search.stopped() or search.clock.now >= until or (until_found and search.best is not None)):
+        if (rule := next(rules, None)) is None:
             return
-        if search.clock.now < until:
-            stopped = search.spending(WORK_PER_EVICTION, search.stopped)
-            _offer(search, evicted(search.problem, rule, max_factor=params.few_executions, should_stop=stopped))
+        stopped = search.spending(WORK_PER_EVICTION, search.stopped)
+        _offer(search, evicted(search.problem, rule, max_factor=most, should_stop=stopped))
 
 
 def _evict(search: Search) -> None:

@@ -55,7 +55,8 @@ class FirstScheduleParams:
 
     Attributes:
         rules, tight_rules: of eviction; the latter for budgets at which the others fail.
-        rules_limit: for all rules while nothing else looks for schedules;
+        early_rules_limit: for rules before the relaxation, until one finds a schedule;
+        rules_limit: for the other rules while nothing else looks for schedules;
         few_executions: and per op of the graph.
         eviction_limit: for rules of eviction while something else looks.
         sending_limit: for orders that send what is not needed now, where tensors may go to the host.
@@ -65,6 +66,7 @@ class FirstScheduleParams:
 
     rules: tuple[EvictionRule, ...] = RULES
     tight_rules: tuple[EvictionRule, ...] = TIGHT_RULES
+    early_rules_limit: float = 0.2
     rules_limit: float = 1.0
     few_executions: float = 4.0
     eviction_limit: float = 20.0

@@ -17,7 +17,10 @@ from tests.support.cuda_lines import body_of, kinds
 from tests.support.wrapper_code import namespace, read
 
 KEPT = sorted((Path(__file__).parent / "cuda_code").glob("torch-*.txt"))
-STEPS = ("gpt2", "gpt2-bfloat16", "gpt2-attention-written", "llama", "vit", "resnet18", "unet", "mobilenet_v2", "assorted")
+STEPS = (
+    *("gpt2", "gpt2-bfloat16", "gpt2-attention-written", "llama", "vit", "resnet18", "unet", "mobilenet_v2", "assorted"),
+    *("vit-combo-kernels", "gpt2-multi-kernel", "llama-cooperative-reductions"),
+)
 
 
 def modules(kept: Path) -> list[str]:

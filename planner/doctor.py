@@ -61,7 +61,7 @@ def _versions() -> Iterator[Fact]:
     yield Fact("versions", "python", platform.python_version())
     for name in (*_NEEDED, *_OPTIONAL):
         try:
-            yield Fact("versions", name, version(name))
+            yield Fact("versions", name, torch.__version__ if name == "torch" else version(name))
         except PackageNotFoundError:
             missing = f"{name} is not installed: pip install {name}" if name in _NEEDED else ""
             yield Fact("versions", name, "not installed", missing)

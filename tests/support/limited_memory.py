@@ -83,7 +83,7 @@ def both_passes() -> None:
     model, given = blocks(), batch()
     twin = copy.deepcopy(model)
     captured = profiled(model, given)
-    plan = solve(captured.graph, "60%", tolerance=0.5)  # the backward pass takes more than the forward pass
+    plan = solve(captured.graph, "60%", solver="sac")  # the backward pass takes far more than the forward pass
     step = Executor(captured, plan.schedule, model, F.mse_loss)
     optimizer, others = torch.optim.Adam(model.parameters()), torch.optim.Adam(twin.parameters())
     torch.manual_seed(2)

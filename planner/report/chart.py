@@ -21,6 +21,7 @@ from planner.report.columns import COLUMNS, memory_columns
 from planner.report.lanes import Bar, bars, lanes
 from planner.report.lives import Life, Lives, lives_of
 from planner.report.module_groups import grouped
+from planner.report.plots import size_unit, time_unit
 from planner.report.reserved import reserved_bytes
 from planner.report.streams import capacity_text, spaced
 from planner.report.timeline import Timeline, block
@@ -126,7 +127,7 @@ class _Drawing:
         timeline = self.timeline
         self.lives: Lives = lives_of(timeline)
         self.bars: tuple[Bar, ...] = bars(timeline)
-        self.lanes = lanes(timeline)
+        self.lanes = lanes(timeline, self.bars)
         homes = (self._home(life) for life in self.lives.lives)
         groups = grouped([_block(op) for op in (*timeline.graph.program, *homes)])
         self.groups = tuple(dict.fromkeys(groups.values()))
@@ -135,7 +136,7 @@ class _Drawing:
         # Where no op has a time, the step is drawn evenly, by moments.
         self.timed = timeline.time_s > 0
         span_s = timeline.time_s if self.timed else float(len(self.lives.moments))
-        self.time_scale, self.time_unit = _unit(span_s, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))) if self.timed else (1.0, "ops")
+        self.time_scale, self.time_unit = time_unit(span_s) if self.timed else (1.0, "ops")
         self.span = span_s / self.time_scale
         self.reserved_bytes: int | None = None
         self.starts = [m.start_s / self.time_scale if self.timed else float(i) for i, m in enumerate(self.lives.moments)]
@@ -148,7 +149,7 @@ class _Drawing:
         near_budget = plan.budget_bytes if plan.budget_bytes < _FAR * plan.peak_bytes else 0
         own_bytes = max(near_budget, plan.peak_bytes, *reserved[-1:], 1)
         top_bytes = _HEADROOM * max(own_bytes, min(max(one.peak_bytes for one in others), _FAR * own_bytes))
-        self.size_scale, self.size_unit = _unit(top_bytes, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+        self.size_scale, self.size_unit = size_unit(top_bytes)
         self.x_range = Range1d(0, self.span, bounds=(0, self.span))
         top = top_bytes / self.size_scale
         plot = self._over_time("memory", _MEMORY_HEIGHT, Range1d(0, top, bounds=(0, top)), f"memory in {self.size_unit}")
@@ -212,7 +213,7 @@ class _Drawing:
             capacity_bytes = pool.capacity_bytes
             near = capacity_bytes is not None and capacity_bytes <= _NEAR_CAPACITY * peak_bytes
             most = capacity_bytes if near and capacity_bytes is not None else peak_bytes
-            scale, unit = _unit(most, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+            scale, unit = size_unit(most)
             plot = self._over_time(f"pool{index}", _POOL_HEIGHT, Range1d(0, _HEADROOM * most / scale), unit)
             sizes = np.array(memory_columns(self.timeline, pool)) / scale
             edges = np.linspace(0, self.span, COLUMNS + 1)
@@ -229,7 +230,7 @@ class _Drawing:
         from bokeh.plotting import figure
 
         plan = self.timeline.plan
-        scale, unit = _unit(max(p.budget_bytes for p in curve), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+        scale, unit = size_unit(max(p.budget_bytes for p in curve))
         plot = figure(name="curve", height=_CURVE_HEIGHT, sizing_mode="stretch_width", tools="", toolbar_location=None)
         plot.min_border_left, plot.min_border_right = _LEFT, _RIGHT
         plot.xaxis.axis_label, plot.yaxis.axis_label = f"budget in {unit}", "overhead in %"
@@ -402,11 +403,6 @@ def _colors(count: int) -> tuple[str, ...]:
     """`count` colours of the palette, as far from each other as it has them."""
     last = len(_PALETTE) - 1
     return tuple(_PALETTE[round(i * last / max(1, count - 1)) if count > 1 else 3] for i in range(count))
-
-
-def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return the first of `units`, from large to small, that `largest` reaches; else the last."""
-    return next(((scale, name) for scale, name in units if largest >= scale), units[-1])
 
 
 def _baseline_text(one: Baseline) -> str:

@@ -1,6 +1,6 @@
 """What a plan does besides executing each op once: recomputations, transfers and waits, as bars on lanes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from graphs.ir import Op
@@ -42,9 +42,9 @@ def bars(timeline: Timeline) -> tuple[Bar, ...]:
     return (*found, *_wait_bars(timeline))
 
 
-def lanes(timeline: Timeline) -> tuple[str, ...]:
-    """Return the names of the lanes that have bars, from top to bottom."""
-    busy = {bar.lane for bar in bars(timeline)}
+def lanes(timeline: Timeline, found: Iterable[Bar]) -> tuple[str, ...]:
+    """Return the names of the lanes that have bars of those `found`, from top to bottom."""
+    busy = {bar.lane for bar in found}
     return tuple(lane for lane in (RECOMPUTED, WAITS, *map(spaced, timeline.graph.streams[1:])) if lane in busy)
 
 

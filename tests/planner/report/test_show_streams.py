@@ -126,7 +126,7 @@ def test_bars_are_where_the_clocks_have_them(timeline: Timeline) -> None:
         ("wait", 2, 3, "waits for copy_out_f1", "1 s", "before memory of f1 goes", None),
         ("wait", 7, 8, "waits for copy_in_f1", "1 s", "before g2", None),
     ]
-    assert lanes(timeline) == ("wait", "device to host", "host to device")
+    assert lanes(timeline, bars(timeline)) == ("wait", "device to host", "host to device")
 
 
 def test_the_page_has_the_sums(timeline: Timeline) -> None:

@@ -110,7 +110,8 @@ def planned_graph(graph: Graph, plan: Plan) -> Graph:
 
     Raises:
         MismatchError: the settings of the plan are none that a solve records.
-        GraphError: an option cannot be added to this graph, or the graph was traced without it.
+        GraphError: an option cannot be added to this graph.
+        UsageError: the graph was traced without it.
     """
     return graph if graph.fingerprint == plan.graph.fingerprint else with_recorded(graph, plan.settings)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from graphs.errors import MismatchError, UsageError
+from graphs.errors import GraphError, MismatchError, UsageError
 from graphs.options.surroundings import OtherDevice
 
 DEVICES_KEY = "devices"  # in the provenance of a graph, and in the settings of plans
@@ -58,7 +58,7 @@ def known_devices(said: Mapping[str, object]) -> tuple[OtherDevice, ...]:
     """
     try:
         return msgspec.convert(said.get(DEVICES_KEY, ()), tuple[OtherDevice, ...])
-    except (msgspec.ValidationError, UsageError) as error:
+    except (msgspec.ValidationError, GraphError) as error:
         raise MismatchError(
             f"what is said of other devices is not what a trace measures ({error}): the file was edited; trace the step again "
             "with other_devices= (--other-devices)"

@@ -80,7 +80,7 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
     """`capture` with those of the choices `names` that are found in what was captured; their times are not measured.
 
     Raises:
-        GraphError: there is no such choice, or it does not go with the kernels that were captured.
+        UsageError: there is no such choice, or it does not go with the kernels that were captured.
     """
     check_options(names)
     if not (wanted := traced_options(names)):

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from planner.capture import joint, trace
+from planner.capture import trace
+from planner.capture.frontend import joint
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from tests.support.cuda_device.tensors import OnDevice

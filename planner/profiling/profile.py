@@ -8,7 +8,7 @@ once, and once per process where the call means the same in other captures: laye
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -21,6 +21,7 @@ from graphs.errors import PlannerError
 from graphs.ir import Kind, Op, Tensor
 from planner.capture.frontend.random_states import RandomStates, random_states_kept
 from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Path
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.own_generators import states_kept
 from planner.profiling.allocator import Mark, segment_peaks
@@ -194,14 +195,14 @@ class _Profiler:
             # An op that draws again sets the generator to the saved state: only a real one is valid.
             states = [t for t in op.outputs if self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE]
             self._known |= dict.fromkeys(states, torch.default_generator.get_state())
-        distinct = {(call.source, call.identity) for call in calls}  # and by the layouts of their inputs, which come to be known
-        seen: set[tuple[str, tuple[str, ...]]] = set()
+        distinct = {call.identity for call in calls}  # and by the layouts of their inputs, which come to be known
+        seen: set[Hashable] = set()
         while calls:
             waiting = []
             for call in calls:
                 if all(t in self._known for t in (*call.reads, *call.op.inputs)):
                     self._look_at(call, new)
-                    seen.add((call.source, call.identity))
+                    seen.add(call.identity)
                     self._report(len(seen) / len(distinct) / 2)
                 else:
                     waiting.append(call)
@@ -233,7 +234,7 @@ class _Profiler:
 
     def _look_at(self, call: OpCall, new: dict[_Key, MeasuredOp]) -> None:
         specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._known[t] for t in call.reads))
-        key = (call.source, call.identity, specs, self.device, *self._settings)
+        key = (call.identity, specs, self.device, *self._settings)
         self.keys[call.op.id] = key
         if key in new:
             outputs = new[key].outputs
@@ -395,9 +396,9 @@ def _gpus(device: torch.device) -> tuple[int, ...]:
     return (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 
 
-def _pick(value: Any, path: str) -> torch.Tensor:
-    for index in path.replace("]", "").split("[")[1:]:
-        value = value[int(index)]
+def _pick(value: Any, path: Path) -> torch.Tensor:
+    for index in path:
+        value = value[index]
     found: torch.Tensor = value
     return found
 

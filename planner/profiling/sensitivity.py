@@ -18,9 +18,10 @@ from graphs.options.variance import SENSITIVITY, modelled_variance
 from graphs.schedule import Compute, schedule_of
 from planner.capture.frontend.random_states import random_states_kept
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import load, variable
-from planner.capture.lowering.writer import Writer
+from planner.capture.lowering.program import Ref
 from planner.capture.options.compression import Kept, kept_tensors
+from planner.passes.builder import PassBuilder
+from planner.passes.writer import Writer
 from planner.profiling.replay import RealStep
 
 
@@ -105,18 +106,16 @@ def _compiled(capture: Capture, needed: set[int]) -> _Code:
     steps = schedule_of(graph, [op.id for op in graph.program]).steps
     last = max(op.id for op in graph.program if op.phase is Phase.FORWARD)
     cut = steps.index(Compute(last)) + 1
-    writer = Writer(graph, program)
-    forward = writer.write(steps[:cut])
+    writer, static = Writer(graph, program), [source.tensor for source in program.sources]
+    first, second = PassBuilder(program), PassBuilder(program)
+    for builder in (first, second):
+        builder.tensor_list("static", static)
+    writer.write(first, steps[:cut])
     alive = tuple(writer.live)
     assert needed.issubset(alive)  # the backward pass reads it
-    names = "".join(f"{variable(t)}, " for t in alive)
-    backward = [f"{names} = alive" if names else "", *writer.write(steps[cut:])]
-    gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
-    source = "\n\n".join(
-        (
-            program.define("forward", "static", [*forward, f"return [{names}]"]),
-            program.define("backward", "static, alive", [*backward, f"return ({gradients})"]),
-        )
-    )
-    functions = load(program, source, f"sensitivity of {graph.fingerprint}")
-    return _Code(functions["forward"], functions["backward"], alive)
+    second.tensor_list("alive", alive)
+    writer.write(second, steps[cut:])
+    title = f"sensitivity of {graph.fingerprint}"
+    forward = first.finish(list(map(Ref, alive)), title)
+    backward = second.finish(tuple(gradient for _, gradient in program.gradients), title)
+    return _Code(forward.run, backward.run, alive)

@@ -12,12 +12,11 @@ import torch
 
 from graphs.eager import DifferingOp, EagerComparison
 from graphs.errors import EagerWarning
-from graphs.ir import Op
 from graphs.plan import Plan
 from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.unchanged import WritesUndone, unchanged
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import variable
+from planner.capture.lowering.program import Call, Ref
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
@@ -164,7 +163,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
 
     real = RealStep.of(captured, step, batch)
     with real.running():
-        real.compile(look=_outputs_of, at_end=False)(see)
+        real.run(lambda op: Call(see, (op.id, tuple(map(Ref, op.outputs)))))
     graph = captured.graph
     other = {op.id for op in graph.ops if op.outputs and op.id in made and not results.digests.intersection(made[op.id])}
     ends = {t for t in graph.kept if not other.isdisjoint(graph.tensors[t].producers)}
@@ -182,10 +181,6 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     culprit = graph.ops[first]
     module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as the user knows it
     return DifferingOp(culprit.name, culprit.target, module)
-
-
-def _outputs_of(op: Op) -> str:
-    return f"{op.id}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
 
 
 class _Results(TorchDispatchMode):

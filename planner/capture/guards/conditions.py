@@ -218,7 +218,7 @@ class GuardWriter:
         """What computes all values that were asked for, and a program whose sources are what that takes."""
         self._graph.output(tuple(self._outputs))
         assert self._joint.owning_module is not None
-        return fx.GraphModule(self._joint.owning_module, self._graph), Program((), tuple(self._sources), "", (), (), {})
+        return fx.GraphModule(self._joint.owning_module, self._graph), Program((), tuple(self._sources), None, (), ())
 
     def _copy(self, node: fx.Node, line: Line | None) -> fx.Node:
         match node.op:

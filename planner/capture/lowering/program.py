@@ -1,27 +1,102 @@
-"""How to execute the ops of a graph: for each op, the Python source of its call.
+"""How to execute the ops of a graph: for each op its calls, as data.
 
-A graph says what a training step is; its program says how to run it. Tensors are variables
-``t<id>``; views are part of the expressions that read them, so that no variable but the base ever
-holds a storage. Targets, generators and other objects are names in the program's namespace.
+A graph says what a training step is; its program says how to run it. Arguments of calls are references to tensors, views of
+these, and constants. A view is a call itself, made again wherever it is read, so that nothing but the base ever holds a storage.
 """
 
-import linecache
-import re
-import weakref
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
-from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, runtime_checkable
+import operator
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from graphs.ir import TANGENT, Kind
 
-_LOADED = count(1)
+Path = tuple[int, ...]  # the subscripts that pick an item out of a value; none for the value itself
 
 
-def variable(tensor: int) -> str:
-    """The name of a tensor's variable."""
-    return f"t{tensor}"
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference to the tensor of the graph with this id."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A target applied to arguments: what computes an op, or, as an argument, a view.
+
+    Attributes:
+        target: what is called; a name calls that method of the first argument.
+        args, kwargs: references, calls, and lists and tuples of them; anything else is a constant.
+    """
+
+    target: Callable[..., Any] | str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The value of a call that each pass makes once, before it is first read."""
+
+    call: Call
+
+
+Argument = Any  # a reference, a call, a list or tuple of them, or a constant
+
+
+def leaves_of(value: Argument) -> Iterator[Any]:
+    """Yield the references and constants in `value`, in order; targets of calls are none."""
+    match value:
+        case Call(args=args, kwargs=kwargs):
+            for each in (*args, *kwargs.values()):
+                yield from leaves_of(each)
+        case Shared(call=call):
+            yield from leaves_of(call)
+        case list() | tuple():
+            for each in value:
+                yield from leaves_of(each)
+        case _:
+            yield value
+
+
+def read_by(value: Argument) -> list[int]:
+    """Return the tensors that `value` reads, each once, in the order in which it names them."""
+    return list(dict.fromkeys(leaf.tensor for leaf in leaves_of(value) if isinstance(leaf, Ref)))
+
+
+def mapped(value: Argument, leaf: Callable[[Any], Any]) -> Argument:
+    """Return `value` with `leaf` of each of its references and constants in their place."""
+    match value:
+        case Call(target=target, args=args, kwargs=kwargs):
+            given = tuple(mapped(each, leaf) for each in args)
+            return Call(target, given, {name: mapped(each, leaf) for name, each in kwargs.items()})
+        case Shared(call=call):
+            return Shared(mapped(call, leaf))
+        case list():
+            return [mapped(each, leaf) for each in value]
+        case tuple():
+            return tuple(mapped(each, leaf) for each in value)
+    return leaf(value)
+
+
+def renumbered(value: Argument, numbers: Mapping[int, int]) -> Argument:
+    """Return `value` with other tensors: those of `numbers` in place of what they stand for, the others as they are."""
+    return mapped(value, lambda leaf: Ref(numbers.get(leaf.tensor, leaf.tensor)) if isinstance(leaf, Ref) else leaf)
+
+
+def shown(path: Path) -> str:
+    """Return `path` as people read it: ``[0][2]``."""
+    return "".join(f"[{index}]" for index in path)
+
+
+def item(value: Argument, path: Path) -> Argument:
+    """Return the item of `value` at `path`."""
+    for index in path:
+        value = Call(operator.getitem, (value, index))
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +106,8 @@ class Source:
     Attributes:
         tensor: its id in the graph.
         kind: PARAMETER and BUFFER are fetched from the model, INPUT from the batch, CONSTANT from
-            the namespace.
-        name: qualified name in the model, leaf number in the batch, name in the namespace, or
+            the program.
+        name: qualified name in the model, leaf number in the batch, name in the program, or
             TANGENT for the gradient of the loss.
     """
 
@@ -80,82 +155,83 @@ class Repeated(Composed, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One op's call.
+class Statement:
+    """A value that is computed, and the tensors that its items are.
 
     Attributes:
-        expression: Python source of the call, over variables and namespace names.
-        outputs: for each output tensor its id and where it stands in the value of the expression
-            ("" the value itself, "[1]" its second item).
-        random_state: id of the tensor that holds the generator's state as it was before the first
-            execution; None for an op that draws nothing.
-        redraw: the expression that draws from the generator ``Program.own_generator``; None where no kernel does.
-        composed: what the expression calls, where that runs several operators; None where it is one.
-        in_place: the expression that writes the output over the input that ``Op.overwrites`` says; None where it says none.
+        value: a call; None for a tensor that only marks that an op is done.
+        outputs: for each tensor that it makes its id and where it stands in the value.
     """
 
-    expression: str
-    outputs: tuple[tuple[int, str], ...]
-    random_state: int | None = None
-    redraw: str | None = None
-    composed: "Composed | None" = None
-    in_place: str | None = None
-
-    def bind(self, wanted: Container[int], over: Collection[tuple[int, int]] = ()) -> list[str]:
-        """The lines that execute it and bind the outputs in `wanted` to their variables.
-
-        Args:
-            over: the output, and the input that it is written over; nothing where it is not.
-        """
-        if over:
-            assert self.in_place is not None
-            return self.bind_to(self.in_place, wanted)
-        return self.bind_to(self.expression, wanted)
-
-    def bind_to(self, expression: str, wanted: Container[int]) -> list[str]:
-        """The lines that bind the outputs in `wanted` to parts of the value of `expression`."""
-        bound = [(t, path) for t, path in self.outputs if t in wanted]
-        if len(bound) == 1 and bound[0][1] == "":
-            return [f"{variable(bound[0][0])} = {expression}"]
-        if not bound:
-            return [expression]
-        return [f"_ = {expression}", *(f"{variable(t)} = _{path}" for t, path in bound), "del _"]
+    value: Call | None
+    outputs: tuple[tuple[int, Path], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
-    """One op that allocates its outputs, and launches kernels that write to them.
+class OpCalls:
+    """How one op is executed.
 
     Attributes:
-        lines: Python source over variables and namespace names, which binds the variables of all outputs.
-        made: ids of the output tensors.
-        over: ids of outputs and of the inputs that they may be written over, with the line that binds the output then, in place
-            of the one that allocates it.
+        statements: in order. An op of eager PyTorch has one; Inductor's allocate their outputs, and launch kernels.
+        random_state: id of the tensor that holds the generator's state as it was before the first
+            execution; None for an op that draws nothing.
+        redraw: the call that draws from the generator ``Program.own_generator``; None where no kernel does.
+        composed: what is called, where that runs several operators; None where it is one.
+        over: ids of outputs and of the inputs that they may be written over, with the call that makes the output then, in
+            place of that of its statement.
+        launches: whether these are launches of Inductor's kernels.
+        after_forward: what is executed in place of the one statement once the forward pass has ended; None for the same.
     """
 
-    lines: tuple[str, ...]
-    made: tuple[int, ...]
-    over: tuple[tuple[int, int, str], ...] = ()
-    random_state: ClassVar[None] = None  # what draws is executed once
-    composed: ClassVar[None] = None
+    statements: tuple[Statement, ...]
+    random_state: int | None = None
+    redraw: Call | None = None
+    composed: Composed | None = None
+    over: tuple[tuple[int, int, Call], ...] = ()
+    launches: bool = False
+    after_forward: Statement | None = None
 
     @property
-    def outputs(self) -> tuple[tuple[int, str], ...]:
-        """As in ``Call``: each output is a variable of its own."""
-        return tuple((t, "") for t in self.made)
+    def outputs(self) -> tuple[tuple[int, Path], ...]:
+        """The tensors that the statements make, and where each stands in the value of its statement."""
+        return tuple(output for statement in self.statements for output in statement.outputs)
 
-    def bind(self, wanted: Container[int], over: Collection[tuple[int, int]] = ()) -> list[str]:
-        """The lines that execute it and bind the outputs in `wanted`; the others are made beside what is there of them.
+    @property
+    def call(self) -> Call:
+        """What is called, of an op of eager PyTorch."""
+        (statement,) = self.statements
+        assert statement.value is not None
+        return statement.value
 
-        Args:
-            over: outputs, and the inputs that they are written over.
-        """
-        others = [t for t in self.made if t not in wanted]
-        instead = {f"{variable(o)} = ": line for o, t, line in self.over if (o, t) in over}
-        lines = [next((instead[begin] for begin in instead if line.startswith(begin)), line) for line in self.lines]
-        for t in others:
-            lines = [re.sub(rf"\b{variable(t)}\b", f"_{variable(t)}", line) for line in lines]
-        return lines + ([f"del {', '.join(f'_{variable(t)}' for t in others)}"] if others else [])
+    @property
+    def is_nothing(self) -> bool:
+        """True if nothing is called."""
+        return all(statement.value is None for statement in self.statements)
+
+    def written_over(self, pairs: Container[tuple[int, int]]) -> tuple[Statement, ...]:
+        """Return the statements that write the output of each of `pairs` over the input."""
+        instead = {o: call for o, t, call in self.over if (o, t) in pairs}
+
+        def changed(statement: Statement) -> Statement:
+            call = next((instead[t] for t, _ in statement.outputs if t in instead), None)
+            return statement if call is None else replace(statement, value=call)
+
+        return tuple(map(changed, self.statements))
+
+    def renumbered(self, numbers: Mapping[int, int]) -> "OpCalls":
+        """Return the calls of an op that is the same on other tensors, and writes over none of them."""
+
+        def statement(given: Statement) -> Statement:
+            outputs = tuple((numbers.get(t, t), path) for t, path in given.outputs)
+            return Statement(renumbered(given.value, numbers), outputs)
+
+        after = None if self.after_forward is None else statement(self.after_forward)
+        return replace(self, statements=tuple(map(statement, self.statements)), over=(), after_forward=after)
+
+
+def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpCalls:
+    """Return the calls of an op that is one `call`; `more` are attributes of ``OpCalls``."""
+    return OpCalls((Statement(call, tuple(outputs)),), **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,28 +241,28 @@ class Program:
     Attributes:
         calls: one per op.
         sources: one per static tensor that an op or an output reads.
-        loss: expression of the loss.
-        extras: expressions of the other returned tensors, detached.
-        gradients: for each parameter or input that gets one: its static tensor id, the expression.
-        namespace: the objects that expressions name.
-        generator: namespace name of the random generator.
-        own_generator: namespace name of the one that repeated ops draw from (``capture.rewrites.redraw``).
-        lock: namespace name of what is held while ops draw.
-        setup: lines that come before those of ops.
-        guard: expression of the context that kernels are launched in, "" for none.
+        loss: value of the loss.
+        extras: values of the other returned tensors.
+        gradients: for each parameter or input that gets one: its static tensor id, the value.
+        constants: tensors that are part of the step, by name.
+        generator: what random ops draw from.
+        own_generator: what those draw from that are executed again (``capture.rewrites.redraw``).
+        guard: makes the context that the passes run in; None for none.
+        aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
+        names: of some targets, for people to read.
     """
 
-    calls: tuple[Call | Launches, ...]
+    calls: tuple[OpCalls, ...]
     sources: tuple[Source, ...]
-    loss: str
-    extras: tuple[str, ...]
-    gradients: tuple[tuple[int, str], ...]
-    namespace: Mapping[str, object]
-    generator: str = "generator"
-    own_generator: str = "own_generator"
-    lock: str = "lock"
-    setup: tuple[str, ...] = ()
-    guard: str = ""
+    loss: Argument
+    extras: tuple[Argument, ...]
+    gradients: tuple[tuple[int, Argument], ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    generator: torch.Generator | None = None
+    own_generator: torch.Generator | None = None
+    guard: Call | None = None
+    aligned: frozenset[int] = frozenset()
+    names: Mapping[str, object] = field(default_factory=dict)
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
         """The static tensors in the order of `sources`, None for the gradient of the loss.
@@ -211,44 +287,7 @@ class Program:
                     module = owner(path)
                     return (module._parameters if kind is Kind.PARAMETER else module._buffers)[name]
                 case Kind.CONSTANT:
-                    return self.namespace[source.name]
+                    return self.constants[source.name]
             return None if source.is_tangent else leaves[int(source.name)]
 
         return [fetch(source) for source in self.sources]
-
-    def define(self, name: str, parameters: str, lines: Iterable[str]) -> str:
-        """Source of the function `name`, one of whose parameters is a list called ``static``: of the static tensors."""
-        static = f"{', '.join(variable(source.tensor) for source in self.sources)}, = static"
-        body = [static, *self.setup, *lines]
-        if self.guard:
-            body = [f"with {self.guard}:", *(f"    {line}" for line in body)]
-        return f"def {name}({parameters}):\n" + "".join(f"    {line}\n" for line in body)
-
-
-class _Life:
-    """Ends with the functions whose namespace holds it."""
-
-
-def load(
-    program: Program, source: str, filename: str, names: Mapping[str, object] = MappingProxyType({})
-) -> dict[str, Callable[..., Any]]:
-    """The functions that `source` defines in a copy of the program's namespace. They do not see each other.
-
-    Args:
-        names: that stand for something else, or besides.
-        filename: what tracebacks call the source, with a number that no other has; they show the line that failed
-            for as long as one of the functions is there.
-    """
-    filename = f"<{filename}, {next(_LOADED)}>"
-    life = _Life()
-    namespace = {**program.namespace, **names, "_life": life}
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    weakref.finalize(life, linecache.cache.pop, filename, None)
-    defined: dict[str, Callable[..., Any]] = {}
-    exec(compile(source, filename, "exec"), namespace, defined)
-    return defined
-
-
-def file_of(function: Callable[..., Any]) -> str:
-    """Return what tracebacks call the source of a `function` that ``load`` has defined."""
-    return str(function.__code__.co_filename)

@@ -1,6 +1,5 @@
 """Choices that are found in a step when it is traced, by name: rewrites of what was captured."""
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -9,7 +8,6 @@ from graphs.ir import Graph, Op
 from graphs.options import Setting, check_goes_with, check_options, traced_options
 from graphs.options.selection import IN_PLACE, LEFT_OUT, TRACED, option_of, traced_with, without
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Launches, variable
 from planner.capture.options import chunks, kernels, packing
 from planner.capture.options.compression import compressed
 from planner.capture.options.in_place import in_place
@@ -65,16 +63,9 @@ def with_graph(capture: Capture, graph: Graph) -> Capture:
     place = {op.name: op.id for op in capture.graph.ops}
     held = [place[op.name] for op in graph.ops if op.name in place]
     program = capture.program
-    calls = tuple(_moved(program.calls[op], moved) for op in held)
+    # Those of the program keep their tensors.
+    calls = tuple(c if (c := program.calls[op]).composed is None else c.renumbered(moved) for op in held)
     return replace(capture, graph=graph, program=replace(program, calls=calls), nodes=tuple(capture.nodes[op] for op in held))
-
-
-def _moved(call: Call | Launches, moved: Mapping[int, int]) -> Call | Launches:
-    """`call` with other numbers of tensors; those of the program stay, and what is launched is of the program."""
-    if not isinstance(call, Call) or call.composed is None:
-        return call
-    expression = re.sub(r"\bt(\d+)\b", lambda found: variable(moved[int(found[1])]), call.expression)
-    return replace(call, expression=expression, outputs=tuple((moved[t], path) for t, path in call.outputs))
 
 
 def with_traced(capture: Capture, names: Sequence[str]) -> Capture:

@@ -5,8 +5,7 @@ view of another tensor, and a parameter that is used under two names may get two
 PyTorch's runtime would do with these outputs becomes nodes, so that it is planned and counted.
 """
 
-import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -110,16 +109,6 @@ def storage(value: torch.Tensor) -> int:
     """Identity of the storage of a (fake) tensor."""
     identity: int = value.untyped_storage()._cdata
     return identity
-
-
-def items(node: fx.Node, path: str) -> Iterator[fx.Node]:
-    """The nodes that pick the item at `path`, as in ``[1]`` or ``[0][2]``, out of the value of `node`."""
-    if not path:
-        yield node
-        return
-    for user in node.users:
-        if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
-            yield from items(user, path[len(step) :])
 
 
 def operator_of(node: fx.Node) -> OpOverload | None:

@@ -17,6 +17,7 @@ from graphs.options.passes import in_passes
 from graphs.schedule import Compute
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import OpCalls
 from planner.capture.trace import capture
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
@@ -65,9 +66,17 @@ class Failing:
 
 
 def failing_in(captured: Capture, target: str, error: Exception) -> tuple[Capture, Failing]:
-    op = Failing(captured.program.namespace[target], error)  # type: ignore[arg-type]
-    program = replace(captured.program, namespace={**captured.program.namespace, target: op})
-    return replace(captured, program=program), op
+    calls = captured.program.calls
+    called = next(each.call.target for each in calls if str(each.call.target) == target)
+    assert callable(called)
+    op = Failing(called, error)
+    changed = (calling(each, op) if each.call.target is called else each for each in calls)
+    return replace(captured, program=replace(captured.program, calls=tuple(changed))), op
+
+
+def calling(calls: OpCalls, target: Callable[..., Any]) -> OpCalls:
+    (statement,) = calls.statements
+    return replace(calls, statements=(replace(statement, value=replace(calls.call, target=target)),))
 
 
 def failing_step(name: str, target: str, error: Exception, seed: int | None = None) -> tuple[Executor, Failing]:
@@ -81,7 +90,7 @@ def failing_step(name: str, target: str, error: Exception, seed: int | None = No
 @pytest.mark.parametrize("seed", [None, 1])
 def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda _: 3_000)
-    step, failing = failing_step("mutated", target.replace(".", "_"), torch.OutOfMemoryError(CUDA_MESSAGE), seed)
+    step, failing = failing_step("mutated", target, torch.OutOfMemoryError(CUDA_MESSAGE), seed)
     before, generator = state(step), torch.get_rng_state()
     with pytest.raises(OutOfMemoryError) as raised:
         step(*make("mutated").batch).backward()
@@ -103,7 +112,7 @@ def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch:
 
 
 def test_an_op_that_runs_out_on_another_device() -> None:
-    captured, failing = failing_in(profiled("mutated"), "aten_gelu_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    captured, failing = failing_in(profiled("mutated"), "aten.gelu.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     failing.fails = f"planner: {SECOND}"
     offered, workload = on_pools(captured), make("mutated")
     gelu = next(op.id for op in offered.graph.program if op.target == "aten.gelu.default")

@@ -9,6 +9,7 @@ from torch import fx
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Path
 from planner.capture.options.added import value_of
 from planner.capture.rewrites.layouts import drawn_in_place, read_strides
 from planner.capture.rewrites.outputs import storage
@@ -16,10 +17,10 @@ from planner.capture.rewrites.outputs import storage
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that the program makes: the value of `node` at `path`, as in ``Call.outputs``."""
+    """A tensor that the program makes: the value of `node` at `path`, as in ``Statement.outputs``."""
 
     node: fx.Node
-    path: str
+    path: Path
 
     @property
     def value(self) -> torch.Tensor:
@@ -163,7 +164,7 @@ def reads_of(arguments: Any) -> tuple[fx.Node, ...]:
 def calling(target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[Result]) -> Callable[..., list[torch.Tensor]]:
     """Calls `target` with `arguments`, values of the program replaced by what it is given for them; returns what `makes` says."""
     reads = reads_of(arguments)
-    positions = [int(made.path[1:-1]) if made.path else None for made in makes]
+    positions = [made.path[0] if made.path else None for made in makes]
 
     def compute(*given: torch.Tensor) -> list[torch.Tensor]:
         value = dict(zip(reads, given, strict=True))

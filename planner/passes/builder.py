@@ -53,12 +53,19 @@ class PassBuilder:
         self._graph = fx.Graph()
         self._parameters: list[Parameter] = []
         self._shared: list[tuple[Shared, fx.Node]] = []
+        self._attributes: dict[str, fx.Node] = {}
         self._unaligned = set(program.aligned)
 
     def parameter(self, name: str) -> fx.Node:
         """Add a parameter."""
         self._parameters.append(Parameter(name))
         return self._graph.placeholder(name)
+
+    def attribute(self, name: str) -> fx.Node:
+        """What stands for one of ``names`` that the graph, which may be there for longer, does not hold."""
+        if name not in self._attributes:
+            self._attributes[name] = self._graph.get_attr(name)
+        return self._attributes[name]
 
     def tensor_parameters(self, tensors: Sequence[int]) -> None:
         """Add a parameter for each of `tensors`."""
@@ -166,8 +173,9 @@ class PassBuilder:
         """Return the pass, which returns `returned`; tracebacks call it `title`."""
         self.step = None
         self._graph.output(self.value(returned))
-        codegen = StraightLine(self._parameters, self._names)
-        module = module_of(self._graph, codegen, title)
+        attributes = {name: self._names[name] for name in self._attributes}
+        codegen = StraightLine(self._parameters, {k: v for k, v in self._names.items() if k not in attributes})
+        module = module_of(self._graph, codegen, title, attributes)
         file, guard = module.forward.__code__.co_filename, self._program.guard
         run: Callable[..., Any] = module.forward if guard is None else _guarded(module.forward, guard)
         return Pass(module, run, {(file, number): step for number, step in codegen.steps.items()})

@@ -59,7 +59,7 @@ class StraightLine(CodeGen):
     def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
         """As ``CodeGen``."""
         written = _Globals(self._names)
-        lines = [f"def forward({', '.join(['self', *(parameter.name for parameter in self._parameters)])}):"]
+        lines = [f"def forward({', '.join(parameter.name for parameter in self._parameters)}):"]
         for parameter in self._parameters:
             if parameter.unpacked:
                 lines.append(f"    {', '.join(map(variable, parameter.unpacked))}, = {parameter.name}")
@@ -83,7 +83,7 @@ class _Globals:
 
     def line(self, node: fx.Node) -> str | None:
         """The line of a node; None where it has none."""
-        if node.op == "placeholder" or node.meta.get(INLINE):
+        if node.op in ("placeholder", "get_attr") or node.meta.get(INLINE):
             return None
         if node.op == "output":
             return f"return {self.expression(node.args[0])}"
@@ -105,6 +105,8 @@ class _Globals:
     def expression(self, value: Any) -> str:
         """An argument."""
         match value:
+            case fx.Node(op="get_attr", target=str(name)):
+                return self._name(getattr(value.graph.owning_module, name), name)
             case fx.Node():
                 return self.call(value) if value.meta.get(INLINE) else variable(value)
             case list():
@@ -120,9 +122,9 @@ class _Globals:
             return ":".join("" if each is None else self.expression(each) for each in (value.start, value.stop, value.step))
         return self.expression(value)
 
-    def _name(self, value: Any) -> str:
+    def _name(self, value: Any, wanted: str | None = None) -> str:
         if id(value) not in self._names:
-            wanted = name = self._wanted.get(id(value)) or _name_of(value)
+            wanted = name = wanted or self._wanted.get(id(value)) or _name_of(value)
             number = 2
             while name in self.values:
                 name, number = f"{wanted}_{number}", number + 1

@@ -64,7 +64,7 @@ def compile_schedule(
         static_given_up: the passes empty the lists of static tensors too, and free these after they are read for the last time.
     """
     cut = boundary(graph, schedule)
-    writer = CopyingWriter(graph, program, channels, repeated=repeated(graph, program, schedule), tick=tick)
+    writer = CopyingWriter(graph, program, repeated=repeated(graph, program, schedule), tick=tick)
     halves = schedule.steps[:cut], schedule.steps[cut:]
     return assemble(writer, halves, names={"channels": channels}, static_given_up=static_given_up)
 

@@ -14,7 +14,6 @@ from graphs.pools import COMPUTE, DEVICE_TO_HOST
 from graphs.schedule import Compute, Step
 from planner.capture.lowering.program import Call, Program, Ref, item
 from planner.passes.writer import Writer
-from planner.runtime.channels import Channels
 
 C = TypeVar("C")
 D = TypeVar("D")
@@ -79,20 +78,18 @@ class UnderWay(Generic[C]):
 
 
 class CopyingWriter(Writer):
-    """Writes steps with round trips to the host (``graphs.options.offload``)."""
+    """Writes steps with round trips to the host (``graphs.options.offload``), by the ``channels`` that passes name."""
 
     def __init__(
         self,
         graph: Graph,
         program: Program,
-        channels: Channels | None,
         *,
         repeated: Container[int] = (),
         tick: Callable[[int], object] | None = None,
     ) -> None:
-        """As ``Writer``; copies go by `channels`."""
+        """As ``Writer``."""
         super().__init__(graph, program, repeated=repeated, tick=tick)
-        self._channels = channels
         self._trips: UnderWay[fx.Node] = UnderWay()
 
     @property
@@ -119,7 +116,7 @@ class CopyingWriter(Writer):
         (source,), (target,) = copy.inputs, copy.outputs
         out = copy.stream == DEVICE_TO_HOST
         after = self._trips.making(source) if out else ()
-        both = self.builder.call(Call("out" if out else "back", (self._channels, Ref(source), *after)))
+        both = self.builder.call(Call("out" if out else "back", (self.builder.attribute("channels"), Ref(source), *after)))
         if target in wanted:  # what is there already is copied once more, and dropped
             self.builder.rebind(target, item(both, (0,)))
         issued = self.builder.hold(item(both, (1,)), "copy")
@@ -131,7 +128,7 @@ class CopyingWriter(Writer):
 
     def _wait(self, copies: Iterable[fx.Node]) -> None:
         for copy in copies:
-            self.builder.call(Call("wait", (self._channels, copy)))
+            self.builder.call(Call("wait", (self.builder.attribute("channels"), copy)))
             self.builder.free(copy)
 
 

@@ -53,9 +53,9 @@ def compile_placed(
     calls = {op.id: _moved_calls(graph, program, devices, op, elsewhere[op.stream]) for op in executed if op.stream in elsewhere}
     halves = passes_of(graph, schedule)
     many = repeated(graph, program, schedule)
-    main = DeviceWriter(graph, program, channels, 0, devices, calls, many)
+    main = DeviceWriter(graph, program, 0, devices, calls, many)
     assembled = assemble(main, halves, names={"channels": channels})
-    parts = [_parts(DeviceWriter(graph, program, None, d, devices, calls, many), halves) for d in elsewhere.values()]
+    parts = [_parts(DeviceWriter(graph, program, d, devices, calls, many), halves) for d in elsewhere.values()]
     passes = [_Pass(graph, devices, steps, [part.passes[i] for part in parts]) for i, steps in enumerate(halves)]
 
     run_forward: Callable[..., Any] = assembled.forward  # with the copies of the pass besides
@@ -99,14 +99,13 @@ class DeviceWriter(CopyingWriter):
         self,
         graph: Graph,
         program: Program,
-        channels: Channels | None,
         device: int,
         devices: Devices,
         calls: Mapping[int, OpCalls],
         repeated: set[int],
     ) -> None:
         """As ``CopyingWriter``, for the device that is `device` among those; `calls` are of ops on others than the main one."""
-        super().__init__(graph, program, channels, repeated=repeated)
+        super().__init__(graph, program, repeated=repeated)
         pool = devices.pools[device]
         self._pools = {pool.name} if device else {pool.name, HOST}
         self._streams = {pool.owner} if device else {COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE}

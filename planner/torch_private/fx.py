@@ -3,7 +3,7 @@
 import linecache
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,15 +24,27 @@ class CodeGen(_CodeGen):
         return PythonCode(*self.source(nodes), {})
 
 
-def module_of(graph: fx.Graph, codegen: CodeGen, title: str) -> fx.GraphModule:
+def module_of(graph: fx.Graph, codegen: CodeGen, title: str, attributes: Mapping[str, object]) -> fx.GraphModule:
     """Return what runs `graph` as `codegen` writes it.
 
-    Tracebacks show its lines for as long as it is there, in a file whose name has a number that no other has, and `title`.
+    Tracebacks show its lines for as long as its function is there, in a file whose name has a number that no other has, and
+    `title`. What the function holds goes with it: classes and graphs are in circles, which stay until they are collected, so
+    that neither holds the function.
+
+    Args:
+        attributes: what ``get_attr`` gets.
     """
     graph.set_codegen(codegen)
     graph._co_fields = {"co_filename": title, "co_firstlineno": 1, "co_name": "forward"}
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    weakref.finalize(module, _forget, module.forward.__code__.co_filename)
+    root = torch.nn.Module()
+    for name, value in attributes.items():
+        setattr(root, name, value)
+    module = fx.GraphModule(root, graph)
+    function = type(module).forward
+    del type(module).forward
+    module.forward = function
+    graph.owning_module = None
+    weakref.finalize(function, _forget, function.__code__.co_filename)
     return module
 
 

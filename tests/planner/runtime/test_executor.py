@@ -1,7 +1,6 @@
 """The planned step in use: interface, errors, and what it leaves in memory."""
 
 import copy
-import gc
 import linecache
 import re
 from collections import Counter
@@ -196,14 +195,11 @@ def test_the_source_of_a_step_is_there_for_tracebacks_as_long_as_the_step() -> N
         assert "\n".join("".join(linecache.getlines(file)) for file in pair) == step.code.source
     backward = first.code.backward
     del first, step
-    gc.collect()
     assert linecache.getlines(files[0][1])
     del backward
-    gc.collect()
     assert not any(map(linecache.getlines, files[0]))
     assert all(map(linecache.getlines, files[1]))
     del second
-    gc.collect()
     assert not {file for file in set(linecache.cache) - before if "schedule of" in file}
 
 

@@ -130,7 +130,7 @@ def test_an_op_that_runs_out_on_another_device() -> None:
 def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
     workload = make("tied")
     captured = capture(*workload, optimizer="adamw", accumulate=True)
-    captured, _ = failing_in(captured, "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    captured, _ = failing_in(captured, "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
     sizes = captured.graph.static_bytes_by_kind
     gradients, moments = sizes[Kind.ACCUMULATED_GRADIENT], sizes[Kind.OPTIMIZER_STATE]
@@ -143,7 +143,7 @@ def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
 
 
 def test_it_is_caught_as_a_memory_error_and_as_what_pytorch_raises() -> None:
-    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    step, _ = failing_step("tied", "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     for kind in (MemoryError, RuntimeError, PlannerError, planner.OutOfMemoryError):
         with pytest.raises(kind, match=r"op 'tanh' \(aten.tanh.default\)"):
             step(*make("tied").batch)
@@ -160,7 +160,7 @@ def test_libraries_that_look_for_a_smaller_batch_recognize_it(error: Exception) 
     from accelerate.utils.memory import should_reduce_batch_size
     from lightning.pytorch.utilities.memory import is_oom_error
 
-    step, _ = failing_step("tied", "aten_tanh_default", error)
+    step, _ = failing_step("tied", "aten.tanh.default", error)
     with pytest.raises(OutOfMemoryError) as raised:
         step(*make("tied").batch)
     assert should_reduce_batch_size(raised.value)
@@ -168,7 +168,7 @@ def test_libraries_that_look_for_a_smaller_batch_recognize_it(error: Exception) 
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    step, _ = failing_step("tied", "aten_tanh_default", RuntimeError("the sizes do not match"))
+    step, _ = failing_step("tied", "aten.tanh.default", RuntimeError("the sizes do not match"))
     with pytest.raises(RuntimeError, match="the sizes do not match"):
         step(*make("tied").batch)
 
@@ -179,7 +179,7 @@ def test_a_stage_is_named() -> None:
         raise torch.OutOfMemoryError(CUDA_MESSAGE)
     with pytest.raises(ValueError, match="no"), reporting("measuring op 'mm'"):
         raise ValueError("no")
-    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    step, _ = failing_step("tied", "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     said = r"^while rehearsing: out of memory in the forward pass: op 'tanh'"
     with pytest.raises(OutOfMemoryError, match=said) as raised, reporting("rehearsing"):
         step(*make("tied").batch)

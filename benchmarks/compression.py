@@ -23,14 +23,13 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
 from graphs.capture.step import TrainingStep
 from graphs.options import with_options, without_options
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
 from planner import options, tracing
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from solvers.policies.keep_everything import keep_everything
 
 _VOCAB, _PERIOD = 64, 4
 _CLASSES, _NOISE = 10, 3.0

@@ -17,13 +17,13 @@ from graphs.capture.signature import Batch, call
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.capture.unchanged import unchanged
+from graphs.schedule import keep_everything
 from graphs.units import format_seconds
 from graphs.zoo import Workload, build
 from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, turn_times
 from planner.studies.baselines import own_code
-from solvers.policies.keep_everything import keep_everything
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {

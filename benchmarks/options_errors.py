@@ -13,6 +13,7 @@ from benchmarks.options_rows import Bits, ErrorRow, bits_of
 from graphs.capture.lower import Capture
 from graphs.capture.step import TrainingStep
 from graphs.options import with_options, without_options
+from graphs.schedule import keep_everything
 from graphs.zoo import Workload, build
 from planner import tracing
 from planner.runtime import measure
@@ -24,7 +25,6 @@ from planner.studies.measured import relative_error
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.tolerance import Tolerance

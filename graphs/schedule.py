@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from graphs.checks import check_plain
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Phase
 
@@ -67,6 +68,16 @@ def schedule_of(graph: Graph, computed: Sequence[int], held: Mapping[int, Collec
         wanted.update(node.inputs)
         wanted.update(stays)
     return Schedule(tuple(reversed(steps)))
+
+
+def keep_everything(graph: Graph) -> Schedule:
+    """Return the schedule without recomputation: every op once in program order, every tensor freed after its last use.
+
+    Raises:
+        GraphError: the graph has choices: what keeping everything is depends on them.
+    """
+    check_plain(graph)
+    return schedule_of(graph, range(len(graph.ops)))
 
 
 def boundary(graph: Graph, schedule: Schedule) -> int:

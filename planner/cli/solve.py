@@ -147,7 +147,7 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     from graphs.options import with_options
     from planner.budgets import budget_in_bytes
     from planner.solving import order_for, summarize
-    from solvers.checkmate import write_model
+    from solvers.baselines.checkmate import write_model
 
     graph = with_options(graph, ())
     peak_bytes = summarize(graph).keep_everything_peak_bytes

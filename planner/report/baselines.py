@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.plan import Plan
-from graphs.schedule import Compute, Schedule
+from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
-from solvers.policies.checkpoint_blocks import blockings
-from solvers.policies.keep_everything import keep_everything
-from solvers.policies.replay import recompute_groups
+from solvers.baselines.common.blocks import blockings
+from solvers.baselines.common.recomputation import recompute_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from graphs.options.placement import without_placement
 from graphs.options.selection import IN_PLACE, exact_ops, holding, holding_ops, traced_with
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from planner.report.describe import aligned, provenance_lines, summary_data, table
@@ -22,7 +23,6 @@ from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
 from solvers.least import least_known
 from solvers.order.reorder import reordered
-from solvers.policies.keep_everything import keep_everything
 
 LISTED = 10
 _ORDER = "in the order of the ops that a solve takes"

@@ -9,11 +9,10 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import without_copies
 from graphs.plan import relative_gap
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers.clock import Clock, left
-from solvers.policies.keep_everything import keep_everything
 from solvers.result import Result, Status, status_of
 
 _ANY_BUDGET = math.inf  # a bound found here holds everywhere

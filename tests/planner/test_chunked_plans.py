@@ -15,6 +15,7 @@ from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
 from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
 from planner import running, search, solve, tracing
@@ -22,7 +23,6 @@ from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_facts import graph_facts, graph_text
 from planner.training.compare_eager import warn_of_differences
-from solvers.policies.keep_everything import keep_everything
 from tests.support.command import call, refused
 from tests.support.stand_ins import in_chunks, make, optional_ops, plan_of, schedule_with
 

@@ -15,6 +15,7 @@ from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import read_plan, write_plan
 from graphs.options import with_options, without_options
 from graphs.options.variance import COMPRESS, KEEP, RESTORE
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.zoo import Workload, build
 from planner import running, tracing
@@ -24,7 +25,6 @@ from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from planner.training.step import PlannedStep
-from solvers.policies.keep_everything import keep_everything
 
 FACTOR = 2.0  # that a measured gradient error is from the predicted one at most
 

@@ -12,9 +12,9 @@ from graphs.capture.lower import Capture
 from graphs.capture.signature import Batch
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
+from graphs.schedule import keep_everything
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
-from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import random_schedule
 
 # Views, and moves that functional graphs have or have not: neither says how something is computed.

@@ -20,10 +20,10 @@ from torch import nn
 from graphs.capture.lower import Capture
 from graphs.capture.trace import capture
 from graphs.errors import OutOfMemoryError
+from graphs.schedule import keep_everything
 from planner import tracing
 from planner.runtime.executor import Executor
 from planner.solving import solve
-from solvers.policies.keep_everything import keep_everything
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _MB = 10**6

@@ -11,12 +11,12 @@ from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import STEPS, capture_of, make, random_schedule
 
 

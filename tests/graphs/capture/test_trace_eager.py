@@ -13,9 +13,9 @@ from graphs.capture.layouts import laid_out
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import TraceError
+from graphs.schedule import keep_everything
 from planner.runtime.executor import Executor
 from planner.runtime.measure import measure_memory, outcome
-from solvers.policies.keep_everything import keep_everything
 from tests.support.eager_ops import Function, captured_as_eager, weighted
 
 RESIZES = [

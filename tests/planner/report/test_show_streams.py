@@ -17,7 +17,7 @@ from graphs.io.formats import write_graph, write_plan
 from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
-from graphs.schedule import Compute
+from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
@@ -32,7 +32,6 @@ from planner.report.lives import lives_of
 from planner.report.page import page
 from planner.report.streams import streams, trips, waits
 from planner.report.timeline import Timeline
-from solvers.policies.keep_everything import keep_everything
 from tests.support.event_judge import during, live, runs
 from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
 from tests.support.random_choices import graph_with_choices, schedule_with_choices

@@ -9,10 +9,10 @@ import torch
 from graphs.capture.lower import Capture
 from graphs.options import without_options
 from graphs.options.chunks import CHUNKS
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner.tracing import capture_profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.executed import executed, may_differ
 from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 

@@ -8,12 +8,12 @@ import torch
 
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device

@@ -14,6 +14,7 @@ from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.errors import InfeasibleError
 from graphs.ir import Kind
+from graphs.schedule import keep_everything
 from graphs.zoo import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
@@ -26,7 +27,6 @@ from planner.search import Search
 from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
-from solvers.policies.keep_everything import keep_everything
 from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule

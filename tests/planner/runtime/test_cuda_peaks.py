@@ -9,6 +9,7 @@ from torch import nn
 import planner
 from graphs.capture.step import LossFn, TrainingStep
 from graphs.capture.trace import capture
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.report.describe import run_data, run_text
 from planner.runtime.executor import Executor
@@ -20,7 +21,6 @@ from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.tracing import profiled
 from planner.training import compiler
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES

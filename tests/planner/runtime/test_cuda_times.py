@@ -6,12 +6,12 @@ import torch
 from graphs.capture.step import TrainingStep
 from graphs.capture.trace import capture
 from graphs.cost.replay import real_static
+from graphs.schedule import keep_everything
 from planner.runtime.device_profile import other_devices
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import OpTimer
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.steps import make
 

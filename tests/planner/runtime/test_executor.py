@@ -17,11 +17,10 @@ from graphs.capture.lower import Capture
 from graphs.capture.trace import capture
 from graphs.cost.allocator import cpu_allocations
 from graphs.errors import GraphError, InfeasibleError, MismatchError, ScheduleError
-from graphs.schedule import Free, schedule_of
+from graphs.schedule import Free, keep_everything, schedule_of
 from graphs.zoo import Workload
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.executor import Executor
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import HALF_WAY
 from tests.support.steps import capture_of, make, random_schedule
 

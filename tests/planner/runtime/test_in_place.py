@@ -11,6 +11,7 @@ from graphs.cost.replay import written_by
 from graphs.errors import UsageError
 from graphs.options import traced_options, with_options
 from graphs.options.in_place import with_out, working_in_place
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.zoo import Workload
 from planner import running, solve, tracing
@@ -18,7 +19,6 @@ from planner.choices import choices_of
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.tracing import capture_profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import on_the_way
 from tests.support.executed import executed
 from tests.support.steps import make, random_schedule, solve_for

@@ -16,11 +16,10 @@ from graphs.ir import Op, Phase
 from graphs.options import without_options
 from graphs.options.kernels.worth import needless
 from graphs.options.traced import without_needless
-from graphs.schedule import Compute, Schedule
+from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.solving import solve
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import between
 from tests.support.executed import executed, may_differ

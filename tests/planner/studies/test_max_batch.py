@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from graphs.cost.scaling import Fit, same_ops
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph, Phase
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.choices import choices_of
@@ -21,7 +22,6 @@ from planner.models.workload import parse_spec
 from planner.studies.fitting import Enough, largest
 from planner.studies.max_batch import max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status

@@ -19,14 +19,14 @@ from benchmarks.all_compressed import all_compressed
 from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
 from benchmarks.compression_table import BITS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
 from benchmarks.training_loop import Loop, Recipe
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
 from graphs.options import with_options, without_options
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
-from graphs.zoo import Workload, build
 from planner import options, tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak

@@ -13,13 +13,13 @@ from statistics import median
 import torch
 
 from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
-from graphs.capture.signature import Batch, call
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
-from graphs.capture.unchanged import unchanged
 from graphs.schedule import keep_everything
 from graphs.units import format_seconds
-from graphs.zoo import Workload, build
+from planner.capture.frontend.unchanged import unchanged
+from planner.capture.signature import Batch, call
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload, build
 from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, turn_times

@@ -14,9 +14,9 @@ from benchmarks.offload_rows import Row
 from benchmarks.offload_table import table
 from planner import options
 from planner.choices import choices_of
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
 from planner.studies.rows import read_rows, write_csv
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 
 MODELS: Mapping[str, str] = {
     "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,seq=1024,dtype=bfloat16",

@@ -12,13 +12,13 @@ from benchmarks.offload import HOST
 from graphs.io.files import write_text
 from graphs.units import format_bytes, format_ratio, parse_budget
 from planner.choices import choices_of
-from planner.models.sizes import Sizes
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
 from planner.report.tables import as_markdown
 from planner.studies.max_batch import max_batch
 from planner.studies.rows import write_csv
 from planner.studies.sizes import Wanted, samples_for
+from planner.workload.sizes import Sizes
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 
 BUDGET = "80GB"
 LINK = "50GB/s"

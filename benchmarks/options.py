@@ -19,10 +19,10 @@ from benchmarks.options_table import error_table, table
 from graphs.io.files import write_text
 from graphs.options import OPTIONS, check_options, traced_options
 from planner import options
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
 from planner.solving import clock_of
 from planner.studies.rows import read_csv, read_rows, write_csv
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 from solvers.clock import Clock
 
 DEVICE = "h200"

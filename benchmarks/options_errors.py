@@ -10,12 +10,12 @@ import torch
 from benchmarks.common import provenance
 from benchmarks.offload_case import budget_bytes_of
 from benchmarks.options_rows import Bits, ErrorRow, bits_of
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
 from graphs.options import with_options, without_options
 from graphs.schedule import keep_everything
-from graphs.zoo import Workload, build
 from planner import tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome

@@ -20,10 +20,10 @@ import planner
 from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
 from benchmarks.training_loop import Loop, Recipe, batches
 from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, table
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload, build
 from planner import options, tracing
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.measure import Step
 from planner.solving import order_for
 from solvers.clock import WallClock

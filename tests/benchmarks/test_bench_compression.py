@@ -23,8 +23,8 @@ from benchmarks.compression_table import (
     table,
 )
 from benchmarks.training_loop import Recipe
-from graphs.capture.signature import Batch
-from graphs.zoo import build
+from planner.capture.signature import Batch
+from planner.models import build
 from planner.studies.rows import read_rows, write_csv
 
 COMMITTED = Path(__file__).parents[2] / "results" / "compression"

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import offload_sizes
 from benchmarks.offload_sizes import CASES, COLUMNS, Case, rows_of, table
-from planner.models.workload import parse_spec
 from planner.studies.sizes import METHODS
+from planner.workload.workload import parse_spec
 
 
 @pytest.mark.slow

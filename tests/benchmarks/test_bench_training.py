@@ -13,9 +13,9 @@ from benchmarks import training
 from benchmarks.training import main, train
 from benchmarks.training_loop import Recipe, batches
 from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, pairs, table
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload, build
 from planner import tracing
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.measure import loss_of
 from planner.solving import solve
 from planner.studies.rows import read_rows

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks import first_step_run
 from benchmarks.first_step_cases import Case, by_blocks
-from graphs.zoo import Workload
+from planner.models import Workload
 
 NAME = "tiny"
 

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.trace import capture
 from graphs.errors import OutOfMemoryError
 from graphs.schedule import keep_everything
 from planner import tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.solving import solve
 

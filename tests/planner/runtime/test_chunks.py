@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 import torch
 
-from graphs.capture.lower import Capture
 from graphs.options import without_options
-from graphs.options.chunks import CHUNKS
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.zoo import Workload
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.chunks import CHUNKS
+from planner.models import Workload
 from planner.tracing import capture_profiled
 from tests.support.executed import executed, may_differ
 from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model

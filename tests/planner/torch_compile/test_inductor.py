@@ -16,8 +16,8 @@ from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.zoo import Workload
 from planner import search
+from planner.models import Workload
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.torch_compile import backend
 from tests.support.budgets import between

@@ -95,12 +95,13 @@ def boundary(graph: Graph, schedule: Schedule) -> int:
     return index
 
 
-def live_after(graph: Graph, steps: Iterable[Step]) -> set[int]:
-    """Return the tensors made by ops that are in memory after `steps`, the first ones of a schedule."""
-    live: set[int] = set()
-    for step in steps:
+def live_after(graph: Graph, steps: Iterable[Step]) -> dict[int, int]:
+    """Return the tensors that the first `steps` of a schedule leave in memory, each with the index of the step that made it."""
+    live: dict[int, int] = {}
+    for index, step in enumerate(steps):
         if isinstance(step, Compute):
-            live.update(graph.ops[step.op].outputs)
+            for t in graph.ops[step.op].outputs:
+                live.setdefault(t, index)
         else:
-            live.discard(step.tensor)
+            live.pop(step.tensor, None)
     return live

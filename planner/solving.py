@@ -15,13 +15,13 @@ from graphs.options.passes import in_passes
 from graphs.options.placement import is_placed
 from graphs.options.selection import differences, gradient_error
 from graphs.options.surroundings import Link, Surroundings
-from graphs.plan import GraphSummary, Plan
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.choices import Choices, choices_of
 from planner.least_memory import least_memory
+from planner.plans.plan import GraphSummary, Plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.least import least_known

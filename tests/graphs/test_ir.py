@@ -15,7 +15,7 @@ from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain, diamond
-from planner.report.graph_facts import graph_facts
+from planner.facts.graph import graph_facts
 from planner.solving import solve
 from solvers.registry import get_solver
 from tests.support.requests import ask

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from planner.plans.plan import Plan
 from planner.solving import solve
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock

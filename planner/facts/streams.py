@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from graphs.clocks import passages
 from graphs.ir import Graph, Op, Tensor
-from graphs.pools import DEVICE, Pool
+from graphs.pools import DEVICE
 from graphs.schedule import Compute
-from graphs.units import format_bytes
-from planner.report.timeline import Execution, Timeline
-from planner.visible import visible
+from planner.facts.timeline import Execution, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +126,3 @@ def _copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
     if op.optional:
         pairs = ((graph.tensors[source], graph.tensors[made]) for source in op.inputs for made in op.outputs)
         yield from ((source, made) for source, made in pairs if (source.pool == DEVICE) != (made.pool == DEVICE))
-
-
-def spaced(name: str) -> str:
-    """The name of a stream or a pool, for people."""
-    return visible(name).replace("_", " ")
-
-
-def followed_by(wait: Wait) -> str:
-    """What a wait is over for."""
-    match wait.following:
-        case None:
-            return "the end of the step"
-        case Op(name=name):
-            return name
-        case tensor:
-            return f"memory of {tensor.name} goes"
-
-
-def capacity_text(pool: Pool) -> str:
-    """What a pool holds at most, for people."""
-    return "without a limit" if pool.capacity_bytes is None else f"of {format_bytes(pool.capacity_bytes)}"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from graphs.clocks import passages
 from graphs.ir import Graph, Op
 from graphs.pools import Pool
-from graphs.schedule import Compute
-from planner.report.timeline import Timeline, in_memory
+from graphs.schedule import Compute, live_after
+from planner.facts.timeline import Timeline
 
 COLUMNS = 720
 
@@ -28,7 +28,7 @@ def stretches(timeline: Timeline, pool: Pool) -> tuple[Stretch, ...]:
 
 def left_bytes(timeline: Timeline, pool: Pool) -> int:
     """What is in `pool` when the step is over."""
-    left = (timeline.graph.tensors[t] for t in in_memory(timeline.graph, timeline.plan.schedule.steps))
+    left = (timeline.graph.tensors[t] for t in live_after(timeline.graph, timeline.plan.schedule.steps))
     return timeline.graph.static_bytes_by_pool[pool.name] + sum(t.size_bytes for t in left if t.pool == pool.name)
 
 

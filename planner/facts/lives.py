@@ -6,7 +6,7 @@ from graphs.clocks import passages
 from graphs.ir import Op, Tensor
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Free
-from planner.report.timeline import Timeline
+from planner.facts.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

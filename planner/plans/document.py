@@ -1,11 +1,11 @@
 """The JSON format of plans, described in docs/formats.md."""
 
+import os
 from collections.abc import Mapping
 from enum import StrEnum
 
 from msgspec import UNSET, Struct, UnsetType
 
-from graphs.eager import Difference, DifferingOp, EagerComparison
 from graphs.errors import FormatError
 from graphs.io.documents import (
     PLAN_FORMAT,
@@ -20,8 +20,13 @@ from graphs.io.documents import (
     refuse,
     row_of,
 )
-from graphs.plan import GraphSummary, Plan
+from graphs.io.files import layout, read_object, write_text
+from graphs.io.formats import summable
+from graphs.io.graph_document import graph_from_dict
+from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule, Step
+from planner.plans.eager import Difference, DifferingOp, EagerComparison
+from planner.plans.plan import GraphSummary, Plan
 
 
 class PlanStatus(StrEnum):
@@ -158,6 +163,37 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
         graph_file=None if read.graph_file is UNSET else read.graph_file,
         eager=None if read.eager is UNSET else _comparison_of(read.eager),
     )
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in the file `path`. Whether it runs on a graph is for ``simulate`` to say.
+
+    Raises:
+        FormatError: the file is not a plan of a version this planner reads.
+    """
+    return plan_from_dict(read_object(path), source=str(path))
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write `plan` to the file `path`, whole or not at all.
+
+    Raises:
+        FormatError: provenance, settings or versions have no JSON form, or a step has none.
+        OutputError: the file cannot be written.
+    """
+    write_text(path, layout(plan_to_dict(plan)))
+
+
+def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
+    """What the file `path` holds, for commands that take either.
+
+    Raises:
+        FormatError, GraphError: as ``read_graph`` and ``read_plan``.
+    """
+    data = read_object(path)
+    if data.get("format") == PLAN_FORMAT:
+        return plan_from_dict(data, source=str(path))
+    return summable(graph_from_dict(data, source=str(path)), str(path))
 
 
 def _eager_of(comparison: EagerComparison) -> _Eager:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.plan import Plan
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
+from planner.plans.plan import Plan
 from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.recomputation import recompute_groups
 

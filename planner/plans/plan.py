@@ -3,13 +3,18 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-from graphs.eager import EagerComparison, slower_than
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
+from planner.plans.eager import EagerComparison, slower_than
+from solvers.result import relative_gap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from planner.report.plan_views import PlanComparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,9 @@ class Plan:
             OutputError: a file cannot be written.
             PlannerError: `graph` is given, but the plan does not hold its graph.
         """
-        _views().save(self, path, graph)
+        from planner.report.plan_views import save
+
+        save(self, path, graph)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":
@@ -126,10 +133,11 @@ class Plan:
             FormatError: the file holds no plan that this planner reads.
             MismatchError: the graph is there, but the plan says what its schedule does not do.
         """
-        plan: Plan = _views().load(path)
-        return plan
+        from planner.report.plan_views import load
 
-    def plot(self, graph: Graph | None = None) -> Any:
+        return load(path)
+
+    def plot(self, graph: Graph | None = None) -> "Figure":
         """Return a ``matplotlib.figure.Figure`` of memory over the step, beside keeping everything and checkpointing blocks.
 
         Args:
@@ -139,9 +147,11 @@ class Plan:
             PlannerError: the graph is not known, or matplotlib is not installed.
             MismatchError: it is another graph.
         """
-        return _views().plot(self, graph)
+        from planner.report.plan_views import plot
 
-    def compare(self, graph: Graph | None = None) -> Any:
+        return plot(self, graph)
+
+    def compare(self, graph: Graph | None = None) -> "PlanComparison":
         """Return a table of this plan beside keeping everything and checkpointing blocks, as the judge predicts them.
 
         Args:
@@ -151,12 +161,15 @@ class Plan:
             PlannerError: the graph is not known.
             MismatchError: it is another graph.
         """
-        return _views().compare(self, graph)
+        from planner.report.plan_views import compare
+
+        return compare(self, graph)
 
     def _repr_html_(self) -> str:
         """Return the plan for a notebook, with the chart of its memory if the graph is known."""
-        text: str = _views().html(self, self.source)
-        return text
+        from planner.report.plan_views import html
+
+        return html(self, self.source)
 
     @property
     def lossy(self) -> str:
@@ -199,17 +212,3 @@ class Plan:
     def overhead(self) -> float:
         """Predicted time of recomputation as a fraction of the step without any."""
         return self.time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
-
-
-def relative_gap(time_s: float | None, bound_s: float | None) -> float | None:
-    """(time - bound) / bound, 0 where both are 0, None where one is unknown."""
-    if time_s is None or bound_s is None:
-        return None
-    if bound_s > 0:
-        return max(0.0, (time_s - bound_s) / bound_s)
-    return 0.0 if time_s <= 0 else None
-
-
-def _views() -> Any:
-    """Return what shows plans. It is on the floor above, which is found when it is needed and never imported from here."""
-    return import_module("planner.report.plan_views")

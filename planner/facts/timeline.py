@@ -8,11 +8,11 @@ from itertools import groupby, pairwise
 
 from graphs.clocks import Clocks, passages, run_clocks
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.plan import Plan
 from graphs.pools import COMPUTE, DEVICE
-from graphs.schedule import Compute, Step
+from graphs.schedule import Compute, live_after
 from graphs.simulate import Simulation
 from planner.plan_check import check_plan
+from planner.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Timeline:
     @cached_property
     def held(self) -> tuple[Held, ...]:
         """What the step itself has in memory at the peak, outputs included, largest first."""
-        live = in_memory(self.graph, self.plan.schedule.steps[: self.simulation.peak_step + 1])
+        live = live_after(self.graph, self.plan.schedule.steps[: self.simulation.peak_step + 1])
         made = ((self.graph.tensors[t], step) for t, step in live.items())
         held = [Held(t, self.graph.ops[t.producers[0]], self.reached_s[step]) for t, step in made if t.pool == DEVICE]
         return tuple(sorted(held, key=lambda one: -one.tensor.size_bytes))
@@ -169,18 +169,6 @@ class Timeline:
                 again.setdefault(block(execution.op.module), []).append(execution.op)
         costs = (ModuleCost(name, len(ops), sum(op.time_s for op in ops), _targets(ops)) for name, ops in again.items())
         return tuple(sorted(costs, key=lambda cost: -cost.time_s))
-
-
-def in_memory(graph: Graph, steps: Iterable[Step]) -> dict[int, int]:
-    """The tensors that `steps`, the first of a schedule, have made and left there, each with the index of the one that did."""
-    live: dict[int, int] = {}
-    for index, step in enumerate(steps):
-        if isinstance(step, Compute):
-            for t in graph.ops[step.op].outputs:
-                live.setdefault(t, index)
-        else:
-            del live[step.tensor]
-    return live
 
 
 def block(module: str) -> str:

@@ -1,31 +1,27 @@
-"""What is known of a graph before it is planned, as text for people and as plain data for machines."""
+"""What is known of a graph, and of the devices that its ops were measured on, before it is planned."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import without_options
+from graphs.options import with_options, without_options
 from graphs.options.offload import offloaded, without_copies
-from graphs.options.placement import without_placement
-from graphs.options.selection import IN_PLACE, exact_ops, holding, holding_ops, traced_with
-from graphs.options.surroundings import Link, Surroundings
-from graphs.plan import GraphSummary
+from graphs.options.placement import movable, without_placement
+from graphs.options.selection import exact_ops, holding, holding_ops, traced_with
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.units import format_bytes, format_seconds
+from planner.plans.plan import GraphSummary
 from planner.profiling.other_devices import known_devices
-from planner.report.describe import aligned, provenance_lines, summary_data, table
-from planner.report.device_facts import DeviceFacts, device_facts, device_lines, least_with
 from planner.solving import summarize
-from planner.visible import visible
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
+from solvers.ending import ended
 from solvers.least import least_known
 from solvers.order.reorder import reordered
 
 LISTED = 10
-_ORDER = "in the order of the ops that a solve takes"
 _FINDING = 1.0  # units of work, for schedules that need little memory
 
 
@@ -73,6 +69,30 @@ class OptionFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What another device that the ops of a graph were measured on offers.
+
+    Attributes:
+        ops, inexact_ops: of the program that may run there; and those of them that may differ from what they make here.
+        time_s, here_s: seconds of all of these, there and here.
+        bytes_per_s, latency_s: of copies from and to it.
+        capacity_bytes: of its memory; None for no limit.
+        least_budget_bytes, least_budget_found_bytes: no budget of the main device with it is below the former, and the latter is
+            known to do; None where no op may run there.
+    """
+
+    ops: int
+    inexact_ops: int
+    time_s: float
+    here_s: float
+    bytes_per_s: float
+    latency_s: float
+    capacity_bytes: int | None
+    least_budget_bytes: int | None
+    least_budget_found_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class GraphFacts:
     """What ``planner info`` says about a graph.
 
@@ -104,7 +124,7 @@ class GraphFacts:
 
 
 def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
-    """The facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain.
+    """Return the facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain.
 
     Args:
         exact: count only what differs from the program in not a bit.
@@ -137,7 +157,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
         traced=traced,
-        placement={device.name: device_facts(graph, device, _FINDING) for device in devices},
+        placement={device.name: _device_facts(graph, device) for device in devices},
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
         least_budget_op=order.ops[least.need.op].name,
         least_budget_reason=describe_need(order, least.need),
@@ -146,86 +166,14 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     )
 
 
-def graph_data(facts: GraphFacts) -> dict[str, object]:
-    """The facts of a graph as plain data."""
-    data = asdict(facts)
-    return {"holds": "graph", **summary_data(data.pop("summary")), **data}
-
-
-def graph_text(facts: GraphFacts) -> str:
-    """The facts of a graph for people."""
-    summary = facts.summary
-    host = f"{format_bytes(facts.least_budget_offload_host_bytes)} on the host" if facts.least_budget_offload_host_bytes else ""
-    times = ", ".join(f"{phase} {format_seconds(time_s)}" for phase, time_s in facts.time_s_by_phase.items() if time_s)
-    lines = [
-        *provenance_lines(summary.provenance),
-        ("ops", f"{summary.ops:,}"),
-        *([("optional ops", f"{summary.optional_ops:,}")] if summary.optional_ops else ()),
-        ("tensors", f"{summary.tensors:,}, {facts.kept_tensors:,} of them kept at the end"),
-        ("step time", f"{format_seconds(summary.time_s)} ({times})" if times else format_seconds(summary.time_s)),
-        ("static memory", format_bytes(summary.static_bytes)),
-        *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
-        ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_reordered(facts)}"),
-        ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
-        ("  known", format_bytes(facts.least_budget_found_bytes)),
-        ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
-        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {host or 'nothing on the host'}"),
-        *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
-        *(line for name, device in facts.placement.items() for line in device_lines(name, device, summary.ops, _ORDER)),
-        ("fingerprint", summary.fingerprint),
-    ]
-    op_rows = [
-        (*map(format_bytes, (op.total_bytes, op.input_bytes, op.output_bytes, op.workspace_bytes)), op.name, op.target, op.module)
-        for op in facts.largest_ops
-    ]
-    tensor_rows = [(format_bytes(t.size_bytes), t.name, f"{t.dtype}{list(t.shape)}", t.op) for t in facts.largest_tensors]
-    return "\n".join(
-        (
-            aligned(lines),
-            "",
-            "ops that hold most at once, besides static memory",
-            table(("at once", "inputs", "outputs", "workspace", "op", "target", "module"), op_rows, numbers=4),
-            "",
-            "largest tensors",
-            table(("size", "tensor", "shape", "made by"), tensor_rows, numbers=1),
-        )
-    )
-
-
-def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
-    """What an option offers, and the least budget with it."""
-    if not facts.ops:
-        return [(f"with {name}", "nothing to choose: no op of this step is one that it knows another way for")]
-    exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
-    return [
-        (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
-        ("  known", format_bytes(facts.least_budget_found_bytes)),
-        ("  offered", f"{facts.ops:,} {'ops over an input' if name == IN_PLACE else 'optional ops'}, {exactness}"),
-    ]
-
-
-def _least(facts: GraphFacts) -> str:
-    """The bound on the least budget, and of which schedules it is one."""
-    least_bytes, anyway_bytes = facts.least_budget_bytes, facts.least_budget_any_order_bytes
-    if least_bytes == anyway_bytes:
-        return format_bytes(least_bytes)
-    return f"{format_bytes(least_bytes)} {_ORDER} ({format_bytes(anyway_bytes)} in any order)"
-
-
-def _reordered(facts: GraphFacts) -> str:
-    if facts.reordered_peak_bytes == facts.summary.keep_everything_peak_bytes:
-        return ""
-    return f", {format_bytes(facts.reordered_peak_bytes)} with the ops in a better order"
-
-
 def _here(graph: Graph) -> Graph:
-    """`graph` with what was found when it was traced alone."""
+    """Return `graph` with what was found when it was traced alone."""
     return without_placement(without_copies(graph)[0])
 
 
 def _option_facts(graph: Graph) -> OptionFacts:
-    """Of `graph` with one of its options."""
-    proved_bytes, found_bytes = least_with(graph, _FINDING)
+    """Return the facts about `graph` with one option enabled."""
+    proved_bytes, found_bytes = _least_with(graph)
     offered = [op for op in graph.ops if op.optional or op.overwrites]
     return OptionFacts(
         ops=len(offered),
@@ -233,6 +181,38 @@ def _option_facts(graph: Graph) -> OptionFacts:
         least_budget_bytes=proved_bytes,
         least_budget_found_bytes=found_bytes,
     )
+
+
+def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
+    """Return what `device` offers the ops of the program of `graph`.
+
+    Raises:
+        GraphError: it has not a time, or None, for each of them.
+    """
+    offered = movable(graph, device)
+    proved_bytes, found_bytes = None, None
+    if offered:
+        around = Surroundings(Link.even(1.0), others=(device,))
+        proved_bytes, found_bytes = _least_with(with_options(graph, ("placement",), around))
+    return DeviceFacts(
+        ops=len(offered),
+        inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
+        time_s=math.fsum(time_s for _, time_s in offered),
+        here_s=math.fsum(op.time_s for op, _ in offered),
+        bytes_per_s=device.bytes_per_s,
+        latency_s=device.latency_s,
+        capacity_bytes=device.capacity_bytes,
+        least_budget_bytes=proved_bytes,
+        least_budget_found_bytes=found_bytes,
+    )
+
+
+def _least_with(graph: Graph) -> tuple[int, int]:
+    """Return what no budget of a graph with choices is below, and one that is known to do."""
+    order = ended(reordered(graph).graph).graph
+    proved_bytes = least_budget_bound(order).budget_bytes
+    known = least_known(order, WorkClock(_FINDING), proved_bytes=proved_bytes)
+    return proved_bytes, simulate(order, known).peak_bytes
 
 
 def _op_facts(graph: Graph, op: Op) -> OpFacts:

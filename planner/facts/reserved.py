@@ -2,7 +2,7 @@
 
 from graphs.pools import DEVICE
 from graphs.schedule import Compute
-from planner.report.timeline import Timeline
+from planner.facts.timeline import Timeline
 from planner.runtime.caching_allocator import Block, CachingAllocator
 
 

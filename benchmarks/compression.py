@@ -20,7 +20,7 @@ from benchmarks.common import columns_of, command_line, exit_code, one_thread, p
 from benchmarks.compression_table import BITS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import with_options, without_options
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from planner import options, tracing
 from planner.capture.lowering.lower import Capture
@@ -30,7 +30,6 @@ from planner.models import Workload, build
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from solvers.policies.keep_everything import keep_everything
 
 _VOCAB, _PERIOD = 64, 4
 _CLASSES, _NOISE = 10, 3.0

@@ -11,6 +11,7 @@ from benchmarks.common import provenance
 from benchmarks.offload_case import budget_bytes_of
 from benchmarks.options_rows import Bits, ErrorRow, bits_of
 from graphs.options import with_options, without_options
+from graphs.schedule import keep_everything
 from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.step import TrainingStep
@@ -24,7 +25,6 @@ from planner.studies.measured import relative_error
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.tolerance import Tolerance

@@ -19,7 +19,7 @@ from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
@@ -36,13 +36,12 @@ from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.solving import summarize
 from planner.workload.workload import load, parse_spec
+from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
-from solvers.xengine import XEngineParams
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
 INTEGRATED = Device("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)

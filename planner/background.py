@@ -10,7 +10,7 @@ from typing import Any
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.plan import Plan
+from planner.plans.plan import Plan
 from planner.solving import solve
 from solvers.child_process import ChildProcess, connection_to_parent, description
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.plan import Plan
 from planner.background import Job
 from planner.budgets import allowed_overhead
+from planner.plans.plan import Plan
 from planner.progress.stages import StageReport
 from planner.solving import solve
 from solvers.result import SolveProgress

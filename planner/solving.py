@@ -15,19 +15,18 @@ from graphs.options.passes import in_passes
 from graphs.options.placement import is_placed
 from graphs.options.selection import differences, gradient_error
 from graphs.options.surroundings import Link, Surroundings
-from graphs.plan import GraphSummary, Plan
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.choices import Choices, choices_of
 from planner.least_memory import least_memory
+from planner.plans.plan import GraphSummary, Plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status

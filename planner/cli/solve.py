@@ -94,8 +94,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Solve, and write the plan if asked to. Returns the exit code."""
     from graphs.io.files import check_writable
-    from graphs.io.formats import read_graph, write_plan
+    from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.plans.document import write_plan
     from planner.progress import LineView, Stage, Stages
     from planner.report.describe import plan_data, plan_text
     from planner.report.plan_views import naming
@@ -147,7 +148,7 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     from graphs.options import with_options
     from planner.budgets import budget_in_bytes
     from planner.solving import order_for, summarize
-    from solvers.checkmate import write_model
+    from solvers.baselines.checkmate import write_model
 
     graph = with_options(graph, ())
     peak_bytes = summarize(graph).keep_everything_peak_bytes

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.options.variance import SENSITIVITY
-from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
@@ -19,6 +18,7 @@ from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
+from planner.plans.plan import Plan
 from planner.profiling.replay import RealStep
 from planner.profiling.sensitivity import with_measured_variances
 from planner.progress import Stage, Stages

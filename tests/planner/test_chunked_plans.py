@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 
 import planner.training.compile as training
-from graphs.eager import Difference, EagerComparison
 from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
-from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
+from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from graphs.options import with_options, without_options
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, search, solve, tracing
+from planner.facts.graph import graph_facts
 from planner.models import Workload, build
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
+from planner.plans.document import read_plan, write_plan
+from planner.plans.eager import Difference, EagerComparison
+from planner.plans.plan import Plan
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
-from planner.report.graph_facts import graph_facts, graph_text
+from planner.report.graph_text import graph_text
 from planner.training.compare_eager import warn_of_differences
-from solvers.policies.keep_everything import keep_everything
 from tests.support.command import call, refused
 from tests.support.stand_ins import in_chunks, make, optional_ops, plan_of, schedule_with
 

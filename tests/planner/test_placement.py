@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from graphs.errors import GraphError, MismatchError, PlannerError, TraceError, UsageError
-from graphs.io.formats import read_graph, read_plan, write_graph
+from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph, Op
 from graphs.options import with_options
 from graphs.options.placement import fixed
@@ -20,6 +20,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.small import diamond
 from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
+from planner.plans.document import read_plan
 from planner.profiling.other_devices import DEVICES_KEY, known_devices, named_device, recorded_devices
 from planner.solving import solve
 from tests.support.all_choices import found_in_a_step

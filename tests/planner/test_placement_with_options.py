@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 import planner
-from graphs.io.formats import read_plan, write_plan
 from graphs.ir import Graph
 from graphs.options.passes import in_passes
-from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.simulate import simulate
 from planner import search
 from planner.choices import choices_of
+from planner.facts.graph import graph_facts
+from planner.facts.timeline import Timeline
 from planner.plan_check import check_plan
+from planner.plans.document import read_plan, write_plan
+from planner.plans.plan import Plan
 from planner.report.describe import plan_text
-from planner.report.graph_facts import graph_facts
 from planner.report.page import page
-from planner.report.timeline import Timeline
 from planner.running import run
 from planner.solving import other_peaks, summarize
 from tests.support.all_choices import any_schedule

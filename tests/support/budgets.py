@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from graphs.ir import Graph
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from planner.plans.plan import Plan
 from planner.solving import solve
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.keep_everything import keep_everything
 
 HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.errors import OutOfMemoryError
+from graphs.schedule import keep_everything
 from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.solving import solve
-from solvers.policies.keep_everything import keep_everything
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _MB = 10**6

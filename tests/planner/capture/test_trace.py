@@ -9,6 +9,7 @@ from torch import nn
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -16,7 +17,6 @@ from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import STEPS, capture_of, make, random_schedule
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from graphs.io.formats import read_graph, read_plan, write_plan
+from graphs.io.formats import read_graph
 from graphs.ir import Graph
+from planner.plans.document import read_plan, write_plan
 from planner.progress import LineView
 from planner.running import RunReport
 from planner.solving import solve

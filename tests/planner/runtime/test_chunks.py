@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.chunks import CHUNKS
 from planner.models import Workload
 from planner.tracing import capture_profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.executed import executed, may_differ
 from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 

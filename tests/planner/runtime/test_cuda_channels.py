@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -13,7 +14,6 @@ from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device

@@ -12,6 +12,7 @@ import torch
 import planner
 from graphs.errors import InfeasibleError
 from graphs.ir import Kind
+from graphs.schedule import keep_everything
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.distributed.ranks import SingleProcess
@@ -26,7 +27,6 @@ from planner.search import Search
 from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
-from solvers.policies.keep_everything import keep_everything
 from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule

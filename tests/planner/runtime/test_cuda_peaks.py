@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import planner
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
@@ -20,7 +21,6 @@ from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.tracing import profiled
 from planner.training import compiler
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from graphs.schedule import keep_everything
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.profiling.replay import real_static
@@ -11,7 +12,6 @@ from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import OpTimer
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.steps import make
 

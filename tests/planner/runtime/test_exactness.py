@@ -2,9 +2,9 @@
 
 import pytest
 
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.steps import STEPS, capture_of, make, random_schedule, solve_for

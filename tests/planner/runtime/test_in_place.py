@@ -7,6 +7,7 @@ import torch
 
 from graphs.errors import UsageError
 from graphs.options import traced_options, with_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, solve, tracing
 from planner.capture.lowering.lower import Capture
@@ -18,7 +19,6 @@ from planner.profiling.replay import written_by
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.tracing import capture_profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import on_the_way
 from tests.support.executed import executed
 from tests.support.steps import make, random_schedule, solve_for

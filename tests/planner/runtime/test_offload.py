@@ -13,7 +13,7 @@ import torch
 
 from graphs.ir import Kind
 from graphs.options.offload import without_copies
-from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.runtime import channels
@@ -22,7 +22,6 @@ from planner.runtime.host_memory import HostMemory
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.copies import copying_step, offering, with_random_copies

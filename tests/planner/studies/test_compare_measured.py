@@ -34,7 +34,7 @@ from planner.studies.compare_measured import Settings, compare_measured, profile
 from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
 from planner.tracing import trace
 from planner.workload import workload
-from solvers.policies.sac import SacRule
+from solvers.baselines.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between
 

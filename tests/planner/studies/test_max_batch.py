@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph, Phase
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.choices import choices_of
@@ -21,7 +22,6 @@ from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
 from planner.workload.sizes import Sizes
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status

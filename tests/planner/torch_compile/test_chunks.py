@@ -9,13 +9,13 @@ from torch import nn
 
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import search
+from planner.plans.plan import Plan
 from planner.profiling.allocator import cpu_allocations
 from planner.solving import solve
 from solvers.bounds import least_budget_bound
-from solvers.policies.keep_everything import keep_everything
 from tests.support.stand_ins import CLASSES, in_chunks, make, schedule_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

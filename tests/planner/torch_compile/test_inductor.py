@@ -13,13 +13,13 @@ from torch._inductor import config as inductor_config
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import search
 from planner.models import Workload
+from planner.plans.plan import Plan
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.torch_compile import backend
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import between
 
 pytestmark = [

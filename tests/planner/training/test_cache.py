@@ -16,9 +16,9 @@ import torch
 
 import planner
 from graphs.errors import OutputError
-from graphs.io.formats import write_plan
 from graphs.synthetic.small import training_chain
 from planner import search
+from planner.plans.document import write_plan
 from planner.training.cache import PlanCache
 from tests.support.cached_plans import compiled, workload
 

@@ -11,12 +11,12 @@ from torch import nn
 
 import planner
 from graphs.errors import InfeasibleError, PlannerError
-from graphs.io.formats import read_plan
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.simulate import simulate
 from planner.background import BackgroundSolve, Ended, Job
 from planner.choices import with_recorded
+from planner.plans.document import read_plan
+from planner.plans.plan import Plan
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.runtime.measure import outcome

@@ -8,13 +8,13 @@ from graphs.ir import Graph, Phase
 from graphs.options import with_options, without_options
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_options
 from graphs.synthetic.small import training_chain
 from solvers.clock import WorkClock
 from solvers.least import least_budget, least_known
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status

@@ -18,12 +18,12 @@ from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance
+from solvers.windows.decoding.decode import NOWHERE_BYTES, try_out
 from solvers.windows.driver import run
-from solvers.windows.heuristics.placing import Placements
-from solvers.windows.heuristics.sending import least_sending
-from solvers.windows.heuristics.stand_ins import least_instead
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import NOWHERE_BYTES, try_out
+from solvers.windows.strategies.placement import Placements
+from solvers.windows.strategies.sending import least_sending
+from solvers.windows.strategies.substitution import least_instead
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6

@@ -13,17 +13,17 @@ from solvers.eviction.rules import EvictionRule
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.evicted import evicted, with_prices
-from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, start_beside
-from solvers.windows.heuristics.portfolio import Portfolio
-from solvers.windows.heuristics.sending import sending_orders
-from solvers.windows.heuristics.with_options import run_with_options
+from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of
+from solvers.windows.decoding.refinement import halved
 from solvers.windows.incumbent import Search
-from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import Order, Trial, late_writers, order_of
-from solvers.windows.solution.refine import halved
-from solvers.windows.state_space import shortest
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.strategies.evicted import evicted, with_prices
+from solvers.windows.strategies.parts import POLL, PartBeside, end_beside, start_beside
+from solvers.windows.strategies.portfolio import Portfolio
+from solvers.windows.strategies.refinement import refine
+from solvers.windows.strategies.sending import sending_orders
+from solvers.windows.strategies.state_space import shortest
+from solvers.windows.strategies.with_options import run_with_options
 
 _WORK_PER_STATES = 2e-2  # a thousand of them
 

@@ -13,12 +13,12 @@ from solvers.memory import resident_bytes
 from solvers.problem import OBJECTIVE_SCALE, Problem, problem_of
 from solvers.request import Request
 from solvers.result import is_within
-from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, try_out
+from solvers.windows.decoding.encode import without_needless
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.pruning import lean
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import NOWHERE_BYTES, Order, Trial, try_out
-from solvers.windows.solution.encode import without_needless
-from solvers.windows.solution.expand import Choice
-from solvers.windows.solution.lean import lean
+from solvers.windows.relaxation.discretization import Discretization
 
 _TELL_S = 0.4
 WORK_PER_EXECUTION = 1e-5  # of trying an order out

@@ -12,13 +12,13 @@ from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import problem_of
 from solvers.windows import driver
-from solvers.windows.formulation.draft import StoppedError
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_ordered, build_relaxation
-from solvers.windows.heuristics.evicted import evicted
+from solvers.windows.decoding.decode import Order
 from solvers.windows.incumbent import Search
-from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import Order
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.draft import StoppedError
+from solvers.windows.relaxation.models import build_ordered, build_relaxation
+from solvers.windows.strategies.evicted import evicted
+from solvers.windows.strategies.refinement import refine
 from tests.support.requests import ask
 
 

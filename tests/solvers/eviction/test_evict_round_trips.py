@@ -19,9 +19,9 @@ from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.policies.keep_everything import keep_everything
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
-from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.decoding.decode import Trial, late_writers, order_of, try_out
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import Trial, late_writers, order_of, try_out
+from solvers.windows.relaxation.discretization import Discretization
 from tests.support.requests import ask
 
 TRANSFORMER = transformer(TransformerSize(layers=2))

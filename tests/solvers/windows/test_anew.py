@@ -14,11 +14,11 @@ from solvers.policies.keep_everything import keep_everything
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.anew import Anew
-from solvers.windows.heuristics.stand_ins import in_place
+from solvers.windows.decoding.decode import order_of
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import order_of
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.strategies.anew import Anew
+from solvers.windows.strategies.substitution import in_place
 from tests.solvers.windows.test_options import head, in_chunks, with_packed_mask
 
 EXACT = Tolerance.of(0.0)

@@ -14,8 +14,8 @@ from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.request import Request
 from solvers.tolerance import Tolerance
-from solvers.windows.branches import Branches
 from solvers.windows.incumbent import Search
+from solvers.windows.strategies.branches import Branches
 from tests.support.brute_force_options import fastest_with_options
 
 

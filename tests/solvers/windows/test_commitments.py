@@ -5,11 +5,11 @@ from graphs.options import without_options
 from graphs.synthetic.random_graphs import random_options
 from solvers.clock import WorkClock
 from solvers.request import Request
+from solvers.windows.decoding.plain_graph import plain_graph
 from solvers.windows.driver import _run
-from solvers.windows.heuristics.commitments import Commitment, Commitments
-from solvers.windows.heuristics.stand_ins import in_place, simple
 from solvers.windows.incumbent import Search
-from solvers.windows.solution.plain import plain_graph
+from solvers.windows.strategies.commitments import Commitment, Commitments
+from solvers.windows.strategies.substitution import in_place, simple
 from tests.support.budgets import budget_at
 
 

@@ -17,8 +17,9 @@ from solvers.highs.program import Answer, Outcome
 from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.result import Result, Status
-from solvers.windows import incumbent, refinement, solve
-from solvers.windows.heuristics.portfolio import Portfolio
+from solvers.windows import incumbent, solve
+from solvers.windows.strategies import refinement
+from solvers.windows.strategies.portfolio import Portfolio
 from tests.support.requests import ask
 
 GRAPH = random_training_step(2, 40)

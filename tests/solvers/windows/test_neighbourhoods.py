@@ -16,16 +16,16 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.least import least_budget
 from solvers.problem import Problem, problem_of
-from solvers.windows.formulation.draft import ModelDraft
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import compose
-from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
-from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, restricted_families, tight_windows
-from solvers.windows.heuristics.turns import take_turns
+from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.decoding.refinement import refined, with_stages_in_order
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import Trial, order_of, try_out
-from solvers.windows.solution.refine import refined, with_stages_in_order
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.draft import ModelDraft
+from solvers.windows.relaxation.models import compose
+from solvers.windows.strategies.neighbourhoods import Neighbourhoods
+from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, restricted_families, tight_windows
+from solvers.windows.strategies.turns import take_turns
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 

@@ -26,14 +26,14 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
+from solvers.windows.decoding.decode import Trial
 from solvers.windows.driver import _run, run
-from solvers.windows.heuristics.commitments import _go_on
-from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
-from solvers.windows.heuristics.parts import _without_hearing, start_process
-from solvers.windows.heuristics.stand_ins import in_place
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import Trial
+from solvers.windows.strategies.commitments import _go_on
+from solvers.windows.strategies.part_process import Ended, Heard, PartProcess, Task
+from solvers.windows.strategies.parts import _without_hearing, start_process
+from solvers.windows.strategies.substitution import in_place
 
 # At once: small graphs are solved before anything else would begin.
 AT_ONCE = replace(WindowsParams(), parts=replace(WindowsParams().parts, between=0.0))

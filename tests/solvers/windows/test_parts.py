@@ -18,12 +18,12 @@ from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
-from solvers.windows.branches import Branches
 from solvers.windows.choice_params import PartParams
 from solvers.windows.driver import run
-from solvers.windows.heuristics.parts import LAST, PartBeside
 from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
+from solvers.windows.strategies.branches import Branches
+from solvers.windows.strategies.parts import LAST, PartBeside
 from tests.support.budgets import budget_at, peak_bytes
 
 FLOATING = 1e-9

@@ -9,12 +9,12 @@ from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_training_step
 from solvers.problem import Problem, problem_of
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.round_trips import simpler
-from solvers.windows.heuristics.waits import with_fewer_waits
+from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.decoding.pruning import lean
 from solvers.windows.params import RoundTripParams
-from solvers.windows.solution.decode import Trial, order_of, try_out
-from solvers.windows.solution.lean import lean
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.strategies.round_trips import simpler
+from solvers.windows.strategies.waits import with_fewer_waits
 from tests.support.random_orders import random_order, short_form
 
 GB = 10**9

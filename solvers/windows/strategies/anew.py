@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from solvers.clock import left
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.incumbent import Search
 from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import Neighbourhoods
 from solvers.windows.strategies.turns import take_turns
 
@@ -29,28 +29,28 @@ class Anew:
     def go_on(self, limit: float) -> bool:
         """Go on for so long by the clock; whether there is anything left to do then."""
         search = self.search
-        if search.best is None or (self._none_left and search.best is self._from):
+        if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
             return False
-        clock, before = search.clock.part(limit), search.best
+        clock, before = search.clock.part(limit), search.incumbent.best
 
         def stop() -> bool:
-            return search.enough() or left(clock) <= 0
+            return search.stopping.enough() or left(clock) <= 0
 
         self._none_left = False
         while not (stop() or self._none_left):
             if not self.ways:
                 self._begin()
-            take_turns(self.ways, search.best_s, stop, search.clock, search.params.portfolio)
+            take_turns(self.ways, lambda: search.incumbent.best_s, stop, search.clock, search.params.portfolio)
             if not stop():  # all has been chosen anew together
                 self.ways = []
-                self._none_left = search.best is self._from and not self.near.more_choices()
-        if limit > 0 and search.best is before:
+                self._none_left = search.incumbent.best is self._from and not self.near.more_choices()
+        if limit > 0 and search.incumbent.best is before:
             self.near.choose_from(range(search.problem.ops))
-        return not (self._none_left or search.enough())
+        return not (self._none_left or search.stopping.enough())
 
     def _begin(self) -> None:
         """From the best schedule: from now on windows end where it takes much memory."""
-        self._from = best = self.search.best_trial()
+        self._from = best = self.search.incumbent.best_trial
         self.near.choose_from(op for op, first in zip(best.order.computed, best.order.first, strict=True) if not first)
         self.near.look_closer([best])
         self.ways = [self.near.reopenings(), self.near.exchanges()]

@@ -18,8 +18,8 @@ from solvers.result import is_within
 from solvers.windows.choice_params import BranchParams
 from solvers.windows.decoding.decode import Order, try_out
 from solvers.windows.decoding.refinement import halved
-from solvers.windows.incumbent import Search
 from solvers.windows.relaxation.discretization import Decision, Discretization
+from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import Look, look_at, look_at_fractions
 from solvers.windows.strategies.substitution import in_place
 
@@ -76,10 +76,10 @@ class Branches:
     def refine(self) -> None:
         """Look closer at the branch of the least bound, again and again, until nothing is left to do or no time."""
         search = self.search
-        while not (search.solved() or search.stopped() or self.closed):
+        while not (search.stopping.solved() or search.stopping.stopped() or self.closed):
             self._look(self._next())
-        if search.solved() and not search.stopped():
-            self._look(self._next(), search.more(search.clock.now))
+        if search.stopping.solved() and not search.stopping.stopped():
+            self._look(self._next(), search.stopping.extra(search.clock.now))
 
     def _next(self) -> Branch:
         return min(self.all, key=lambda branch: (branch.bound, branch.closed, -len(branch.detail.decided)))
@@ -101,14 +101,14 @@ class Branches:
             prove=lambda overhead: self._prove(branch, overhead),
             should_stop=self._is_of_no_use(branch),
         )
-        if look is None or search.solved() or branch.bound == np.inf:
+        if look is None or search.stopping.solved() or branch.bound == np.inf:
             return
         if ways := self._to_decide(branch, look):
             self._split(branch, ways)
         elif look.outcome is not Outcome.OPTIMAL:
             branch.limit *= self.params.longer
             # Neither is memory given back by trying again, nor HiGHS's arithmetic better then.
-            branch.closed = look.outcome is Outcome.FAILED or search.crowded()
+            branch.closed = look.outcome is Outcome.FAILED or search.stopping.out_of_memory()
         elif look.closer == branch.detail:
             branch.detail = halved(look.closer)
             branch.closed = branch.detail == look.closer
@@ -117,14 +117,14 @@ class Branches:
 
     def _prove(self, branch: Branch, overhead: float) -> None:
         branch.bound = max(branch.bound, overhead)
-        self.search.prove(min(other.bound for other in self.all))
+        self.search.incumbent.prove(min(other.bound for other in self.all))
 
     def _is_of_no_use(self, branch: Branch) -> Callable[[], bool]:
         """Whether nothing in it is better than the best schedule, which is in another branch then, by more than the tolerance."""
         search, base_s = self.search, self.search.problem.base_s
 
         def is_above() -> bool:
-            return is_within(search.best_s(), base_s * (1 + branch.bound / OBJECTIVE_SCALE), search.tolerance)
+            return is_within(search.incumbent.best_s, base_s * (1 + branch.bound / OBJECTIVE_SCALE), search.stopping.tolerance)
 
         return is_above if branch.detail.decided else lambda: False
 

@@ -19,8 +19,8 @@ from solvers.places import places_of
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import Order, Trial, decoded, order_of, trial_of_whole
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
-from solvers.windows.incumbent import Search
 from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
 from solvers.windows.strategies.anew import Anew
 from solvers.windows.strategies.part_process import Ended, Heard, PartProcess
 from solvers.windows.strategies.parts import POLL, begin_of, part, start_process, take_end
@@ -109,14 +109,14 @@ class Commitments:
 
     def try_least(self, limit: float) -> None:
         """Commit to what needs least memory with ops in place of others, whatever it takes longer."""
-        order = least_instead(self.search.problem, self.search.clock.part(limit), self.search.stopped)
+        order = least_instead(self.search.problem, self.search.clock.part(limit), self.search.stopping.stopped)
         if order is not None:
             self.add(order)
             self.search.offer(order, self.whole)
 
     def take_fewer(self, trial: Trial) -> None:
         """Keep a schedule of the graph without round trips to the host, and commit to what it does."""
-        self.search.keep(trial)
+        self.search.incumbent.take(trial)
         self.fewer = trial
 
     def taking(self, part: Graph) -> Callable[[Trial], None]:
@@ -134,13 +134,13 @@ class Commitments:
             instead = frozenset(place[of_whole.ops[own[i]]] for i in trial.order.instead)
             away = frozenset((of_whole.tensors[t], position) for t, position in trial.order.away)
             order = order_of(self.whole, [place[op] for op in executed], away, instead, self.places)
-            self.search.keep(replace(trial, order=order, schedule=schedule, ends=()))
+            self.search.incumbent.take(replace(trial, order=order, schedule=schedule, ends=()))
 
         return take
 
     def learn(self, orders: Orders) -> None:
         """Commit to what the best schedules do, and what has come in."""
-        best = [trial for trial in (self.search.best, self.fewer) if trial is not None]
+        best = [trial for trial in (self.search.incumbent.best, self.fewer) if trial is not None]
         for trial in best:
             if all(trial is not known for known in self.known) and is_possible(self.search.problem, trial.order):
                 self.add(trial.order, trial.time_s)
@@ -151,8 +151,8 @@ class Commitments:
     def come_in(self, orders: Orders) -> Iterator[Order]:
         """What the relaxation's solutions do, and the orders, each once."""
         search = self.search
-        while search.solutions:
-            detail, choice = search.solutions.popleft()
+        while search.models.solutions:
+            detail, choice = search.models.solutions.popleft()
             order = decoded(search.problem, detail, choice)
             if is_possible(search.problem, order):
                 yield order
@@ -189,7 +189,7 @@ class Commitments:
         search = self.search
         moves_at = begin_of(search, 1)
         anew = Anew(search) if search.problem.copies is None else None
-        while not (search.solved() or search.stopped()):
+        while not (search.stopping.solved() or search.stopping.stopped()):
             closed = orders.closed  # before what has come in is taken from it
             self.learn(orders)
             if search.clock.now >= moves_at:
@@ -232,12 +232,12 @@ class Commitments:
         search = self.search
         best, fewer, told_closed = None, self.fewer, False
         with process:
-            while not (search.solved() or search.stopped()):
+            while not (search.stopping.solved() or search.stopping.stopped()):
                 closed = orders.closed
                 for order in self.come_in(orders):
                     process.tell(order)
-                if search.best is not None and search.best is not best:
-                    best = search.best
+                if search.incumbent.best is not None and search.incumbent.best is not best:
+                    best = search.incumbent.best
                     process.tell(best)
                 if self.fewer is not None and self.fewer is not fewer:
                     fewer = self.fewer
@@ -250,29 +250,29 @@ class Commitments:
                     take_end(search, news)
                     return not news.died
                 if news is not None:
-                    search.keep(news)
-                    best = news if search.best is news else best
+                    search.incumbent.take(news)
+                    best = news if search.incumbent.best is news else best
         return True
 
     def solve(self, commitment: Commitment) -> None:
         """Solve a plain graph, for longer than the last time, offering its schedules."""
-        tolerance = Tolerance.of(self.search.params.commitments.share * self.search.tolerance)
+        tolerance = Tolerance.of(self.search.params.commitments.share * self.search.stopping.tolerance)
         params = self.search.params.bound
         clock = self.search.clock.part(params.first_slice * params.longer**commitment.runs)
-        sub = part(self.search, commitment.plain.graph, clock, tolerance, lambda: self.take(commitment, sub.best))
+        sub = part(self.search, commitment.plain.graph, clock, tolerance, lambda: self.take(commitment, sub.incumbent.best))
         whole, began = Discretization((sub.problem.ops - 1,)), self.search.clock.now
         best = commitment.best
         sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
         self.run_plain(sub)
-        self.take(commitment, sub.best)
+        self.take(commitment, sub.incumbent.best)
         commitment.runs += 1
         commitment.spent += self.search.clock.now - began
         commitment.closed = self.is_done(sub)
 
     def is_done(self, sub: Search) -> bool:
         """Whether a search need not be gone on with."""
-        self.search.largest = max(self.search.largest, sub.largest)
-        return sub.solved() or bool(sub.failure) or sub.bound_s >= self.search.best_s()
+        self.search.models.note_size(sub.models.largest)
+        return sub.stopping.solved() or bool(sub.incumbent.failure) or sub.incumbent.bound_s >= self.search.incumbent.best_s
 
     def take(self, commitment: Commitment, trial: Trial | None) -> None:
         """Offer what a schedule of a plain graph is in the graph with options."""
@@ -287,6 +287,6 @@ class Commitments:
             found = self.search.offer(order, self.whole)
         else:
             found = trial_of_whole(problem, plain, order, trial)
-            self.search.keep(found)
+            self.search.incumbent.take(found)
         if found.peak_bytes <= self.search.budget_bytes:
             commitment.found_s = min(commitment.found_s, found.time_s)

@@ -18,9 +18,9 @@ from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_
 from solvers.windows.decoding.encode import choice_of_trial, start_values
 from solvers.windows.decoding.expand import Choice
 from solvers.windows.decoding.refinement import refined, where_it_waits, with_stages_in_order
-from solvers.windows.incumbent import Search
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
+from solvers.windows.search import Search
 from solvers.windows.strategies.placed import Columns, Placed, columns_in, columns_of, fixed_but_for
 from solvers.windows.strategies.refinement import solve_part
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, tight_windows
@@ -46,11 +46,11 @@ class Neighbourhoods:
         trials = self.coarse_trials()
         self.detail = self.coarse
         self.look_closer(trials)
-        fresh, before_s = self.detail, self.search.best_s()
+        fresh, before_s = self.detail, self.search.incumbent.best_s
         self.restart(self.params.whole_limit)
         # What was solved for the least capacity is not as good, but nearly fits.
-        if trials and trials[-1].time_s < before_s <= self.search.best_s():
-            self.search.tell("repairing a coarse solution")
+        if trials and trials[-1].time_s < before_s <= self.search.incumbent.best_s:
+            self.search.progress.tell("repairing a coarse solution")
             self.detail = fresh
             self.settle(trials[-1])
 
@@ -77,11 +77,11 @@ class Neighbourhoods:
         trials: list[Trial] = []
         search, small, coarse = self.search, self.small, self.coarse
         for share in self.params.coarse_capacities:
-            if search.enough():
+            if search.stopping.enough():
                 break
-            search.tell("looking for what is worth executing again")
+            search.progress.tell("looking for what is worth executing again")
             model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
-            answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.tolerance)
+            answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
             if answer.values is None:
                 break
             choice = read_choice(model, answer.values)
@@ -101,18 +101,18 @@ class Neighbourhoods:
     def restart(self, limit: float) -> bool:
         """Solve the model with nothing fixed and settle what it finds; whether there is nothing more to find in it."""
         search = self.search
-        if search.enough():
+        if search.stopping.enough():
             return True
         model = self.model()
-        search.tell(f"searching in {len(self.detail.ends)} windows")
+        search.progress.tell(f"searching in {len(self.detail.ends)} windows")
 
         def try_solution(values: Floats, objective: float) -> bool:
             # A schedule that is far from the best is soon found, and better than none.
-            if search.best is None:
+            if search.incumbent.best is None:
                 self.look(model, read_choice(model, values))
             return False
 
-        gap = self.params.settle_gap * search.tolerance
+        gap = self.params.settle_gap * search.stopping.tolerance
         answer = solve_part(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
             return not self.more_choices()
@@ -140,13 +140,13 @@ class Neighbourhoods:
             opened: columns of so many of them.
         """
         search, params = self.search, self.params
-        if search.best is None:
+        if search.incumbent.best is None:
             return
         size = max(4, count(self.best_in_model().model) // params.first_part)
         while True:
             best = self.best_in_model()
             whole = count(best.model)
-            search.tell(f"improving {min(size, whole)} of {whole} {what}")
+            search.progress.tell(f"improving {min(size, whole)} of {whole} {what}")
             began = search.clock.now
             program = fixed_but_for(best, opened(best, size))
             answer = solve_part(search, program, params.open_limit, gap=params.open_gap, start=best.start)
@@ -158,7 +158,7 @@ class Neighbourhoods:
                 if trial is not None:
                     self.settle(trial)
             done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
-            if done and size >= 2 * whole and search.best is best.trial and self.detail == best.model.detail:
+            if done and size >= 2 * whole and search.incumbent.best is best.trial and self.detail == best.model.detail:
                 return
             if not done:
                 size = max(2, int(params.shrink * size))
@@ -168,7 +168,7 @@ class Neighbourhoods:
 
     def best_in_model(self) -> Placed:
         """The best schedule as a solution of the narrow model."""
-        trial = self.search.best_trial()
+        trial = self.search.incumbent.best_trial
         if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
             self.known.learn_order(trial.order)
             self._best = self.placed(self.model(), trial)
@@ -215,7 +215,7 @@ class Neighbourhoods:
             if not fits and search.problem.places.plain:
                 closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
             closer = replace(closer, chains=frozenset())
-            if closer == self.detail or search.enough():
+            if closer == self.detail or search.stopping.enough():
                 return fits
             self.detail = closer
             self.known.learn_order(trial.order)
@@ -243,10 +243,10 @@ class Neighbourhoods:
         radius = self.params.radius
         best: Floats | None = None
         least = np.inf
-        while not search.enough():
+        while not search.stopping.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
             program = fixed_but_for(placed, columns_in(model, opened))
-            answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.tolerance)
+            answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.stopping.tolerance)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
             if least <= much or len(opened) == windows:

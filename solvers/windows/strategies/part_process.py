@@ -15,8 +15,8 @@ from solvers.clock import WallClock
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import Order, Trial
-from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
+from solvers.windows.search import Search
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ def main() -> None:
                     case float(time_s):
                         best_s = time_s
                     case Trial() as trial:
-                        search.keep(trial)
+                        search.incumbent.take(trial)
                     case Order() as order:
                         heard.orders.append(order)
                     case None:
@@ -129,14 +129,14 @@ def main() -> None:
 
     def stop() -> bool:
         nonlocal told
-        if search.best is not None and search.best is not told:
-            told = search.best
+        if search.incumbent.best is not None and search.incumbent.best is not told:
+            told = search.incumbent.best
             connection.send(told)
-        return search.bound_s >= best_s
+        return search.incumbent.bound_s >= best_s
 
     clock = WallClock(task.limit)
-    search = Search(Request(task.graph, task.budget_bytes, task.tolerance, clock, should_stop=stop, params=task.params))
-    search.is_apart = not task.starts_others
+    request = Request(task.graph, task.budget_bytes, task.tolerance, clock, should_stop=stop, params=task.params)
+    search = Search.of(request, may_start_processes=task.starts_others)
     threading.Thread(target=listen, daemon=True).start()
     failure = ""
     try:
@@ -145,5 +145,5 @@ def main() -> None:
         failure = description(error)
     with suppress(OSError):
         stop()
-        connection.send(Ended(search.largest, failure))
+        connection.send(Ended(search.models.largest, failure))
     os._exit(0)  # whatever HiGHS has been left behind with

@@ -28,8 +28,8 @@ from solvers.clock import Beside, Clock, left
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
+from solvers.windows.search import Search
 from solvers.windows.strategies.part_process import Ended, Heard, PartProcess, Task
 
 POLL = 0.05  # of the clock, between two looks at what is searched beside
@@ -55,10 +55,15 @@ def part(
 
     def stop() -> bool:
         ended = on_stop()
-        search.tell(f"in a part of the choices: {sub.activity}")
-        return bool(ended) or search.stopped() or search.solved() or sub.bound_s >= search.best_s()
+        search.progress.tell(f"in a part of the choices: {sub.progress.activity}")
+        return (
+            bool(ended)
+            or search.stopping.stopped()
+            or search.stopping.solved()
+            or sub.incumbent.bound_s >= search.incumbent.best_s
+        )
 
-    sub = Search(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
+    sub = Search.of(Request(graph, search.budget_bytes, tolerance, clock, should_stop=stop, params=search.params))
     return sub
 
 
@@ -111,7 +116,7 @@ def start_process(
         search: of the whole.
         run, params, nice, starts_others: as in ``Task``.
     """
-    if search.clock.counts_work or search.is_apart:
+    if search.clock.counts_work or not search.may_start_processes:
         return None
     try:
         clock, tolerance = search.clock, search.request.tolerance
@@ -122,13 +127,13 @@ def start_process(
 
 def take_end(search: Search, end: Ended) -> None:
     """Take note of what a search in another process came to."""
-    search.largest = max(search.largest, end.largest)
+    search.models.note_size(end.largest)
     if end.failure:
         _fail(search, end.failure)
 
 
 def _fail(search: Search, failure: str) -> None:
-    search.fail(f"looking for schedules failed: {failure}")
+    search.incumbent.fail(f"looking for schedules failed: {failure}")
 
 
 def _without_hearing(search: Search, _: Heard, *, run: Callable[[Search], None]) -> None:
@@ -163,7 +168,7 @@ class PartBeside:
         search: Search,
         graph: Graph,
         run: Callable[[Search], None],
-        take: Callable[[Trial], None],
+        take: Callable[[Trial], object],
         own: Own | None = None,
     ) -> None:
         """What it searches.
@@ -212,9 +217,9 @@ class PartBeside:
         self.tell()
         search = self.search
         while self.running and (search.clock.counts_work or left(search.clock) > 0):
-            if search.interrupted() or search.halted or search.satisfied():
+            if search.stopping.interrupted() or search.stopping.halted or search.stopping.satisfied():
                 break
-            search.tell()
+            search.progress.tell()
             self.wait(POLL)
 
     def wait(self, most: float) -> None:
@@ -225,7 +230,7 @@ class PartBeside:
         search = self.search
         begin = begin_of(search, self.own.place if self.own is not None else 0)
         while search.clock.now < begin:
-            if self._ended or search.halted:
+            if self._ended or search.stopping.halted:
                 return
             search.clock.wait(POLL)
         process = self._start(self.own) if self.own is not None else None
@@ -251,18 +256,18 @@ class PartBeside:
         """Search it in this thread."""
         search = self.search
         clock = search.clock.part(search.clock.limit)
-        sub = part(search, self.graph, clock, search.request.tolerance, lambda: self._look(sub.best, clock))
+        sub = part(search, self.graph, clock, search.request.tolerance, lambda: self._look(sub.incumbent.best, clock))
         self.run(sub)
-        self._look(sub.best, clock)
-        search.largest = max(search.largest, sub.largest)
+        self._look(sub.incumbent.best, clock)
+        search.models.note_size(sub.models.largest)
 
     def _follow(self, process: PartProcess) -> None:
         """Take what it finds elsewhere."""
         search = self.search
         clock, told_s = search.clock.part(search.clock.limit), np.inf
-        while not (self._look(self.best, clock) or search.stopped() or search.solved()):
-            if search.best_s() < told_s:
-                told_s = search.best_s()
+        while not (self._look(self.best, clock) or search.stopping.stopped() or search.stopping.solved()):
+            if search.incumbent.best_s < told_s:
+                told_s = search.incumbent.best_s
                 process.tell(told_s)
             news = process.hear(POLL)
             if isinstance(news, Ended):
@@ -278,5 +283,5 @@ class PartBeside:
             self.best, self._better_at = best, now
         if self._may_tell:
             self.tell()
-        behind = self.search.best_s() < (np.inf if best is None else best.time_s)
+        behind = self.search.incumbent.best_s < (np.inf if best is None else best.time_s)
         return self._ended or (behind and now - self._better_at > max(params.least_idle, params.idle_share * now))

@@ -19,8 +19,8 @@ from solvers.clock import left
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
 from solvers.windows.decoding.device_transfers import side_by_side
-from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
 from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.substitution import is_possible
 
 Cost = tuple[int, float, float]  # bytes over the budget, when the last stream has ended, and seconds of all streams
@@ -184,8 +184,8 @@ class Placements:
         """
         search, clock = self.search, self.search.clock.part(limit)
         lacking: Order | None = None
-        while not (search.enough() or left(clock) <= 0):
-            if self._now is None or self._idle > self.params.idle or search.best is not self._from:
+        while not (search.stopping.enough() or left(clock) <= 0):
+            if self._now is None or self._idle > self.params.idle or search.incumbent.best is not self._from:
                 self._begin()
             assert self._now is not None
             varied = self.varied(self._now)
@@ -204,9 +204,9 @@ class Placements:
                     continue
                 if cost[0]:
                     lacking = order
-                elif cost[1] <= search.best_s():
-                    search.keep(try_out(search.problem, order))
-                    self._from = search.best
+                elif cost[1] <= search.incumbent.best_s:
+                    search.incumbent.take(try_out(search.problem, order))
+                    self._from = search.incumbent.best
         return lacking
 
     @property
@@ -269,8 +269,8 @@ class Placements:
 
     def _begin(self) -> None:
         """From the best schedule, or nothing placed elsewhere."""
-        self._fruitless = self._fruitless + 1 if self._from is self.search.best else 0
-        self._from, self._idle = self.search.best, 0
+        self._fruitless = self._fruitless + 1 if self._from is self.search.incumbent.best else 0
+        self._from, self._idle = self.search.incumbent.best, 0
         start = self._placing_of(() if self._from is None else self._from.order.instead)
         if self._from is not None:
             start = replace(start, again=self._again(self._from.order))

@@ -18,8 +18,8 @@ from solvers.eviction.engine import WORK_PER_EVICTION
 from solvers.eviction.rules import EvictionRule, Guide
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.decoding.expand import Choice
-from solvers.windows.incumbent import Search
 from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
 from solvers.windows.strategies.evicted import evicted, with_prices
 
 
@@ -50,8 +50,8 @@ class RandomKeys:
 
     def guided(self, should_stop: Callable[[], bool]) -> None:
         """Repair the solutions that have come in."""
-        while self.search.solutions:
-            detail, choice = self.search.solutions.pop()
+        while self.search.models.solutions:
+            detail, choice = self.search.models.solutions.pop()
             if choice in self._seen:
                 continue
             self._seen.add(choice)
@@ -108,7 +108,7 @@ class RandomKeys:
     def take(self, way: Way, parent: int | None) -> None:
         """Try a way, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
-        limit_s = self.params.worse * self.search.best_s()
+        limit_s = self.params.worse * self.search.incumbent.best_s
         order = evicted(
             self.problem,
             way.rule,
@@ -125,7 +125,7 @@ class RandomKeys:
         trial = self.search.improve_order(order, self._whole, limit_s)
         if trial is None:
             return
-        if trial is self.search.best:
+        if trial is self.search.incumbent.best:
             self.found = trial
         if parent is not None:
             if trial.time_s <= self.pool[parent][0]:

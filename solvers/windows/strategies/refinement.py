@@ -14,10 +14,10 @@ from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_c
 from solvers.windows.decoding.encode import choice_of_trial, start_values
 from solvers.windows.decoding.expand import Choice
 from solvers.windows.decoding.refinement import refined, where_it_waits, with_stages_in_order
-from solvers.windows.incumbent import Search
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import POLL_EVERY, StoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
+from solvers.windows.search import Search
 
 _WORK_PER_ENTRY = 2e-6  # of building a model
 
@@ -46,20 +46,20 @@ def solve_part(
         on_incumbent: as in ``solvers.highs.program.Watch``.
     """
     search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of building it
-    stop = should_stop or search.enough
+    stop = should_stop or search.stopping.enough
     bound = -np.inf
 
     def on_bound(value: float) -> None:
         nonlocal bound
         bound = value
-        search.tell()
+        search.progress.tell()
 
     return solve_program(
         program,
         clock=search.clock.part(limit),
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
-        watch=Watch(lambda: stop() or bound >= below, on_incumbent, on_bound, search.interrupted),
+        watch=Watch(lambda: stop() or bound >= below, on_incumbent, on_bound, search.stopping.interrupted),
         options={"mip_pscost_minreliable": search.params.portfolio.pscost_minreliable},
     )
 
@@ -88,14 +88,14 @@ def refine(
         from_best: start from the best schedule, where it is known what that is in the model.
     """
     clock = search.clock.part(limit)
-    done = search.solved if is_relaxation else search.satisfied
-    while not (done() or search.stopped()):
+    done = search.stopping.solved if is_relaxation else search.stopping.satisfied
+    while not (done() or search.stopping.stopped()):
         look = look_at(search, detail, clock, is_relaxation=is_relaxation, from_best=from_best)
         if look is None:
             return detail, False
         in_time = clock.now < limit
-        if search.solved():
-            more = search.clock.part(search.more(search.clock.now))
+        if search.stopping.solved():
+            more = search.clock.part(search.stopping.extra(search.clock.now))
             look_at(search, detail, more, is_relaxation=is_relaxation, from_best=from_best)
             return detail, False
         if look.outcome is not Outcome.OPTIMAL:
@@ -129,7 +129,7 @@ def look_at(
         model = _build(search, detail, is_relaxation=is_relaxation)
     except StoppedError:
         return None
-    prove = (prove or search.prove) if is_relaxation else lambda _: None
+    prove = (prove or search.incumbent.prove) if is_relaxation else lambda _: None
     look = _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop or (lambda: False))
     return replace(look, closer=replace(look.closer, ordered=detail.ordered)) if is_relaxation else look
 
@@ -142,17 +142,17 @@ def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, di
         return -np.inf, {}
     program = replace(model.program, integer=np.zeros_like(model.program.integer))
     # Nothing is asked meanwhile: beside other threads the answers would take longer than the program.
-    answer = solve_program(program, clock=search.clock, watch=Watch(interrupted=search.interrupted))
+    answer = solve_program(program, clock=search.clock, watch=Watch(interrupted=search.stopping.interrupted))
     values = answer.values
     return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
 
 
 def _build(search: Search, detail: Discretization, *, is_relaxation: bool) -> Model:
-    stopped = search.spending(_WORK_PER_ENTRY * POLL_EVERY, search.stopped)
+    stopped = search.stopping.polled(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.stopped)
     if is_relaxation:
-        search.tell(f"bounding with {len(detail.ends)} windows")
+        search.progress.tell(f"bounding with {len(detail.ends)} windows")
         return build_relaxation(search.problem, detail, stopped)
-    search.tell(f"searching in {len(detail.ends)} windows")
+    search.progress.tell(f"searching in {len(detail.ends)} windows")
     return build_ordered(search.problem, detail, should_stop=stopped)
 
 
@@ -166,30 +166,37 @@ def _solve_model(
     should_stop: Callable[[], bool],
 ) -> Look:
     looks: list[tuple[Discretization, Trial | None]] = [(model.detail, None)]
-    search.largest = max(search.largest, model.program.matrix.shape)
+    search.models.note_size(model.program.matrix.shape)
 
     def try_solution(values: Floats, objective: float) -> bool:
         choice = read_choice(model, values)
-        search.solutions.append((model.detail, choice))
+        search.models.solutions.append((model.detail, choice))
         looks[0] = _offer(search, model, choice)
-        return search.satisfied()
+        return search.stopping.satisfied()
 
     def on_bound(overhead: float) -> None:
         if np.isfinite(overhead):
             prove(overhead)
-        search.tell()
+        search.progress.tell()
 
     start = None
     # What a schedule with both optional ops and round trips is in a model is known of its plain graph only.
-    if from_best and search.best is not None and (search.problem.copies is None or search.problem.places.plain):
-        start = start_values(model, choice_of_trial(search.problem, model.detail, search.best))
+    if from_best and search.incumbent.best is not None and (search.problem.copies is None or search.problem.places.plain):
+        start = start_values(model, choice_of_trial(search.problem, model.detail, search.incumbent.best))
     params = search.params.bound
     answer = solve_program(
         model.program,
         clock=clock,
-        absolute_gap=(params.close_gap if search.solved() else params.inner_gap) * search.tolerance * OBJECTIVE_SCALE,
+        absolute_gap=(params.close_gap if search.stopping.solved() else params.inner_gap)
+        * search.stopping.tolerance
+        * OBJECTIVE_SCALE,
         start=start,
-        watch=Watch(lambda: search.enough() or search.crowded() or should_stop(), try_solution, on_bound, search.interrupted),
+        watch=Watch(
+            lambda: search.stopping.enough() or search.stopping.out_of_memory() or should_stop(),
+            try_solution,
+            on_bound,
+            search.stopping.interrupted,
+        ),
     )
     give_back()
     prove(np.inf if answer.outcome is Outcome.INFEASIBLE else answer.bound)

@@ -16,9 +16,9 @@ from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice
 from solvers.windows.decoding.host_transfers import timed
 from solvers.windows.decoding.pruning import uses_of, without
-from solvers.windows.incumbent import WORK_PER_EXECUTION, Search
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
+from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.refinement import solve_part
 from solvers.windows.strategies.restricted_model import CandidateSet
 from solvers.windows.strategies.waits import with_fewer_waits
@@ -31,7 +31,7 @@ def variations(search: Search, coarse: Discretization, known: CandidateSet) -> I
     params = search.params.round_trips
     changes = [(share, slower) for share in params.capacities for slower in params.slower]
     for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
-        search.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
+        search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
         problem = search.problem
         varied = replace(problem, capacity_bytes=int(share * problem.capacity_bytes), copies=_slower(problem.copies, slower))
         model = build_relaxation(varied, coarse)
@@ -42,7 +42,7 @@ def variations(search: Search, coarse: Discretization, known: CandidateSet) -> I
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     """Offer what solutions of `model` come to that could be better, and that with what they wait for computed again."""
     problem, params, detail = search.problem, search.params.round_trips, model.detail
-    below = problem.units(search.best_s() - problem.base_s)
+    below = problem.units(search.incumbent.best_s - problem.base_s)
 
     def try_solution(values: Floats, objective: float) -> bool:
         choice = read_choice(model, values)
@@ -59,9 +59,9 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
 
 def offer_with_fewer_waits(search: Search, trial: Trial) -> None:
     """Offer what comes of `trial` if it computes again what it waits for, where it fits and could be better than the best."""
-    if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.best_s():
+    if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.incumbent.best_s:
         return
-    stop = search.spending(WORK_PER_EXECUTION * len(trial.order.computed), search.enough)
+    stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
     better = with_fewer_waits(search.problem, trial, search.budget_bytes, stop, search.params.round_trips)
     if better is not trial:
         search.offer(better.order, Discretization((search.problem.ops - 1,)))
@@ -79,15 +79,15 @@ def polishing(search: Search) -> Iterator[None]:
     problem = search.problem
     done: Trial | None = None
     below_s = np.inf
-    while search.best is not done:
-        best = search.best_trial()
+    while search.incumbent.best is not done:
+        best = search.incumbent.best_trial
         offer_with_fewer_waits(search, best)
-        best = search.best_trial()
+        best = search.incumbent.best_trial
         for place, computed, away in simpler(problem, best, search.budget_bytes, below_s):
-            search.tell("leaving out copies and executions")
+            search.progress.tell("leaving out copies and executions")
             _offer_faster(search, computed, away)
             yield
-            if search.best is not best:
+            if search.incumbent.best is not best:
                 # What has been of no use before is looked at again only once the others have been.
                 below_s = np.inf if place is None else problem.time_s[best.order.computed[place]]
                 break
@@ -101,7 +101,7 @@ def _offer_faster(search: Search, computed: Sequence[int], away: Away) -> None:
     problem = search.problem
     search.clock.spend(WORK_PER_EXECUTION * len(computed))
     found = timed(problem, computed, away)
-    if found.time_s < search.best_s() and max(found.memory_bytes) + problem.graph.static_bytes <= search.budget_bytes:
+    if found.time_s < search.incumbent.best_s and max(found.memory_bytes) + problem.graph.static_bytes <= search.budget_bytes:
         whole = Discretization((problem.ops - 1,))
         search.offer(order_of(whole, computed, found.away), whole)
 

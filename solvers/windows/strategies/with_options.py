@@ -12,7 +12,7 @@ from graphs.options.selection import option_of, without
 from graphs.pools import COMPUTE
 from solvers.clock import Beside
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.incumbent import Search
+from solvers.windows.search import Search
 from solvers.windows.strategies.branches import Branches
 from solvers.windows.strategies.commitments import Commitments, Run
 from solvers.windows.strategies.parts import AFTER, LAST, POLL, Own, PartBeside, end_beside, start_beside
@@ -32,7 +32,7 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
         run_plain: solves a plain graph.
         run: solves any graph, and with it what has fewer choices.
     """
-    if search.is_apart:  # whoever has started it sees to what is smaller
+    if not search.may_start_processes:  # whoever has started it sees to what is smaller
         _run_alone(search, run_plain)
         return
     found = _begin(search, run_plain)
@@ -44,7 +44,7 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
     beside_lossy = kinds.several_with_lossy
     more = kinds.some or search.problem.copies is not None
     more_than_placed = search.problem.devices is not None and more and not beside_lossy
-    smaller: list[tuple[Graph, Run, Callable[[Trial], None]]] = []
+    smaller: list[tuple[Graph, Run, Callable[[Trial], object]]] = []
     if beside_lossy:
         faithful = _only(whole, kinds.exact)
         smaller.append((faithful, run, found.taking(faithful)))
@@ -72,7 +72,7 @@ def run_with_options(search: Search, run_plain: Run, run: Run) -> None:
             _bound_and_commit_last(search, found)
         else:
             _bound_and_commit(search, found)
-        _await(search, parts, search.solved)
+        _await(search, parts, search.stopping.solved)
 
 
 def _run_alone(search: Search, run_plain: Run) -> None:
@@ -131,16 +131,16 @@ def _bound_and_commit(search: Search, found: Commitments) -> None:
     branches = Branches(search)
     for instead in simple(search.problem):
         found.try_instead(instead)
-    if search.best is None and search.problem.copies is None:
+    if search.incumbent.best is None and search.problem.copies is None:
         found.try_least(search.params.bound.first_slice)
     placing = search.params.placing
     found.place(min(placing.first, placing.first_share * search.clock.limit))
     committing = start_beside(search, lambda: found.work_on(branches))
     try:
         branches.refine()
-        _await(search, [committing], search.solved)
+        _await(search, [committing], search.stopping.solved)
     except BaseException:
-        search.halted = True
+        search.stopping.halt()
         raise
     finally:
         end_beside(committing)
@@ -152,7 +152,7 @@ def _bound_and_commit_last(search: Search, found: Commitments) -> None:
     try:
         _await(search, [bounding], lambda: False)
     except BaseException:
-        search.halted = True
+        search.stopping.halt()
         raise
     finally:
         end_beside(bounding)
@@ -160,6 +160,6 @@ def _bound_and_commit_last(search: Search, found: Commitments) -> None:
 
 def _await(search: Search, beside: Sequence[Beside | PartBeside], ended: Callable[[], bool]) -> None:
     """Wait until all beside this have ended, or `ended`, or the solve is stopped; meanwhile progress is reported."""
-    while not (ended() or search.stopped()) and (running := [one for one in beside if one.running]):
-        search.tell()
+    while not (ended() or search.stopping.stopped()) and (running := [one for one in beside if one.running]):
+        search.progress.tell()
         running[0].wait(POLL)

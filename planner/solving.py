@@ -31,7 +31,7 @@ from solvers.registry import SOLVERS, Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
-from solvers.windows.heuristics.sending import least_sending
+from solvers.windows.strategies.sending import least_sending
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})

@@ -13,17 +13,17 @@ from solvers.eviction.rules import EvictionRule
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.evicted import evicted, with_prices
-from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, start_beside
-from solvers.windows.heuristics.portfolio import Portfolio
-from solvers.windows.heuristics.sending import sending_orders
-from solvers.windows.heuristics.with_options import run_with_options
-from solvers.windows.incumbent import Search
-from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import Order, Trial, late_writers, order_of
-from solvers.windows.solution.refine import halved
-from solvers.windows.state_space import shortest
+from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of
+from solvers.windows.decoding.refinement import halved
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
+from solvers.windows.strategies.evicted import evicted, with_prices
+from solvers.windows.strategies.parts import POLL, PartBeside, end_beside, start_beside
+from solvers.windows.strategies.portfolio import Portfolio
+from solvers.windows.strategies.refinement import refine
+from solvers.windows.strategies.sending import sending_orders
+from solvers.windows.strategies.state_space import shortest
+from solvers.windows.strategies.with_options import run_with_options
 
 _WORK_PER_STATES = 2e-2  # a thousand of them
 
@@ -40,13 +40,13 @@ def run(search: Search) -> None:
             apart = stack.enter_context(PartBeside(search, whole.out_of_place(), run, partial(_take_apart, search)))
             apart.tell()
         if search.problem.copies is not None:
-            without_copies = stack.enter_context(PartBeside(search, search.problem.graph, run, search.keep))
+            without_copies = stack.enter_context(PartBeside(search, search.problem.graph, run, search.incumbent.take))
         _run(search, without_copies, apart)
 
 
 def _take_apart(search: Search, trial: Trial) -> None:
     """Keep a schedule that writes over nothing: it fits as it is, and better where it may."""
-    search.keep(trial)
+    search.incumbent.take(trial)
     search.offer(trial.order, Discretization((search.problem.ops - 1,)))
 
 
@@ -63,7 +63,7 @@ def _run(search: Search, without_copies: PartBeside | None = None, apart: PartBe
     trial = search.offer(order_of(whole, range(ops)), whole)
     peak = int(np.argmax(trial.memory_bytes))
     coarse = Discretization(tuple(sorted({peak, ops - 1})))
-    if search.solved():
+    if search.stopping.solved():
         return
     beside = None
     first, trips = search.params.first_schedule, search.params.round_trips
@@ -76,40 +76,45 @@ def _run(search: Search, without_copies: PartBeside | None = None, apart: PartBe
         # From nothing, while others look for schedules: its solutions are to be other ones than theirs.
         detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True, from_best=False)
         _follow_rules(search, rules, first.rules_limit if search.problem.copies is None else trips.rules_limit)
-        if not (search.solved() or search.stopped()):
+        if not (search.stopping.solved() or search.stopping.stopped()):
             beside = beside or start_beside(search, Portfolio(search, coarse, detail).find)
             _go_on(search, detail, beside)
         for part in filter(None, (without_copies, apart)):
             part.finish()
     finally:
-        search.halted = True
+        search.stopping.halt()
         if beside is not None:
             end_beside(beside)
-        search.closed = True
+        search.incumbent.close()
 
 
 def _go_on(search: Search, detail: Discretization, beside: Beside) -> None:
     """Offer what takes longer, and refine the relaxation, while schedules are looked for beside that."""
     if search.problem.copies is not None:
         _send(search)
-    if search.best is None:
+    if search.incumbent.best is None:
         _evict(search)
     imitate(search)
     _bound(search, detail)
-    while beside.running and not search.enough():
-        search.tell()
+    while beside.running and not search.stopping.enough():
+        search.progress.tell()
         beside.wait(POLL)
-    if search.problem.copies is None and not (search.solved() or search.stopped()):
+    if search.problem.copies is None and not (search.stopping.solved() or search.stopping.stopped()):
         _decide(search)
 
 
 def _follow_rules(search: Search, rules: Iterator[EvictionRule], limit: float, *, until_found: bool = False) -> None:
     """Offer what rules of eviction come to until a short time is up, or there is a schedule; the others stay in `rules`."""
     until, most = search.clock.now + limit, search.params.first_schedule.few_executions
-    while not (search.solved() or search.stopped() or search.clock.now >= until or (until_found and search.best is not None)):
+    while not (
+        search.stopping.solved()
+        or search.stopping.stopped()
+        or search.clock.now >= until
+        or (until_found and search.incumbent.best is not None)
+    ):
         if (rule := next(rules, None)) is None:
             return
-        stopped = search.spending(WORK_PER_EVICTION, search.stopped)
+        stopped = search.stopping.polled(WORK_PER_EVICTION, search.stopping.stopped)
         _offer(search, evicted(search.problem, rule, max_factor=most, should_stop=stopped))
 
 
@@ -120,10 +125,10 @@ def _evict(search: Search) -> None:
     until = began + params.eviction_limit
 
     def ended() -> bool:
-        search.tell()
-        return search.best is not None or search.clock.now > until or search.stopped()
+        search.progress.tell()
+        return search.incumbent.best is not None or search.clock.now > until or search.stopping.stopped()
 
-    should_stop = search.spending(WORK_PER_EVICTION, ended)
+    should_stop = search.stopping.polled(WORK_PER_EVICTION, ended)
     for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.round_trips.prices):
         if should_stop():
             return
@@ -142,10 +147,10 @@ def _send(search: Search) -> None:
     whole = Discretization((search.problem.ops - 1,))
 
     def ended() -> bool:
-        search.tell("sending what is not needed now")
-        return search.enough() or search.clock.now > until
+        search.progress.tell("sending what is not needed now")
+        return search.stopping.enough() or search.clock.now > until
 
-    for order in sending_orders(search.problem, should_stop=search.spending(WORK_PER_EVICTION, ended)):
+    for order in sending_orders(search.problem, should_stop=search.stopping.polled(WORK_PER_EVICTION, ended)):
         if ended():
             return
         if not late_writers(search.problem, order):
@@ -156,10 +161,10 @@ def imitate(search: Search) -> None:
     """Offer what other methods do: no schedule is slower than theirs."""
     clock = search.clock.part(search.params.first_schedule.imitation_limit)
     for name in search.params.first_schedule.imitated:
-        if search.solved() or search.stopped() or left(clock) <= 0:
+        if search.stopping.solved() or search.stopping.stopped() or left(clock) <= 0:
             return
-        search.tell(f"trying {name}")
-        request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopped)
+        search.progress.tell(f"trying {name}")
+        request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopping.stopped)
         found = get_solver(name)(request)
         if found.schedule is not None:
             _offer_program(search, found.schedule.computed)
@@ -183,7 +188,7 @@ def _bound(search: Search, detail: Discretization) -> None:
     """Refine the relaxation for as long as that may help."""
     params = search.params.bound
     limit = params.first_slice
-    while not (search.solved() or search.stopped()):
+    while not (search.stopping.solved() or search.stopping.stopped()):
         limit *= params.longer
         detail, exhausted = refine(search, detail, limit, is_relaxation=True)
         if exhausted:
@@ -196,13 +201,13 @@ def _decide(search: Search) -> None:
     """Small graphs: search all states."""
 
     def ended() -> bool:
-        search.tell("searching all states")
-        return search.stopped()
+        search.progress.tell("searching all states")
+        return search.stopping.stopped()
 
     problem = search.problem
-    should_stop = search.spending(_WORK_PER_STATES, ended)
-    found = shortest(problem, search.params.bound.max_states, below_s=search.best_s(), should_stop=should_stop)
+    should_stop = search.stopping.polled(_WORK_PER_STATES, ended)
+    found = shortest(problem, search.params.bound.max_states, below_s=search.incumbent.best_s, should_stop=should_stop)
     _offer_program(search, found.computed)
-    search.infeasible = found.decided and search.best is None
-    if not search.infeasible and problem.base_s > 0:
-        search.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)
+    search.incumbent.infeasible = found.decided and search.incumbent.best is None
+    if not search.incumbent.infeasible and problem.base_s > 0:
+        search.incumbent.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)

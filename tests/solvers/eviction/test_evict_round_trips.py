@@ -18,9 +18,9 @@ from solvers.eviction.round_trips import evicting_with_copies
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import Trial, late_writers, order_of, try_out
+from solvers.windows.decoding.decode import Trial, late_writers, order_of, try_out
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
 from tests.support.requests import ask
 
 TRANSFORMER = transformer(TransformerSize(layers=2))
@@ -117,10 +117,10 @@ def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(
     monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
     monkeypatch.setattr(driver.Portfolio, "find", lambda _: None)
     monkeypatch.setattr(driver, "_go_on", next_comes)
-    search = Search(ask(problem.whole, problem.budget_bytes))
+    search = Search.of(ask(problem.whole, problem.budget_bytes))
     with pytest.raises(ModelsNextError):
         driver.run(search)
-    best = search.best_trial()
+    best = search.incumbent.best_trial
     assert best.order.away
     assert best.peak_bytes <= problem.budget_bytes
     assert best.time_s - TRANSFORMER.time_s < 0.8 * (recomputing_s - TRANSFORMER.time_s)

@@ -14,11 +14,11 @@ from solvers.clock import WorkClock
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.anew import Anew
-from solvers.windows.heuristics.stand_ins import in_place
-from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import order_of
+from solvers.windows.decoding.decode import order_of
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
+from solvers.windows.strategies.anew import Anew
+from solvers.windows.strategies.substitution import in_place
 from tests.solvers.windows.test_options import head, in_chunks, with_packed_mask
 
 EXACT = Tolerance.of(0.0)
@@ -27,7 +27,7 @@ WHOLE = Discretization((1 << 20,))
 
 def searched(graph: Graph, budget_bytes: int) -> Search:
     """With nothing found yet."""
-    return Search(Request(graph, budget_bytes, EXACT, WorkClock(100.0)))
+    return Search.of(Request(graph, budget_bytes, EXACT, WorkClock(100.0)))
 
 
 def begun(graph: Graph, share: float) -> Search | None:
@@ -41,7 +41,7 @@ def begun(graph: Graph, share: float) -> Search | None:
     places = search.problem.places
     order = order_of(WHOLE, [places.ids.index(op) for op in found.schedule.computed], places=places)
     search.offer(order, Discretization((search.problem.ops - 1,), places=places.last))
-    return None if search.enough() else search
+    return None if search.stopping.enough() else search
 
 
 def instances() -> Iterator[tuple[Graph, float]]:
@@ -53,7 +53,7 @@ def instances() -> Iterator[tuple[Graph, float]]:
 
 def judged(search: Search) -> float:
     """Time of the best schedule, which is what it says."""
-    best = search.best_trial()
+    best = search.incumbent.best_trial
     graph = search.problem.whole
     result = simulate(graph, best.schedule)
     assert result.time_s == pytest.approx(best.time_s) and result.peak_bytes == best.peak_bytes <= search.budget_bytes
@@ -76,7 +76,7 @@ def test_the_head_in_fewer_chunks_and_a_packed_mask() -> None:
     assert judged(search) == pytest.approx(12.5)
     exhausted(search)
     assert judged(search) == pytest.approx(11.75)
-    assert {graph.ops[op].name for op in search.best_trial().schedule.computed if op > 4} == {"chunks2", "pack", "unpack"}
+    assert {graph.ops[op].name for op in search.incumbent.best_trial.schedule.computed if op > 4} == {"chunks2", "pack", "unpack"}
 
 
 def exhausted(search: Search) -> Anew:
@@ -92,12 +92,12 @@ def test_it_ends_and_goes_on_where_there_is_a_better_schedule() -> None:
     assert not Anew(searched(graph, 1 << 40)).go_on(1.0)  # there is nothing to begin with
     search = next(search for search in (begun(graph, share) for graph, share in instances()) if search is not None)
     anew = exhausted(search)
-    best, spent = search.best_trial(), search.clock.now
+    best, spent = search.incumbent.best_trial, search.clock.now
     assert not anew.go_on(1.0)
-    assert search.best is best and (search.enough() or search.clock.now == spent)
-    search.best = replace(best)
+    assert search.incumbent.best is best and (search.stopping.enough() or search.clock.now == spent)
+    search.incumbent.best = replace(best)
     anew.go_on(1.0)
-    assert search.enough() or search.clock.now > spent
+    assert search.stopping.enough() or search.clock.now > spent
 
 
 def test_a_limit_on_variance_is_kept_to() -> None:
@@ -120,7 +120,7 @@ def test_most_small_graphs_come_to_their_optimum() -> None:
     for graph, share in instances():
         if (search := begun(graph, share)) is None:
             continue
-        before_s = search.best_s()
+        before_s = search.incumbent.best_s
         exhausted(search)
         best_s = judged(search)
         assert best_s <= before_s

@@ -5,17 +5,17 @@ from graphs.options import without_options
 from graphs.synthetic.random_graphs import random_options
 from solvers.clock import WorkClock
 from solvers.request import Request
+from solvers.windows.decoding.plain_graph import plain_graph
 from solvers.windows.driver import _run
-from solvers.windows.heuristics.commitments import Commitment, Commitments
-from solvers.windows.heuristics.stand_ins import in_place, simple
-from solvers.windows.incumbent import Search
-from solvers.windows.solution.plain import plain_graph
+from solvers.windows.search import Search
+from solvers.windows.strategies.commitments import Commitment, Commitments
+from solvers.windows.strategies.substitution import in_place, simple
 from tests.support.budgets import budget_at
 
 
 def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
     """Those of doing what the graph's simple choices are, each known of as what a relaxation does."""
-    search = Search(Request(graph, budget_at(without_options(graph), 0.6), clock=WorkClock(5.0)))
+    search = Search.of(Request(graph, budget_at(without_options(graph), 0.6), clock=WorkClock(5.0)))
     found, own = Commitments(search, _run), []
     for instead in [frozenset[int](), *simple(search.problem)]:
         order = in_place(search.problem, instead)

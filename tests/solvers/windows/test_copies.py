@@ -14,11 +14,11 @@ from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
-from solvers.windows.solution.copies import timed
-from solvers.windows.solution.decode import order_of, try_out
-from solvers.windows.solution.encode import choice_of_trial
+from solvers.windows.decoding.decode import order_of, try_out
+from solvers.windows.decoding.encode import choice_of_trial
+from solvers.windows.decoding.host_transfers import timed
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.random_orders import everything, random_order, short_form
 
 

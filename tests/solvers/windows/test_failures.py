@@ -17,8 +17,11 @@ from solvers.highs import solve_program
 from solvers.highs.program import Answer, Outcome
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.result import Result, Status
-from solvers.windows import incumbent, refinement, solve
-from solvers.windows.heuristics.portfolio import Portfolio
+from solvers.windows import solve
+from solvers.windows.decoding.decode import try_out
+from solvers.windows.search import Search
+from solvers.windows.strategies import refinement
+from solvers.windows.strategies.portfolio import Portfolio
 from tests.support.requests import ask
 
 GRAPH = random_training_step(2, 40)
@@ -49,7 +52,7 @@ def test_an_error_of_what_looks_for_schedules_ends_the_solve_and_keeps_the_best(
 
 def test_where_nothing_was_found_before_the_error_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Portfolio, "find", fails)
-    monkeypatch.setattr(incumbent.Search, "offer", lambda search, order, detail: incumbent.try_out(search.problem, order))
+    monkeypatch.setattr(Search, "offer", lambda search, order, detail: try_out(search.problem, order))
     with pytest.raises(PlannerError, match="windows failed: looking for schedules failed: RuntimeError: no such choice"):
         plan(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0, reorder=False)
 
@@ -66,8 +69,8 @@ def answers_once_known(monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer
     began: list[bool] = []
 
     def waits(portfolio: Portfolio) -> None:
-        began.append(portfolio.search.best is not None)
-        while not portfolio.search.stopped():
+        began.append(portfolio.search.incumbent.best is not None)
+        while not portfolio.search.stopping.stopped():
             time.sleep(0.01)
 
     def answer(*args: Any, **options: Any) -> Answer:

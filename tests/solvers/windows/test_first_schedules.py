@@ -4,7 +4,7 @@ import pytest
 
 from graphs.synthetic.small import training_chain
 from solvers.windows import driver, solve
-from solvers.windows.incumbent import Search
+from solvers.windows.search import Search
 from tests.support.budgets import budget_at
 from tests.support.requests import ask
 
@@ -18,7 +18,7 @@ def test_rules_of_eviction_are_asked_before_the_relaxation(share: float, monkeyp
     graph, found = training_chain(20), []
 
     def begin(search: Search, *_: object, **__: object) -> None:
-        found.append(search.best is not None)
+        found.append(search.incumbent.best is not None)
         raise RelaxedError
 
     monkeypatch.setattr(driver, "refine", begin)

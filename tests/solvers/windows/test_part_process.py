@@ -26,14 +26,14 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
+from solvers.windows.decoding.decode import Trial
 from solvers.windows.driver import _run, run
-from solvers.windows.heuristics.commitments import _go_on
-from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
-from solvers.windows.heuristics.parts import _without_hearing, start_process
-from solvers.windows.heuristics.stand_ins import in_place
-from solvers.windows.incumbent import Search
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import Trial
+from solvers.windows.search import Search
+from solvers.windows.strategies.commitments import _go_on
+from solvers.windows.strategies.part_process import Ended, Heard, PartProcess, Task
+from solvers.windows.strategies.parts import _without_hearing, start_process
+from solvers.windows.strategies.substitution import in_place
 
 # At once: small graphs are solved before anything else would begin.
 AT_ONCE = replace(WindowsParams(), parts=replace(WindowsParams().parts, between=0.0))
@@ -85,15 +85,15 @@ def task_of(seed: int, task: Callable[[Search, Heard], None]) -> Task:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_it_finds_what_is_found_here(seed: int) -> None:
-    here = Search(Request(*instance(seed), TOLERANCE, WallClock(120)))
+    here = Search.of(Request(*instance(seed), TOLERANCE, WallClock(120)))
     run(here)
     *found, end = heard_of(PartProcess(task_of(seed, partial(_without_hearing, run=run))))
     assert isinstance(end, Ended) and (end.failure, end.died) == ("", False)
     times = [trial.time_s for trial in found if isinstance(trial, Trial)]
     assert times == sorted(times, reverse=True)
-    assert bool(times) == (here.best is not None)
-    if here.best is not None:
-        assert times[-1] == pytest.approx(here.best.time_s, rel=1e-4)
+    assert bool(times) == (here.incumbent.best is not None)
+    if here.incumbent.best is not None:
+        assert times[-1] == pytest.approx(here.incumbent.best.time_s, rel=1e-4)
 
 
 def check_solves() -> None:
@@ -132,7 +132,7 @@ def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyP
 
 def test_what_orders_commit_to_is_solved_there() -> None:
     graph, budget = instance(LONG)
-    search = Search(Request(graph, budget, TOLERANCE, WallClock(120)))
+    search = Search.of(Request(graph, budget, TOLERANCE, WallClock(120)))
     order = in_place(search.problem, frozenset())
     assert order is not None
     with PartProcess(task_of(LONG, partial(_go_on, run_plain=_run, known={}))) as process:
@@ -199,7 +199,7 @@ def _start_another(search: Search, _: Heard, *, file: Path) -> None:
 
 
 def _until_stopped(search: Search, _: Heard) -> None:
-    while not search.stopped():
+    while not search.stopping.stopped():
         search.clock.wait(0.01)
 
 

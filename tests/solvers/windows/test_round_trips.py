@@ -9,12 +9,12 @@ from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_training_step
 from solvers.problem import Problem, problem_of
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.round_trips import simpler
-from solvers.windows.heuristics.waits import with_fewer_waits
+from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.decoding.pruning import prune_with_transfers
 from solvers.windows.params import RoundTripParams
-from solvers.windows.solution.decode import Trial, order_of, try_out
-from solvers.windows.solution.lean import lean
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.strategies.round_trips import simpler
+from solvers.windows.strategies.waits import with_fewer_waits
 from tests.support.random_orders import random_order, short_form
 
 GB = 10**9
@@ -75,12 +75,12 @@ def test_executions_there_is_room_for_are_left_out_together() -> None:
         draw = random.Random(seed)
         problem = problem_of(offering(seed, 20e9), 100 * GB)
         trial = random_trial(draw, problem)
-        found = lean(problem, trial, trial.peak_bytes, lambda: False, 8)
+        found = prune_with_transfers(problem, trial, trial.peak_bytes, lambda: False, 8)
         assert found.peak_bytes <= trial.peak_bytes and found.time_s <= trial.time_s
         left_out.append(len(trial.order.computed) - len(found.order.computed))
         # Where memory is no limit, nothing is executed again, unless copies take as long anyway.
-        roomy = lean(problem, trial, 100 * GB, lambda: False, 8)
+        roomy = prune_with_transfers(problem, trial, 100 * GB, lambda: False, 8)
         none_again += roomy.order.computed == tuple(range(problem.ops))
-        assert lean(problem, trial, 100 * GB, lambda: True, 8) is trial
+        assert prune_with_transfers(problem, trial, 100 * GB, lambda: True, 8) is trial
     assert all(number >= 0 for number in left_out) and max(left_out) > 2
     assert none_again > 4

@@ -16,8 +16,8 @@ from solvers.least import least_budget, least_known
 from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import Status
-from solvers.windows.heuristics.sending import least_sending, sending_orders
-from solvers.windows.solution.decode import try_out
+from solvers.windows.decoding.decode import try_out
+from solvers.windows.strategies.sending import least_sending, sending_orders
 from tests.support.brute_force_copies import fastest_with_copies
 from tests.support.offers import offered, with_trips
 from tests.support.requests import ask

@@ -20,7 +20,7 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
-from solvers.windows.solution.side_by_side import side_by_side
+from solvers.windows.decoding.device_transfers import side_by_side
 from tests.support.offers import check_by_both_judges, names
 from tests.support.placements import on_devices, random_placement
 from tests.support.requests import ask

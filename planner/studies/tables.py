@@ -1,0 +1,83 @@
+"""Tables made of rows: columns are declared as data, with their titles, values and formats."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from graphs.units import format_bytes, format_ratio, format_seconds
+
+Item = TypeVar("Item")
+
+# How values are written whose names end so.
+UNITS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+    {"_bytes": format_bytes, "_s": format_seconds, "gap": format_ratio, "overhead": format_ratio, "ratio": "{:.3f}x".format}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: in the header.
+        value: the name of an attribute of what has a line, or a function of it; None: the attribute that is named like the title.
+        form: how a value is written: a function, or a format such as ``{:.2f}``; None: by the unit that its name ends with.
+        missing: what is written where the value is None.
+    """
+
+    title: str
+    value: str | Callable[[Any], object] | None = None
+    form: str | Callable[[Any], str] | None = None
+    missing: str = ""
+
+    def cell(self, item: object) -> str:
+        """Return the cell in the line of `item`."""
+        value = self.title if self.value is None else self.value
+        found = value(item) if callable(value) else attrgetter(value)(item)
+        if found is None:
+            return self.missing
+        form = self.form or (str if callable(value) else unit_of(value))
+        return form(found) if callable(form) else form.format(found)
+
+
+def unit_of(name: str) -> Callable[[Any], str]:
+    """Return how values are written that are called `name`."""
+    return next((form for end, form in UNITS.items() if name.endswith(end)), str)
+
+
+def lines(items: Iterable[object], columns: Iterable[Column | str]) -> list[tuple[str, ...]]:
+    """Return a header and a line for each of `items`; a column that is only a name has the attribute of that name."""
+    declared = [Column(column) if isinstance(column, str) else column for column in columns]
+    return [tuple(column.title for column in declared), *(tuple(column.cell(item) for column in declared) for item in items)]
+
+
+def markdown(items: Iterable[object], columns: Iterable[Column | str]) -> str:
+    """Return the ``lines`` as a Markdown table."""
+    return as_markdown(lines(items, columns))
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return `rows`, the first of them the header, as a Markdown table."""
+    header, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    """Return `sentences` as a Markdown list."""
+    return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
+
+
+def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
+    """Return `items` by their attributes called `names`: by the value of a single one, or by a tuple."""
+    found: dict[Any, list[Item]] = {}
+    of = attrgetter(*names)
+    for item in items:
+        found.setdefault(of(item), []).append(item)
+    return found
+
+
+def said(items: Iterable[object], name: str) -> str:
+    """Return the values of the attribute `name`, which are one where all were made together."""
+    return " and ".join(dict.fromkeys(str(getattr(item, name)) for item in items))

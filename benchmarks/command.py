@@ -86,7 +86,7 @@ def carry_out(
     rows = tuple(kept)
     study.write_pages(rows, arguments.out)
     study.draw_figures(rows, arguments.out)
-    for page in study.pages.values():
+    for page in study.pages.values() if rows else ():
         print(page(rows), end="")
     failures = list(study.failures(rows)) if study.failures is not None else []
     for line in failures:

@@ -26,7 +26,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, turn_times
 from planner.studies.baselines import own_code
 from planner.studies.experiment import Study
-from planner.studies.rows import column, key, listed, provenance
+from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import Column, markdown
 from solvers.policies.keep_everything import keep_everything
 
@@ -43,8 +43,8 @@ MODELS = {
 _CHECKS = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
     """A model."""
 
     model: str = key()
@@ -54,9 +54,6 @@ class Row:
     lite_ratio: float | None = column('the same of torch.compile(mode="lite"); unknown where it fails')
     check_s: float = column("to look, before each step, whether all is as it was planned for")
     repeats: int = column("steps that are timed of each")
-    machine: str = column()
-    commit: str = column()
-    torch: str = column()
 
 
 def measure(name: str, known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
@@ -73,9 +70,16 @@ def measure(name: str, known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
     ratios = {step: median(a / b for a, b in zip(times[step], times["eager"], strict=True)) for step in steps}
-    check_s = check_seconds(executor, batch)
-    ops, eager_s = len(captured.graph.ops), median(times["eager"])
-    yield Row(name, ops, eager_s, ratios["executor"], ratios.get("lite"), check_s, repeats, **provenance())
+    yield Row(
+        model=name,
+        ops=len(captured.graph.ops),
+        eager_s=median(times["eager"]),
+        executor_ratio=ratios["executor"],
+        lite_ratio=ratios.get("lite"),
+        check_s=check_seconds(executor, batch),
+        repeats=repeats,
+        **provenance(),
+    )
 
 
 def check_seconds(executor: Executor, batch: Batch) -> float:

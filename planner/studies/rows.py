@@ -1,7 +1,7 @@
 """Rows: frozen dataclasses whose fields are the columns of a CSV, which is whole after every row. Imports pandas when called."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row", bound="DataclassInstance")
 Key = tuple[object, ...]
+_FIRST, _LAST = -1, 1  # places of columns
 
 
 def key(said: str = "") -> Any:
     """Declare a column that tells a row from all others, together with the other columns of the key."""
-    return field(metadata={"said": said, "key": True})
+    return field(metadata={"said": said, "place": _FIRST})
+
+
+def made(said: str = "") -> Any:
+    """Declare a column that says what a row was made on or with."""
+    return field(default="", metadata={"said": said, "place": _LAST})
 
 
 def column(said: str = "", *, default: object = MISSING, summary: str = "first") -> Any:
@@ -47,14 +53,23 @@ def text(said: str = "") -> Any:
     return column(said, default="")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A row that says what it was made on and with, in the last columns: as ``provenance`` has it."""
+
+    machine: str = made()
+    commit: str = made()
+    torch: str = made()
+
+
 def columns_of(kind: "type[DataclassInstance]") -> tuple[str, ...]:
-    """Return the columns of a CSV whose rows are `kind`."""
-    return tuple(field.name for field in fields(kind))
+    """Return the columns of a CSV whose rows are `kind`: the key, others, and what rows were made on and with."""
+    return tuple(field.name for field in sorted(fields(kind), key=lambda field: field.metadata.get("place", 0)))
 
 
 def key_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
     """Return those columns of `kind` that are its key."""
-    return tuple(field.name for field in fields(kind) if field.metadata.get("key"))
+    return tuple(field.name for field in fields(kind) if field.metadata.get("place") == _FIRST)
 
 
 def provenance(device: "torch.device | None" = None) -> dict[str, str]:
@@ -153,10 +168,10 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     Raises:
         OutputError: it has other columns, or is no CSV, or a cell is not of the type of its field.
     """
-    columns = {field.name: field.type for field in fields(kind)}
+    types = {field.name: field.type for field in fields(kind)}
     rows = [
-        {name: cell if cell or columns[name] is str else None for name, cell in row.items()}
-        for row in read_csv(path, tuple(columns))
+        {name: cell if cell or types[name] is str else None for name, cell in row.items()}
+        for row in read_csv(path, columns_of(kind))
     ]
     try:
         return msgspec.convert(rows, list[kind], strict=False)  # type: ignore[valid-type]

@@ -17,13 +17,13 @@ Case = TypeVar("Case")
 Row = TypeVar("Row")
 
 
-def command_line(description: str | None, row: Any, *, models: Collection[str], out: str) -> argparse.ArgumentParser:
+def command_line(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:
     """Return the parser of what all benchmarks are told.
 
     Args:
         description: of the benchmark.
         row: the dataclass of its rows, whose columns ``--help`` explains.
-        models: the names to choose from.
+        models: the names to choose from, if there are any.
         out: the folder of its files by default.
     """
     columns = (f"  {column.name}: {said}" for column in fields(row) if (said := column.metadata.get("said")))
@@ -32,7 +32,8 @@ def command_line(description: str | None, row: Any, *, models: Collection[str], 
         epilog="\n".join(("columns of the CSV, where a cell is empty if it is not known:", *columns)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_names(parser, "--models", models)
+    if models:
+        add_names(parser, "--models", models)
     parser.add_argument("--out", type=Path, default=Path(out), help="folder of rows and tables (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="make these rows anew; otherwise those in the CSV are kept")
     parser.add_argument("--tables-only", action="store_true", help="make tables and figures of the CSV, and no rows")

@@ -22,9 +22,9 @@ Key = tuple[object, ...]
 _FIRST, _LAST = -1, 1  # places of columns
 
 
-def key(said: str = "") -> Any:
+def key(said: str = "", *, summary: str = "first") -> Any:
     """Declare a column that tells a row from all others, together with the other columns of the key."""
-    return field(metadata={"said": said, "place": _FIRST})
+    return field(metadata={"said": said, "summary": summary, "place": _FIRST})
 
 
 def made(said: str = "") -> Any:
@@ -199,8 +199,9 @@ def frame(rows: Sequence[Row]) -> "pd.DataFrame":
     """Return `rows`, one or more, as a table; whole numbers stay so where some are unknown."""
     import pandas as pd
 
-    whole = {field.name: "Int64" for field in fields(rows[0]) if field.type in (int, int | None)}
-    return pd.DataFrame(map(asdict, rows)).astype(whole)
+    kinds: dict[object, str] = {int: "Int64", int | None: "Int64", float: "float64", float | None: "float64"}
+    numbers = {field.name: kinds[field.type] for field in fields(rows[0]) if field.type in kinds}
+    return pd.DataFrame(map(asdict, rows)).astype(numbers)
 
 
 def summarize(table: "pd.DataFrame", kind: "type[DataclassInstance]", by: Sequence[str]) -> "pd.DataFrame":

@@ -1,12 +1,15 @@
 """Tables made of rows: columns are declared as data, with their titles, values and formats."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphs.units import format_bytes, format_ratio, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Item = TypeVar("Item")
 
@@ -47,6 +50,11 @@ def unit_of(name: str) -> Callable[[Any], str]:
     return next((form for end, form in UNITS.items() if name.endswith(end)), str)
 
 
+def of_frame(frame: "pd.DataFrame") -> Iterator[Any]:
+    """Yield the rows of `frame` as objects whose attributes are its columns; what is unknown is None."""
+    return iter(frame.astype(object).where(frame.notna(), None).itertuples(index=False))
+
+
 def lines(items: Iterable[object], columns: Iterable[Column | str]) -> list[tuple[str, ...]]:
     """Return a header and a line for each of `items`; a column that is only a name has the attribute of that name."""
     declared = [Column(column) if isinstance(column, str) else column for column in columns]
@@ -78,6 +86,6 @@ def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
     return found
 
 
-def said(items: Iterable[object], name: str) -> str:
+def said(items: Iterable[object], name: str, between: str = " and ") -> str:
     """Return the values of the attribute `name`, which are one where all were made together."""
-    return " and ".join(dict.fromkeys(str(getattr(item, name)) for item in items))
+    return between.join(dict.fromkeys(str(getattr(item, name)) for item in items))

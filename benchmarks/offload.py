@@ -15,7 +15,7 @@ from benchmarks.solved import Solved, solved
 from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.units import format_bytes, format_ratio
+from graphs.units import format_bytes
 from planner.budgets import budget_in_bytes
 from planner.choices import Choices, choices_of
 from planner.models.tracing import Tracing
@@ -23,7 +23,7 @@ from planner.models.workload import parse_spec
 from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, provenance, text, value
-from planner.studies.tables import Column, bullets, by, markdown
+from planner.studies.tables import Column, bullets, by, markdown, side_by_side
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from solvers.registry import SOLVERS
@@ -162,38 +162,25 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(_of_suite(suite, own) for suite, own in by(rows, "suite").items())
 
 
-def by_case(rows: Iterable[Row]) -> list[dict[str, Row]]:
-    """Return the rows of each model and budget, by method."""
-    return [{row.method: row for row in own} for own in by(rows, "model", "budget").values()]
-
-
 def _of_suite(suite: str, rows: Sequence[Row]) -> str:
-    cases = by_case(rows)
+    cases = side_by_side(rows, "method", "model", "budget")
     others = [method for method in METHODS if method not in OURS and any(method in found for found in cases)]
-
-    def of(method: str, value: Callable[[Row], object]) -> Callable[[Mapping[str, Row]], object]:
-        return lambda found: value(found[method]) if method in found else None
-
     columns = (
-        Column("model", lambda found: _one(found).model),
-        Column("budget", lambda found: f"{_one(found).budget} ({format_bytes(_one(found).budget_bytes or 0)})"),
-        *(Column(method, of(method, lambda row: row.overhead_text)) for method in OURS),
-        Column("bound", of(BOTH, lambda row: row.bound_s and row.bound_s / row.base_s - 1), format_ratio),
-        Column("gap", of(BOTH, lambda row: row.gap), format_ratio),
-        Column("seconds", of(BOTH, lambda row: row.seconds), "{:.0f}"),
-        Column("on the host", of(BOTH, lambda row: row.host_bytes or None), format_bytes),
-        *(Column(method, of(method, lambda row: row.overhead_text)) for method in others),
+        "model",
+        Column("budget", lambda row: f"{row.budget} ({format_bytes(row.budget_bytes)})"),
+        *(Column(method, "overhead_text", at=method) for method in OURS),
+        Column("bound", "bound_overhead", at=BOTH),
+        Column("gap", at=BOTH),
+        Column("seconds", form="{:.0f}", at=BOTH),
+        Column("on the host", lambda row: row.host_bytes or None, format_bytes, at=BOTH),
+        *(Column(method, "overhead_text", at=method) for method in others),
     )
     return f"## {suite}\n\nThe link: {rows[0].link}.\n\n{markdown(cases, columns)}\n{bullets(_holds(cases))}\n"
 
 
-def _one(found: Mapping[str, Row]) -> Row:
-    return next(iter(found.values()))
-
-
 def below_bound(rows: Iterable[Row]) -> list[Row]:
     """Return rows of methods whose schedule takes less than the bound on all of them."""
-    bounds = ((found, found[BOTH].bound_s) for found in by_case(rows) if BOTH in found)
+    bounds = ((found, found[BOTH].bound_s) for found in side_by_side(rows, "method", "model", "budget") if BOTH in found)
     return [
         row
         for found, bound_s in bounds

@@ -30,6 +30,11 @@ class Solved(Made):
         return None if self.time_s is None else self.time_s / self.base_s - 1
 
     @property
+    def bound_overhead(self) -> float | None:
+        """No step has less."""
+        return None if self.bound_s is None else self.bound_s / self.base_s - 1
+
+    @property
     def gap(self) -> float | None:
         """Of the time over the bound; what floating point makes of none is 0."""
         return None if self.time_s is None or not self.bound_s else max(0.0, self.time_s / self.bound_s - 1)

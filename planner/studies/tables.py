@@ -19,6 +19,13 @@ UNITS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
 )
 
 
+ALL = object()
+
+
+class SideBySide(dict[Any, Item]):
+    """Rows that are in one line of a table, by what tells them apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table.
@@ -28,16 +35,23 @@ class Column:
         value: the name of an attribute of what has a line, or a function of it; None: the attribute that is named like the title.
         form: how a value is written: a function, or a format such as ``{:.2f}``; None: by the unit that its name ends with.
         missing: what is written where the value is None.
+        at: of a line that has several rows (``side_by_side``), the one whose value it is; ALL: of all of them together; None:
+            any, for they agree in it.
     """
 
     title: str
     value: str | Callable[[Any], object] | None = None
     form: str | Callable[[Any], str] | None = None
     missing: str = ""
+    at: object = None
 
     def cell(self, item: object) -> str:
         """Return the cell in the line of `item`."""
         value = self.title if self.value is None else self.value
+        if isinstance(item, SideBySide):
+            item = item if self.at is ALL else next(iter(item.values())) if self.at is None else item.get(self.at)
+            if item is None:
+                return self.missing
         found = value(item) if callable(value) else attrgetter(value)(item)
         if found is None:
             return self.missing
@@ -84,6 +98,11 @@ def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
     for item in items:
         found.setdefault(of(item), []).append(item)
     return found
+
+
+def side_by_side(items: Iterable[Item], over: str, *names: str) -> list[SideBySide[Item]]:
+    """Return those of `items` that agree in `names` together, by their attribute `over`."""
+    return [SideBySide({getattr(item, over): item for item in found}) for found in by(items, *names).values()]
 
 
 def said(items: Iterable[object], name: str, between: str = " and ") -> str:

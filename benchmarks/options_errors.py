@@ -20,6 +20,7 @@ from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.measured import relative_error
 from solvers.clock import Clock
@@ -112,7 +113,7 @@ def error_rows(model: str, option: str, clock: Callable[[], Clock]) -> Iterator[
     """
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
-    captured = tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=_REPEATS, options=[option])
+    captured = tracing.capture_profiled(workload, TraceSettings(passes=_REPEATS, options=(option,)))
     blank = ErrorRow(
         model=model,
         option=option,

@@ -21,6 +21,7 @@ from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
@@ -155,7 +156,7 @@ def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[R
     model, option, clock = case
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
-    captured = tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=_REPEATS, options=[option])
+    captured = tracing.capture_profiled(workload, TraceSettings(passes=_REPEATS, options=(option,)))
     bits, peak_bytes = bits_of(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
     row = Row(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
     if bits is Bits.EXACT:

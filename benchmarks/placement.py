@@ -28,12 +28,14 @@ from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.models import Workload
 from planner.profiling.devices import Device, get_device
 from planner.profiling.other_devices import known_devices
 from planner.profiling.roofline import model_times
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
@@ -175,7 +177,7 @@ def pair_of(step: Step, pair: str) -> Pair:
         captured = capture(*step)
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
-    measured = tracing.capture_profiled(*step, optimizer="none", accumulate=False, passes=9, other_devices=(MEASURED[pair],))
+    measured = tracing.capture_profiled(Workload(*step), TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
     (second,) = known_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 

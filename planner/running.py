@@ -16,6 +16,7 @@ from planner.capture.signature import Batch, as_leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.choices import recorded_options, with_recorded
 from planner.keeping_everything import why_it_does_not_fit
+from planner.models import Workload
 from planner.plan_check import check_sizes
 from planner.plans.eager import within_own_error
 from planner.plans.plan import Plan
@@ -25,6 +26,7 @@ from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.settings import TraceSettings
 from planner.tracing import as_recorded, capture_step
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
@@ -185,14 +187,12 @@ def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
-        captured = capture_step(
-            model,
-            loss_fn,
-            batch,
+        settings = TraceSettings(
             optimizer=str(provenance.get("optimizer", "none")),
             accumulate=bool(provenance.get("accumulate", False)),
             name=str(provenance.get("model", "")),
         )
+        captured = capture_step(Workload(model, loss_fn, batch), settings)
     return as_recorded(captured, provenance, recorded_options(plan.settings))
 
 

@@ -107,15 +107,44 @@ SOLVERS: dict[str, Entry] = {
 }
 
 
-def get_solver(name: str) -> Solver:
-    """The `solve` function of the solver called `name`, which refuses a graph with choices that solvers do not know.
+def check_solver(name: str) -> Entry:
+    """Return the entry of the solver called `name`.
 
     Raises:
         PlannerError: no such solver; names those there are.
     """
     if name not in SOLVERS:
         raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
-    entry = SOLVERS[name]
+    return SOLVERS[name]
+
+
+def check_takes(name: str, *, copies: bool, places: bool, named: str) -> None:
+    """Refuse options of a graph that the solver called `name` does not know.
+
+    Args:
+        copies: one of them copies to the host.
+        places: one of them runs ops on other devices.
+        named: all of them, for the message.
+
+    Raises:
+        PlannerError: it takes no graph that has them.
+    """
+    entry = check_solver(name)
+    if places != entry.places and (places or entry.only_places):
+        does = "places no ops on other devices" if places else "does nothing but place ops on other devices"
+        raise PlannerError(f"the solver {name!r} {does}: take the solver 'windows', or other options than {named}")
+    if not entry.only_places and not entry.copies and not (entry.choices and not copies):
+        does = "copies nothing" if entry.choices else "recomputes only"
+        raise PlannerError(f"the solver {name!r} {does}: leave the options out, or take the solver 'windows'")
+
+
+def get_solver(name: str) -> Solver:
+    """The `solve` function of the solver called `name`, which refuses a graph with choices that solvers do not know.
+
+    Raises:
+        PlannerError: no such solver; names those there are.
+    """
+    entry = check_solver(name)
     function = import_module(entry.module).solve
 
     def solve(request: Request) -> Result:

@@ -91,11 +91,8 @@ class Benchmark:
             step = method.prepare(model, loss_fn)
             measured = self._check(method.name, step, hidden_bytes)
         except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
-            return Measured(
-                method.name,
-                error=(first_line if isinstance(error, PlannerError) else typed_line)(error),
-                applies=not isinstance(error, InapplicableError),
-            )
+            said = first_line(error) if isinstance(error, PlannerError) else typed_line(error)
+            return Measured(method.name, error=said, applies=not isinstance(error, InapplicableError))
         self._steps[method.name] = step
         return measured
 

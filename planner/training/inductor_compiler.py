@@ -44,7 +44,9 @@ class InductorCompiler(Compiler):
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if is_share(budget):
             # Of the peak of eager PyTorch, whose kernels are measured for that.
-            eager = replace(self, options=(), measure_link=False).profile(self._captured(batch, None), batch)
+            eager = replace(self, trace=replace(self.trace, options=(), measure_link=False)).profile(
+                self._captured(batch, None), batch
+            )
             whole_bytes = eager_peak_bytes(eager.graph, captured.graph)
             captured = _shares_of(whole_bytes, captured)
         budget_bytes = budget_in_bytes(budget, whole_bytes)

@@ -23,6 +23,7 @@ from planner.plans.document import read_plan, write_plan
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.training.step import PlannedStep
 
@@ -37,7 +38,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def captured(workload: Workload) -> Capture:
-    return tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["compress"])
+    return tracing.capture_profiled(workload, TraceSettings(passes=1, options=("compress",)))
 
 
 def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:

@@ -14,6 +14,7 @@ from planner.choices import choices_of, with_recorded
 from planner.models import Workload
 from planner.plan_check import check_plan
 from planner.plans.document import read_plan, write_plan
+from planner.settings import TraceSettings
 from tests.support.command import call, refused
 from tests.support.stand_ins import make
 
@@ -57,7 +58,7 @@ def test_it_is_run_on_what_is_captured_again(graph: Graph, workload: Workload) -
 
 
 def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
-    captured = tracing.as_recorded(tracing.capture_step(*workload), graph.provenance, ["chunks"])
+    captured = tracing.as_recorded(tracing.capture_step(workload, TraceSettings()), graph.provenance, ["chunks"])
     names = [op.name for op in graph.ops if op.optional and op.exact]
     held = with_graph(captured, with_recorded(captured.graph, {"options": ["chunks"], "exact": names}))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))

@@ -21,6 +21,7 @@ from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.facts import timeline as timeline_module
 from planner.facts.baselines import baselines
 from planner.facts.columns import COLUMNS, Stretch, left_bytes, memory_columns, stretches
 from planner.facts.lives import lives_of
@@ -28,7 +29,6 @@ from planner.facts.streams import streams, trips, waits
 from planner.facts.timeline import Timeline
 from planner.plans.document import write_plan
 from planner.report import chart
-from planner.report import timeline as timeline_module
 from planner.report.chart import charts
 from planner.report.chrome_trace import chrome_trace
 from planner.report.lanes import bars, lanes

@@ -17,6 +17,7 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import PeakWatch
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.tracing import profiled
@@ -35,7 +36,7 @@ CUDA = torch.device("cuda:0")
 def step_on_cuda(name: str, seed: int | None = None) -> tuple[Executor, TrainingStep, tuple[torch.Tensor, ...]]:
     """A step whose ops are measured in none of its threads yet, but for the forward pass."""
     workload = on_device(make(name))
-    captured = profiled(capture(*workload), *workload, passes=1)
+    captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
     schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     return Executor(captured, schedule, workload.model, workload.loss_fn), captured, workload
 

@@ -18,6 +18,7 @@ from planner.models import Workload
 from planner.profiling.replay import written_by
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
+from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
 from tests.support.budgets import on_the_way
 from tests.support.executed import executed
@@ -76,7 +77,7 @@ def test_a_product_with_a_number_which_rounds_otherwise_in_place_has_no_variant(
 def captured(name: str) -> tuple[Capture, Workload]:
     torch.manual_seed(7)
     workload = make(name)
-    return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["in-place"]), workload
+    return capture_profiled(workload, TraceSettings(passes=1, options=("in-place",))), workload
 
 
 @pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "tied", "shared_gradient", "unet"])

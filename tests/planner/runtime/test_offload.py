@@ -20,6 +20,7 @@ from planner.runtime import channels
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.tracing import profiled
 from tests.support.adamw import assert_same, train
@@ -36,7 +37,7 @@ QUICK = ("gpt2_sdpa", "resnet18", "mutated")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), *workload, passes=1)
+    captured = profiled(capture_of(name), workload, TraceSettings(passes=1))
     offered = offering(captured)
     eager = train(workload, None)
     tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)

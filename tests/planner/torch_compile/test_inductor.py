@@ -19,7 +19,7 @@ from planner import search
 from planner.models import Workload
 from planner.plans.plan import Plan
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
-from planner.torch_compile import backend
+from planner.torch_compile.backend_settings import settings_of
 from tests.support.budgets import between
 
 pytestmark = [
@@ -135,5 +135,5 @@ def test_what_is_not_trained_is_compiled_as_it_is() -> None:
 
 
 def test_times_of_kernels_are_not_modelled() -> None:
-    with pytest.raises(PlannerError, match="option 'roofline' models ATen's ops"):
-        backend.check_options({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})
+    with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': it models ATen's ops"):
+        settings_of({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})

@@ -168,7 +168,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         for name, value, known in (("kernels", self.kernels, KERNELS), ("swap", self.swap, SWAPS)):
             if value not in known:
-                raise UsageError(f"{name} is {value!r}: choose {', '.join(known)}")
+                raise UsageError(f"{name} is {value!r}: choose from {', '.join(known)}")
         if self.max_plans < 1:
             raise UsageError(f"max_plans is {self.max_plans}: at least one plan must be kept")
         check_compatible(self.features)

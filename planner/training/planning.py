@@ -56,7 +56,7 @@ class Planning:
         asked = self.solve.features | self.run.features
         around = {
             Feature.SEVERAL_PROCESSES: type(self.wrapper) is not Unwrapped,
-            Feature.ON_CPU: next(self.wrapper.module.parameters()).device.type != "cuda",
+            Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
         }
         check_compatible(asked | {feature for feature, there in around.items() if there})
         if ("placement" in asked) != bool(self.trace.other_devices):

@@ -168,8 +168,10 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    solve = search.solve
-    monkeypatch.setattr(search, "solve", lambda graph, budget, **rest: asked.append(budget) or solve(graph, budget, **rest))
+    solve = search.solve_graph
+    monkeypatch.setattr(
+        search, "solve_graph", lambda graph, budget, *rest, **more: asked.append(budget) or solve(graph, budget, *rest, **more)
+    )
     options = {"budget": "1MB", "time_limit_s": 10, "tolerance": 0.1}
     x, losses = torch.randn(64, 32), []
     with warnings.catch_warnings():

@@ -54,13 +54,13 @@ class Broken(nn.Module):
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
     """What was solved, with its plan."""
     found: list[tuple[Graph, Plan]] = []
-    solve = search.solve
+    solve = search.solve_graph
 
-    def noted(graph: Graph, budget: str | int, **options: Any) -> Plan:
-        found.append((graph, solve(graph, budget, **options)))
+    def noted(graph: Graph, budget: str | int, *settings: Any, **options: Any) -> Plan:
+        found.append((graph, solve(graph, budget, *settings, **options)))
         return found[-1][1]
 
-    monkeypatch.setattr(search, "solve", noted)
+    monkeypatch.setattr(search, "solve_graph", noted)
     return found
 
 

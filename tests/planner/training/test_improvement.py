@@ -54,7 +54,7 @@ class Solved:
 
     def receive(self, most_s: float = 0.0) -> Plan | None:
         self.ended = Ended(
-            solve(self.jobs[-1].graph, self.jobs[-1].budget_bytes, **{**self.jobs[-1].settings, "work_limit": 2.0})
+            solve_graph(self.jobs[-1].graph, self.jobs[-1].budget_bytes, replace(self.jobs[-1].settings, work_limit=2.0))
         )
         return self.ended.plan
 
@@ -279,7 +279,7 @@ def test_what_is_waited_for_is_read(given: object, wanted: Wait) -> None:
 def test_what_cannot_be_waited_for_is_refused(given: object) -> None:
     with pytest.raises(PlannerError, match="must be seconds"):
         Wait.of(given)  # type: ignore[arg-type]
-    with pytest.raises(PlannerError, match="swap is 'sometimes': choose exact, any, never"):
+    with pytest.raises(PlannerError, match="swap is 'sometimes': choose from exact, any, never"):
         RunSettings(swap="sometimes")
 
 

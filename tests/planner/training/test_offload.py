@@ -84,7 +84,7 @@ def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def solve_again(*_: object, **__: object) -> None:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr(search, "solve", solve_again)
+    monkeypatch.setattr(search, "solve_graph", solve_again)
     for step, options in (
         (first, {"host_budget": 10**9}),
         (plain, {"options": (), "link": None}),

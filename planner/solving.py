@@ -32,7 +32,7 @@ from solvers.registry import SOLVERS, Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
-from solvers.windows.strategies.sending import least_sending
+from solvers.windows.strategies.offloaded_orders import least_offloaded
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
@@ -280,7 +280,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: C
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
         whole = offloaded(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
-        sending = least_sending(whole, limited, should_stop=should_stop)
+        sending = least_offloaded(whole, limited, should_stop=should_stop)
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes
             found = f"{format_bytes(sending.peak_bytes)}, with {format_bytes(host_bytes)} on the host"

@@ -20,8 +20,8 @@ from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import NOWHERE_BYTES, try_out
 from solvers.windows.driver import run
 from solvers.windows.search import Search
+from solvers.windows.strategies.offloaded_orders import least_offloaded
 from solvers.windows.strategies.placement import Placements
-from solvers.windows.strategies.sending import least_sending
 from solvers.windows.strategies.substitution import least_instead
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
@@ -106,7 +106,7 @@ def least_known(
     found = [keep_everything(program)]
     if copies is not None:
         sending = without_computed(without_placement(graph))
-        least = least_sending(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
+        least = least_offloaded(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:
         proved_bytes = least_budget_bound(rest, copies).budget_bytes
@@ -124,7 +124,9 @@ def least_known(
 def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Schedule]:
     """The schedule that comes nearest to a budget, of those that differ in where ops run; none if nothing was found."""
     search = Search.of(Request(graph, budget_bytes, clock=clock, should_stop=should_stop))
-    order = Placements(search).go_on(clock.limit)
+    placements = Placements(search)
+    placements.step(clock.limit)
+    order = placements.lacking
     trials = [search.incumbent.best] if order is None else [try_out(search.problem, order)]
     return [trial.schedule for trial in trials if trial is not None and trial.peak_bytes < NOWHERE_BYTES]
 

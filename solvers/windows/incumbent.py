@@ -36,6 +36,8 @@ class Incumbent:
         self._arithmetic = arithmetic
         self._progress = progress
         self._closed = False
+        self._reserved: Trial | None = None
+        self._released = False
         self._lock = threading.Lock()
         progress.note(None, self.bound_s)
 
@@ -70,6 +72,19 @@ class Incumbent:
         if better:
             self._progress.tell()
         return better
+
+    def reserve(self, trial: Trial) -> None:
+        """Take `trial`, but not before ``release``."""
+        with self._lock:
+            self._reserved = trial
+        if self._released:
+            self.take(trial)
+
+    def release(self) -> None:
+        """Take what was reserved, and from now on at once."""
+        self._released = True
+        if self._reserved is not None:
+            self.take(self._reserved)
 
     def prove(self, overhead: float) -> None:
         """Take note of what a relaxation proves: no schedule has less overhead, or for inf that there is none."""

@@ -22,14 +22,18 @@ _KEPT_SOLUTIONS = 3
 
 
 @dataclass(slots=True)
-class ModelLog:
-    """The programs that were solved.
+class Models:
+    """What is known of the programs that were solved.
 
     Attributes:
-        largest: rows and columns of the largest.
+        coarse: two windows, up to where keeping everything takes most memory and after it; before that is known, one.
+        detail: the windows that the relaxation came to so far.
+        largest: rows and columns of the largest program.
         solutions: the latest, last.
     """
 
+    coarse: Discretization
+    detail: Discretization
     largest: tuple[int, int] = (0, 0)
     solutions: deque[tuple[Discretization, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
 
@@ -52,7 +56,7 @@ class Search:
     progress: Progress
     incumbent: Incumbent
     stopping: StoppingRule
-    models: ModelLog
+    models: Models
     may_start_processes: bool
 
     @classmethod
@@ -62,7 +66,8 @@ class Search:
         problem, progress = problem_of(request.graph, request.budget_bytes), Progress(request)
         incumbent = Incumbent(problem, params.bound.arithmetic, progress)
         stopping = StoppingRule(request, incumbent, params.bound)
-        return cls(request, problem, params, progress, incumbent, stopping, ModelLog(), may_start_processes)
+        whole = Discretization((problem.ops - 1,))
+        return cls(request, problem, params, progress, incumbent, stopping, Models(whole, whole), may_start_processes)
 
     @property
     def clock(self) -> Clock:

@@ -17,8 +17,9 @@ from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.draft import StoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
 from solvers.windows.search import Search
-from solvers.windows.strategies.evicted import evicted
-from solvers.windows.strategies.refinement import refine
+from solvers.windows.strategies import eviction
+from solvers.windows.strategies.eviction import evicted
+from solvers.windows.strategies.refinement import Relaxation, refine
 from tests.support.requests import ask
 
 
@@ -67,9 +68,9 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
         stops.append(should_stop())
         return evicted(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr(driver, "evicted", order)
+    monkeypatch.setattr(eviction, "evicted", order)
     search = Search.of(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))
-    monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
+    monkeypatch.setattr(Relaxation, "step", lambda *_: True)
     driver.run(search)
     assert stops == [False, True]
     assert search.incumbent.best is None

@@ -15,12 +15,13 @@ import numpy as np
 from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.result import is_within
-from solvers.windows.choice_params import BranchParams
 from solvers.windows.decoding.decode import Order, try_out
 from solvers.windows.decoding.refinement import halved
+from solvers.windows.params import BranchParams
 from solvers.windows.relaxation.discretization import Decision, Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import Look, look_at, look_at_fractions
+from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import in_place
 
 Ways = tuple[tuple[int, ...], ...]  # of computing what one heavy place does, each the stand-ins of which one is executed
@@ -50,15 +51,15 @@ class Branch:
     closed: bool = False
 
 
-class Branches:
-    """All of them: each schedule is in one.
+class Branches(Strategy):
+    """Bounds with optional ops: all branches, of which each schedule is in one.
 
     Attributes:
         orders: of those that were looked at, each op once, latest last: where to look for schedules.
     """
 
     def __init__(self, search: Search) -> None:
-        self.search = search
+        super().__init__(search)
         self.params = search.params.bound
         self.orders: deque[Order] = deque()
         self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
@@ -73,13 +74,22 @@ class Branches:
         """Whether nothing is left that would raise the bound."""
         return self._next().closed
 
-    def refine(self) -> None:
-        """Look closer at the branch of the least bound, again and again, until nothing is left to do or no time."""
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return not problem.places.plain
+
+    def step(self, limit: float) -> bool:
+        """Look closer at the branch of the least bound, for as long as that one has; once more when solved."""
         search = self.search
-        while not (search.stopping.solved() or search.stopping.stopped() or self.closed):
-            self._look(self._next())
-        if search.stopping.solved() and not search.stopping.stopped():
-            self._look(self._next(), search.stopping.extra(search.clock.now))
+        if search.stopping.solved():
+            if not search.stopping.stopped():
+                self._look(self._next(), search.stopping.extra(search.clock.now))
+            return False
+        if search.stopping.stopped() or self.closed:
+            return False
+        self._look(self._next())
+        return True
 
     def _next(self) -> Branch:
         return min(self.all, key=lambda branch: (branch.bound, branch.closed, -len(branch.detail.decided)))

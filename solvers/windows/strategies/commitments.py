@@ -1,15 +1,14 @@
 """Search with optional ops: commit to some of them, and solve the plain graph that this leaves.
 
 In an order of executions, however it was found, there is a plain graph (``decoding/plain_graph.py``), in which everything that
-finds schedules of plain graphs does so (``driver.py``).
+finds schedules of plain graphs does so.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
-from typing import Protocol
+from typing import Protocol, Self
 
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
@@ -19,15 +18,13 @@ from solvers.places import places_of
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import Order, Trial, decoded, order_of, trial_of_whole
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
+from solvers.windows.part_process import PartProcess, SearchEnd
+from solvers.windows.parts import POLL, note_end, search_of_part
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
-from solvers.windows.strategies.anew import Anew
-from solvers.windows.strategies.part_process import Ended, Heard, PartProcess
-from solvers.windows.strategies.parts import POLL, begin_of, part, start_process, take_end
+from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.placement import Placements
-from solvers.windows.strategies.substitution import in_place, is_possible, least_instead
-
-Run = Callable[[Search], None]
+from solvers.windows.strategies.substitution import in_place, is_possible, least_instead, simple
 
 
 class Orders(Protocol):
@@ -79,25 +76,45 @@ class Commitment:
         return min(self.found_s, self.promise_s)
 
 
-def _go_on(search: Search, heard: Heard, *, run_plain: Run, known: dict[object, Commitment]) -> None:
-    """Solve what has been committed to, and what is heard of, in a process that has been started for that."""
-    found = Commitments(search, run_plain)
-    found.all = known
-    found.work_on(heard)
-
-
 class Commitments:
-    """Those that have been found."""
+    """The plain graphs that have been committed to. Whoever drives the search solves them (``driver.py``)."""
 
-    def __init__(self, search: Search, run_plain: Run) -> None:
+    def __init__(self, search: Search, known: dict[object, Commitment] | None = None) -> None:
+        """Begin.
+
+        Args:
+            known: found before, in another process.
+        """
         self.search = search
-        self.run_plain = run_plain
-        self.fewer: Trial | None = None  # the best without round trips to the host
-        self.known: list[Trial] = []  # the best when it was last looked
+        self.all: dict[object, Commitment] = {} if known is None else known
         self.places = search.problem.places
         self.whole = Discretization((search.problem.ops - 1,), places=self.places.last)
-        self.all: dict[object, Commitment] = {}
-        self.placements = Placements(search) if search.problem.devices is not None else None
+        self._without_offloading: Trial | None = None  # the best that is known
+        self._learned: list[Trial] = []  # the best when it was last looked
+        self._options = FixAndOptimizeOptions(search) if FixAndOptimizeOptions.applies(search.problem) else None
+        self._placements = Placements(search) if Placements.applies(search.problem) else None
+
+    @classmethod
+    def begun(cls, search: Search) -> Self:
+        """Return those of the program alone, nothing of it recomputed."""
+        found = cls(search)
+        kept = found.try_instead(frozenset())
+        assert kept is not None  # the program alone runs
+        return found
+
+    @property
+    def program(self) -> Commitment:
+        """The program alone."""
+        return next(iter(self.all.values()))
+
+    def add_simple(self) -> None:
+        """Commit to what needs no model: the leanest and the fastest ops in place of others, the least memory, placements."""
+        search, params = self.search, self.search.params
+        for instead in simple(search.problem):
+            self.try_instead(instead)
+        if search.incumbent.best is None and search.problem.copies is None:
+            self.try_least(params.bound.first_slice)
+        self.place(min(params.placing.first, params.placing.first_share * search.clock.limit))
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
@@ -114,19 +131,19 @@ class Commitments:
             self.add(order)
             self.search.offer(order, self.whole)
 
-    def take_fewer(self, trial: Trial) -> None:
-        """Keep a schedule of the graph without round trips to the host, and commit to what it does."""
+    def keep_without_offloading(self, trial: Trial) -> None:
+        """Keep a schedule of the graph without transfers to the host, and commit to what it does."""
         self.search.incumbent.take(trial)
-        self.fewer = trial
+        self._without_offloading = trial
 
-    def taking(self, part: Graph) -> Callable[[Trial], None]:
-        """What keeps a schedule of `part`, which is the graph without some of its ops, and commits to what it does."""
+    def lift_from(self, part: Graph) -> Callable[[Trial], None]:
+        """Return what keeps a schedule of `part`, which is the graph without some of its ops, and commits to what it does."""
         problem = self.search.problem
         of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}
         own = places_of(without_copies(part)[0]).ids
 
-        def take(trial: Trial) -> None:
+        def lift(trial: Trial) -> None:
             schedule = of_whole.schedule(trial.schedule)
             executed = [op for op in schedule.computed if problem.whole.ops[op].stream not in {DEVICE_TO_HOST, HOST_TO_DEVICE}]
             if any(op not in place for op in executed):
@@ -136,19 +153,19 @@ class Commitments:
             order = order_of(self.whole, [place[op] for op in executed], away, instead, self.places)
             self.search.incumbent.take(replace(trial, order=order, schedule=schedule, ends=()))
 
-        return take
+        return lift
 
     def learn(self, orders: Orders) -> None:
         """Commit to what the best schedules do, and what has come in."""
-        best = [trial for trial in (self.search.incumbent.best, self.fewer) if trial is not None]
+        best = [trial for trial in (self.search.incumbent.best, self._without_offloading) if trial is not None]
         for trial in best:
-            if all(trial is not known for known in self.known) and is_possible(self.search.problem, trial.order):
+            if all(trial is not known for known in self._learned) and is_possible(self.search.problem, trial.order):
                 self.add(trial.order, trial.time_s)
-        self.known = best
-        for order in self.come_in(orders):
+        self._learned = best
+        for order in self._come_in(orders):
             self.add(order)
 
-    def come_in(self, orders: Orders) -> Iterator[Order]:
+    def _come_in(self, orders: Orders) -> Iterator[Order]:
         """What the relaxation's solutions do, and the orders, each once."""
         search = self.search
         while search.models.solutions:
@@ -161,9 +178,10 @@ class Commitments:
 
     def place(self, limit: float) -> None:
         """Vary where ops run, for so long by the clock, and commit to what would be fast in more memory."""
-        lacking = self.placements.go_on(limit) if self.placements is not None else None
-        if lacking is not None:
-            self.add(lacking)
+        if self._placements is not None:
+            self._placements.step(limit)
+            if self._placements.lacking is not None:
+                self.add(self._placements.lacking)
 
     def add(self, order: Order, promise_s: float = inf) -> None:
         """Commit to what `order` does, unless that is known.
@@ -177,38 +195,34 @@ class Commitments:
         commitment = self.all.setdefault(key, Commitment(plain, order.instead, away))
         commitment.promise_s = min(commitment.promise_s, promise_s)
 
-    def work_on(self, orders: Orders) -> None:
-        """Solve them in turn, each for longer and longer, until all are solved and no orders come any more.
+    def searches(self, orders: Orders, until: float = inf) -> Iterator[Search]:
+        """Yield searches to be done in turn, each for longer and longer, until all are and no orders come any more.
 
-        Where there are no round trips, some of the best schedule at a time is chosen anew in between (``Anew``). A solve that
-        takes longer goes on with all that in another process: beside the bound's.
+        In between the strategies beside them go on for as long.
 
         Args:
             orders: come in meanwhile.
+            until: by the clock, when it ends in any case.
         """
-        search = self.search
-        moves_at = begin_of(search, 1)
-        anew = Anew(search) if search.problem.copies is None else None
+        search, params = self.search, self.search.params
         while not (search.stopping.solved() or search.stopping.stopped()):
             closed = orders.closed  # before what has come in is taken from it
             self.learn(orders)
-            if search.clock.now >= moves_at:
-                moves_at = inf
-                go_on = partial(_go_on, run_plain=self.run_plain, known=self.all)
-                process = start_process(search, search.problem.whole, go_on, params=search.params)
-                if process is not None and self._follow(process, orders):
-                    return
+            if search.clock.now >= until:
+                return
             began, commitment = search.clock.now, self.next_one()
             if commitment is not None:
-                self.solve(commitment)
+                sub = self._begin(commitment)
+                yield sub
+                self._end(commitment, sub, began)
             is_open = commitment is not None
-            if anew is not None:
-                now, params = search.clock.now, search.params
+            if self._options is not None:
+                now = search.clock.now
                 most = max(params.bound.first_slice, params.commitments.anew * (now - began))
-                is_open |= anew.go_on(min(most, moves_at - now))
-            if self.placements is not None:
-                self.place(max(search.params.placing.slice, search.clock.now - began))
-                is_open |= not self.placements.done
+                is_open |= self._options.step(min(most, until - now))
+            if self._placements is not None:
+                self.place(max(params.placing.slice, search.clock.now - began))
+                is_open |= not self._placements.done
             if not is_open:
                 if closed:
                     return
@@ -227,52 +241,51 @@ class Commitments:
         others = [commitment for commitment in still if commitment is not best]
         return min(others, key=lambda c: (c.runs, c.known_s), default=best)
 
-    def _follow(self, process: PartProcess, orders: Orders) -> bool:
+    def follow(self, process: PartProcess, orders: Orders) -> bool:
         """Have them solved elsewhere: hand on what comes in, and take what is found; False if that ended before it was done."""
         search = self.search
-        best, fewer, told_closed = None, self.fewer, False
+        best, fewer, sent_closed = None, self._without_offloading, False
         with process:
             while not (search.stopping.solved() or search.stopping.stopped()):
                 closed = orders.closed
-                for order in self.come_in(orders):
-                    process.tell(order)
+                for order in self._come_in(orders):
+                    process.send(order)
                 if search.incumbent.best is not None and search.incumbent.best is not best:
                     best = search.incumbent.best
-                    process.tell(best)
-                if self.fewer is not None and self.fewer is not fewer:
-                    fewer = self.fewer
-                    process.tell(fewer.order)
-                if closed and not told_closed:
-                    told_closed = True
-                    process.tell(None)
-                news = process.hear(POLL)
-                if isinstance(news, Ended):
-                    take_end(search, news)
+                    process.send(best)
+                if self._without_offloading is not None and self._without_offloading is not fewer:
+                    fewer = self._without_offloading
+                    process.send(fewer.order)
+                if closed and not sent_closed:
+                    sent_closed = True
+                    process.send(None)
+                news = process.receive(POLL)
+                if isinstance(news, SearchEnd):
+                    note_end(search, news)
                     return not news.died
                 if news is not None:
                     search.incumbent.take(news)
                     best = news if search.incumbent.best is news else best
         return True
 
-    def solve(self, commitment: Commitment) -> None:
-        """Solve a plain graph, for longer than the last time, offering its schedules."""
-        tolerance = Tolerance.of(self.search.params.commitments.share * self.search.stopping.tolerance)
-        params = self.search.params.bound
-        clock = self.search.clock.part(params.first_slice * params.longer**commitment.runs)
-        sub = part(self.search, commitment.plain.graph, clock, tolerance, lambda: self.take(commitment, sub.incumbent.best))
-        whole, began = Discretization((sub.problem.ops - 1,)), self.search.clock.now
-        best = commitment.best
+    def _begin(self, commitment: Commitment) -> Search:
+        """Return the search of a plain graph, for longer than the last time."""
+        params = self.search.params
+        tolerance = Tolerance.of(params.commitments.share * self.search.stopping.tolerance)
+        clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
+        sub = search_of_part(self.search, commitment.plain.graph, clock, tolerance, lambda best: self.take(commitment, best))
+        whole, best = Discretization((sub.problem.ops - 1,)), commitment.best
         sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
-        self.run_plain(sub)
+        return sub
+
+    def _end(self, commitment: Commitment, sub: Search, began: float) -> None:
+        """Take note of what a search came to; it need not be gone on with if it is solved or of no use."""
         self.take(commitment, sub.incumbent.best)
+        self.search.models.note_size(sub.models.largest)
         commitment.runs += 1
         commitment.spent += self.search.clock.now - began
-        commitment.closed = self.is_done(sub)
-
-    def is_done(self, sub: Search) -> bool:
-        """Whether a search need not be gone on with."""
-        self.search.models.note_size(sub.models.largest)
-        return sub.stopping.solved() or bool(sub.incumbent.failure) or sub.incumbent.bound_s >= self.search.incumbent.best_s
+        of_no_use = sub.incumbent.bound_s >= self.search.incumbent.best_s
+        commitment.closed = sub.stopping.solved() or bool(sub.incumbent.failure) or of_no_use
 
     def take(self, commitment: Commitment, trial: Trial | None) -> None:
         """Offer what a schedule of a plain graph is in the graph with options."""

@@ -1,4 +1,4 @@
-"""Search in one narrow model: fix what fits, choose the rest anew.
+"""Fix-and-optimize in one narrow model.
 
 What a narrow model's solution expands to is over the budget in few places. So what it chose elsewhere is fixed,
 those places are looked at more closely, and the model is solved again, which takes a moment; and so on until all
@@ -7,13 +7,15 @@ search, Shaw, CP 1998): all choices in some windows; or in all windows those of 
 be kept over much of the step. Unlike in a segment (``segments.py``), there are few choices.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solvers.highs.program import Floats, Outcome
-from solvers.problem import OBJECTIVE_SCALE, without_small
+from solvers.clock import left
+from solvers.highs.program import Floats, Milp, Outcome
+from solvers.problem import OBJECTIVE_SCALE, Problem, without_small
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice
 from solvers.windows.decoding.encode import choice_of_trial, start_values
 from solvers.windows.decoding.expand import Choice
@@ -21,12 +23,32 @@ from solvers.windows.decoding.refinement import refined, where_it_waits, with_st
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
-from solvers.windows.strategies.placed import Columns, Placed, columns_in, columns_of, fixed_but_for
 from solvers.windows.strategies.refinement import solve_part
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, tight_windows
+from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
+
+Columns = list[int]
 
 
-class Neighbourhoods:
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A schedule, and what it is in a model."""
+
+    trial: Trial
+    model: Model
+    start: Floats
+
+    def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
+        """(window, op) that is executed again, and what that costs; or whose output is fetched, and what that takes."""
+        model, problem = self.model, self.model.problem
+        yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
+        if problem.copies is not None:
+            for (k, t), column in model.taken.items():
+                if self.start[column] > 0.5:
+                    yield (k, problem.producers[t]), problem.units(problem.copies.trips[t].in_s)
+
+
+class NarrowModel:
     """The narrow model of a solve, and what it has found out."""
 
     def __init__(self, search: Search, coarse: Discretization) -> None:
@@ -39,7 +61,7 @@ class Neighbourhoods:
         self.known = CandidateSet()
         self.detail = coarse
         self._best: Placed | None = None
-        self._draw = np.random.default_rng(0)
+        self.draw = np.random.default_rng(0)
 
     def begin(self) -> None:
         """Take windows and choices from coarse solutions, and find a first schedule."""
@@ -91,13 +113,6 @@ class Neighbourhoods:
                 trials.append(search.offer(order, coarse))
         return trials
 
-    def restarts(self) -> Iterator[None]:
-        """Solve the whole model anew, for longer and longer, until it is solved to the end."""
-        limit = self.params.whole_limit
-        while not self.restart(limit):
-            limit *= self.params.longer
-            yield
-
     def restart(self, limit: float) -> bool:
         """Solve the model with nothing fixed and settle what it finds; whether there is nothing more to find in it."""
         search = self.search
@@ -123,49 +138,6 @@ class Neighbourhoods:
             self.settle(trial)
         return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
 
-    def reopenings(self) -> Iterator[None]:
-        """Open a few windows of the best schedule at a time; more of them where that is soon done."""
-        return self.openings("windows", lambda model: len(model.detail.ends), self.in_windows)
-
-    def exchanges(self) -> Iterator[None]:
-        """Open what a few ops make, in all windows: some of it may be kept instead of the rest."""
-        return self.openings("ops", lambda model: model.problem.ops, self.of_ops)
-
-    def openings(self, what: str, count: Callable[[Model], int], opened: Callable[[Placed, int], Columns]) -> Iterator[None]:
-        """Solve for some choices of the best schedule, the others fixed, as long as that may lead further.
-
-        Args:
-            what: is opened.
-            count: of these in a model.
-            opened: columns of so many of them.
-        """
-        search, params = self.search, self.params
-        if search.incumbent.best is None:
-            return
-        size = max(4, count(self.best_in_model().model) // params.first_part)
-        while True:
-            best = self.best_in_model()
-            whole = count(best.model)
-            search.progress.tell(f"improving {min(size, whole)} of {whole} {what}")
-            began = search.clock.now
-            program = fixed_but_for(best, opened(best, size))
-            answer = solve_part(search, program, params.open_limit, gap=params.open_gap, start=best.start)
-            took = search.clock.now - began
-            before = search.problem.units(best.trial.time_s - search.problem.base_s)
-            enough = before - params.open_gap * OBJECTIVE_SCALE
-            if answer.values is not None and answer.objective is not None and answer.objective < enough:
-                trial = self.look(best.model, read_choice(best.model, answer.values))
-                if trial is not None:
-                    self.settle(trial)
-            done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
-            if done and size >= 2 * whole and search.incumbent.best is best.trial and self.detail == best.model.detail:
-                return
-            if not done:
-                size = max(2, int(params.shrink * size))
-            elif took < params.soon * params.open_limit:
-                size += 1 + int(params.grow * size)
-            yield
-
     def best_in_model(self) -> Placed:
         """The best schedule as a solution of the narrow model."""
         trial = self.search.incumbent.best_trial
@@ -177,25 +149,6 @@ class Neighbourhoods:
     def placed(self, model: Model, trial: Trial) -> Placed:
         """What `trial` is in `model`."""
         return Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
-
-    def in_windows(self, best: Placed, size: int) -> Columns:
-        """Columns of `size` windows that follow each other, most often of such as execute much again."""
-        costs = np.zeros(len(best.model.detail.ends))
-        for (k, _), cost in best.repeated():
-            costs[k] += cost
-        middle = int(self._draw.choice(len(costs), p=_shares(costs)))
-        return columns_in(best.model, range(middle - size // 2, middle + size // 2 + 1))
-
-    def of_ops(self, best: Placed, size: int) -> Columns:
-        """Columns of `size` ops in two runs, most often of such as are executed again at much cost."""
-        costs = np.zeros(best.model.problem.ops)
-        for (_, i), cost in best.repeated():
-            costs[i] += cost
-        half = size // 4
-        ops = {
-            i for middle in self._draw.choice(len(costs), 2, p=_shares(costs)) for i in range(middle - half, middle + half + 1)
-        }
-        return columns_of(best.model, ops)
 
     def settle(self, trial: Trial) -> bool:
         """Look closer where `trial` does not fit, and choose anew there, until all fits; whether it does.
@@ -269,9 +222,204 @@ class Neighbourhoods:
         return build_restricted(self.small, self.detail, self.known, self.params)
 
 
+class Restarts(SteppedStrategy):
+    """Solves the whole narrow model, for longer and longer, until it is solved to the end."""
+
+    def __init__(self, search: Search, narrow: NarrowModel) -> None:
+        super().__init__(search)
+        self.narrow = narrow
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain
+
+    def steps(self) -> Iterator[None]:
+        """As ``SteppedStrategy.steps``."""
+        params = self.search.params.neighbourhoods
+        limit = params.whole_limit
+        while not self.narrow.restart(limit):
+            limit *= params.longer
+            yield
+
+
+class FixAndOptimize(SteppedStrategy):
+    """Solves for some choices of the best schedule, the others fixed, as long as that may lead further."""
+
+    opened: str  # what is opened, for people to read
+
+    def __init__(self, search: Search, narrow: NarrowModel) -> None:
+        super().__init__(search)
+        self.narrow = narrow
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain or problem.copies is None
+
+    @abstractmethod
+    def count(self, model: Model) -> int:
+        """Return how many there are in `model` of what is opened."""
+
+    @abstractmethod
+    def columns(self, best: Placed, size: int) -> Columns:
+        """Return the columns of `size` of these."""
+
+    def steps(self) -> Iterator[None]:
+        """Open a few at a time; more of them where that is soon done."""
+        search, narrow, params = self.search, self.narrow, self.search.params.neighbourhoods
+        if search.incumbent.best is None:
+            return
+        size = max(4, self.count(narrow.best_in_model().model) // params.first_part)
+        while True:
+            best = narrow.best_in_model()
+            whole = self.count(best.model)
+            search.progress.tell(f"improving {min(size, whole)} of {whole} {self.opened}")
+            began = search.clock.now
+            program = fixed_but_for(best, self.columns(best, size))
+            answer = solve_part(search, program, params.open_limit, gap=params.open_gap, start=best.start)
+            took = search.clock.now - began
+            before = search.problem.units(best.trial.time_s - search.problem.base_s)
+            enough = before - params.open_gap * OBJECTIVE_SCALE
+            if answer.values is not None and answer.objective is not None and answer.objective < enough:
+                trial = narrow.look(best.model, read_choice(best.model, answer.values))
+                if trial is not None:
+                    narrow.settle(trial)
+            done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
+            if done and size >= 2 * whole and search.incumbent.best is best.trial and narrow.detail == best.model.detail:
+                return
+            if not done:
+                size = max(2, int(params.shrink * size))
+            elif took < params.soon * params.open_limit:
+                size += 1 + int(params.grow * size)
+            yield
+
+
+class FixAndOptimizeWindows(FixAndOptimize):
+    """Opens windows that follow each other, most often such as recompute much."""
+
+    opened = "windows"
+
+    def count(self, model: Model) -> int:
+        """As ``FixAndOptimize.count``."""
+        return len(model.detail.ends)
+
+    def columns(self, best: Placed, size: int) -> Columns:
+        """As ``FixAndOptimize.columns``."""
+        costs = np.zeros(len(best.model.detail.ends))
+        for (k, _), cost in best.repeated():
+            costs[k] += cost
+        middle = int(self.narrow.draw.choice(len(costs), p=_shares(costs)))
+        return columns_in(best.model, range(middle - size // 2, middle + size // 2 + 1))
+
+
+class FixAndOptimizeOps(FixAndOptimize):
+    """Opens ops in two runs, most often such as are recomputed at much cost: some of it may be kept instead of the rest."""
+
+    opened = "ops"
+
+    def count(self, model: Model) -> int:
+        """As ``FixAndOptimize.count``."""
+        return model.problem.ops
+
+    def columns(self, best: Placed, size: int) -> Columns:
+        """As ``FixAndOptimize.columns``."""
+        costs = np.zeros(best.model.problem.ops)
+        for (_, i), cost in best.repeated():
+            costs[i] += cost
+        half = size // 4
+        middles = self.narrow.draw.choice(len(costs), 2, p=_shares(costs))
+        return columns_of(best.model, {i for middle in middles for i in range(middle - half, middle + half + 1)})
+
+
+class FixAndOptimizeOptions(Strategy):
+    """Fix-and-optimize with optional ops, near the best schedule, which others may change meanwhile.
+
+    A plain graph says for each op in which way it is executed at all. Here that is chosen together with the rest, in
+    a few windows or of a few ops.
+    """
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self.near = NarrowModel(search, Discretization((search.problem.ops - 1,), places=search.problem.places.last))
+        # What is executed at all is chosen first, and what of the program is recomputed once that leads no further.
+        self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
+        self._strategies: list[Strategy] = []
+        self._from: Trial | None = None  # the best when it last began
+        self._none_left = False
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``: with row 13 one solve takes longer than there is."""
+        return not problem.places.plain and problem.copies is None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search = self.search
+        if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
+            return False
+        clock, before = search.clock.part(limit), search.incumbent.best
+
+        def stop() -> bool:
+            return search.stopping.enough() or left(clock) <= 0
+
+        self._none_left = False
+        while not (stop() or self._none_left):
+            if not self._strategies:
+                self._begin()
+            share_time(search, self._strategies, search.params.portfolio, should_stop=stop)
+            if not stop():  # all has been chosen again together
+                self._strategies = []
+                self._none_left = search.incumbent.best is self._from and not self.near.more_choices()
+        if limit > 0 and search.incumbent.best is before:
+            self.near.choose_from(range(search.problem.ops))
+        return not (self._none_left or search.stopping.enough())
+
+    def _begin(self) -> None:
+        """From the best schedule: from now on windows end where it takes much memory."""
+        self._from = best = self.search.incumbent.best_trial
+        self.near.choose_from(op for op, first in zip(best.order.computed, best.order.first, strict=True) if not first)
+        self.near.look_closer([best])
+        self._strategies = [FixAndOptimizeWindows(self.search, self.near), FixAndOptimizeOps(self.search, self.near)]
+
+
 def _shares(costs: Floats) -> Floats:
     """What each is drawn with: half even, half by cost."""
     if not costs.any():
         costs = np.ones(len(costs))
     shares: Floats = 0.5 * costs / costs.sum() + 0.5 / len(costs)
     return shares
+
+
+def fixed_but_for(placed: Placed, opened: Columns) -> Milp:
+    """The program with its choices fixed as in `placed`, but for the columns `opened`."""
+    model, start = placed.model, placed.start
+    fixed = np.zeros(len(start), dtype=bool)
+    fixed[[*model.again.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
+    fixed[opened] = False
+    fixed &= ~np.isnan(start)
+    lower, upper = model.program.lower.copy(), model.program.upper.copy()
+    lower[fixed] = upper[fixed] = start[fixed]
+    return replace(model.program, lower=lower, upper=upper)
+
+
+def columns_in(model: Model, windows: Container[int]) -> Columns:
+    """Choices in these windows, and at their ends."""
+    window, replaces = model.detail.window_of, model.problem.places.replaces
+    return [
+        *(column for (k, _), column in model.again.items() if k in windows),
+        *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
+        *(column for (k, _), column in model.taken.items() if k in windows),
+        *(column for b, column in model.instead.items() if any(window(i) in windows for i in (b, *replaces[b]))),
+    ]
+
+
+def columns_of(model: Model, ops: Container[int]) -> Columns:
+    """Choices of these ops and of what they make, in all windows, and what stands for them."""
+    producers, replaces = model.problem.producers, model.problem.places.replaces
+    return [
+        *(column for (_, i), column in model.again.items() if i in ops),
+        *(column for (_, t), column in model.handed.items() if producers[t] in ops),
+        *(column for (_, t), column in model.taken.items() if producers[t] in ops),
+        *(column for b, column in model.instead.items() if any(i in ops for i in (b, *replaces[b]))),
+    ]

@@ -21,6 +21,7 @@ from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_o
 from solvers.windows.decoding.device_transfers import side_by_side
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import WORK_PER_EXECUTION, Search
+from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import is_possible
 
 Cost = tuple[int, float, float]  # bytes over the budget, when the last stream has ended, and seconds of all streams
@@ -160,11 +161,16 @@ class _Order:
         return True
 
 
-class Placements:
-    """The search for a better placement, near that of the best schedule."""
+class Placements(Strategy):
+    """The search for a better placement, near that of the best schedule.
+
+    Attributes:
+        lacking: the best order that the last step found and that takes too much memory, for others to recompute in it.
+    """
 
     def __init__(self, search: Search) -> None:
-        self.search = search
+        super().__init__(search)
+        self.lacking: Order | None = None
         self.params = search.params.placing
         self.places = Where(search.problem)
         self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
@@ -176,14 +182,15 @@ class Placements:
         self._best: Cost = (0, np.inf, np.inf)
         self._idle = self._fruitless = 0
 
-    def go_on(self, limit: float) -> Order | None:
-        """Go on for so long by the clock.
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.devices is not None
 
-        Returns: the best order that has been found meanwhile and takes too much memory, for others to compute again in it; None
-            where there is none.
-        """
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
         search, clock = self.search, self.search.clock.part(limit)
-        lacking: Order | None = None
+        self.lacking = None
         while not (search.stopping.enough() or left(clock) <= 0):
             if self._now is None or self._idle > self.params.idle or search.incumbent.best is not self._from:
                 self._begin()
@@ -203,11 +210,11 @@ class Placements:
                 if not is_possible(search.problem, order):
                     continue
                 if cost[0]:
-                    lacking = order
+                    self.lacking = order
                 elif cost[1] <= search.incumbent.best_s:
                     search.incumbent.take(try_out(search.problem, order))
                     self._from = search.incumbent.best
-        return lacking
+        return not self.done
 
     @property
     def done(self) -> bool:

@@ -20,7 +20,7 @@ from solvers.windows.decoding.decode import Trial
 from solvers.windows.decoding.expand import Choice
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
-from solvers.windows.strategies.evicted import evicted, with_prices
+from solvers.windows.strategies.eviction import evicted, with_prices
 
 
 @dataclass(frozen=True, slots=True)

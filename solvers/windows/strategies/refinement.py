@@ -1,4 +1,4 @@
-"""Models solved, and refined where their solutions do not fit, in turn (dynamic discretization discovery)."""
+"""The relaxation, solved and refined where its solution does not fit, in turn (dynamic discretization discovery)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,15 +9,16 @@ from solvers.clock import Clock
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
 from solvers.memory import give_back
-from solvers.problem import OBJECTIVE_SCALE
+from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_choice
 from solvers.windows.decoding.encode import choice_of_trial, start_values
 from solvers.windows.decoding.expand import Choice
-from solvers.windows.decoding.refinement import refined, where_it_waits, with_stages_in_order
+from solvers.windows.decoding.refinement import halved, refined, where_it_waits, with_stages_in_order
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import POLL_EVERY, StoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
 from solvers.windows.search import Search
+from solvers.windows.strategies.strategy import Strategy
 
 _WORK_PER_ENTRY = 2e-6  # of building a model
 
@@ -62,6 +63,30 @@ def solve_part(
         watch=Watch(lambda: stop() or bound >= below, on_incumbent, on_bound, search.stopping.interrupted),
         options={"mip_pscost_minreliable": search.params.portfolio.pscost_minreliable},
     )
+
+
+class Relaxation(Strategy):
+    """Bounds: the relaxation refined, from two windows to as many as there are ops.
+
+    The first step begins from nothing, while others look for schedules: its solutions are to be other ones than theirs.
+    """
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self._begun = False
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``. What was stopped begins anew: a longer limit comes further."""
+        search, first, self._begun = self.search, not self._begun, True
+        detail, exhausted = refine(search, search.models.detail, limit, is_relaxation=True, from_best=not first)
+        is_last = len(detail.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops
+        search.models.detail = halved(detail) if exhausted and not (first or is_last) else detail
+        return first or not (exhausted and is_last)
 
 
 @dataclass(frozen=True, slots=True)

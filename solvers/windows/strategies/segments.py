@@ -5,20 +5,18 @@ and so do the tensors that enter the segment and those that leave it; in between
 schedules chooses anew (Shaw, CP 1998, for the principle). Only what may serve in the segment has variables there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of
-from solvers.windows.decoding.encode import choice_of
+from solvers.windows.decoding.decode import Trial, late_writers, order_of, read_choice
+from solvers.windows.decoding.encode import choice_of, start_values
 from solvers.windows.decoding.expand import Choice, expand
 from solvers.windows.decoding.refinement import refined, with_stages_in_order
-from solvers.windows.params import WindowsParams
 from solvers.windows.relaxation.discretization import Discretization, Frame, Model
 from solvers.windows.relaxation.models import build_ordered
-
-Solve = Callable[[Model, Choice, float], Choice | None]
-Offer = Callable[[Order, Discretization], Trial]
+from solvers.windows.strategies.refinement import solve_part
+from solvers.windows.strategies.strategy import SteppedStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,67 +52,82 @@ def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int)
     )
 
 
-def improve(problem: Problem, trial: Trial, segment: Segment, solve: Solve, offer: Offer, params: WindowsParams) -> bool:
-    """Choose anew in `segment` of `trial`, which fits; whether that is better.
+class Segments(SteppedStrategy):
+    """Chooses anew in one segment of the best schedule after another; longer ones where no other is better any more."""
 
-    Args:
-        solve: gives a solution better than the cost in the last argument (seconds), starting from the given one;
-            None if it finds none.
-        offer: tries an order out, and keeps it if it fits and is better.
-    """
-    budget_bytes = problem.budget_bytes
-    first, last = segment.first, segment.last
-    spent_s = sum(problem.time_s[i] for i in segment.inside) - sum(problem.time_s[first : last + 1])
-    part = _part(problem, segment)
-    detail = _first_detail(segment, trial, params.segments.tight_share * budget_bytes)
-    for _ in range(params.segments.rounds):
-        whole = detail if last == problem.ops - 1 else replace(detail, ends=(*detail.ends, problem.ops - 1))
-        start = choice_of(problem, whole, trial.order.computed)
-        model = build_ordered(part, detail, Frame(segment.entering, segment.leaving))
-        choice = solve(model, start, spent_s)
-        if choice is None:
-            return False
-        inside = expand(problem, detail, choice, first_window=1)
-        order = order_of(whole, segment.before + inside + segment.after)
-        if late_writers(problem, order):
-            return False
-        tried = offer(order, whole)
-        if tried.peak_bytes <= budget_bytes:
-            return tried.time_s < trial.time_s
-        closer = refined(detail, tried, budget_bytes, params.refinement)
-        closer = with_stages_in_order(closer, tried, budget_bytes, params.refinement)
-        if closer == detail:
-            return False
-        detail = closer
-    return False
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is None
 
+    def steps(self) -> Iterator[None]:
+        """Improve segments, the costly ones first."""
+        search, problem, params = self.search, self.search.problem, self.search.params.segments
+        if search.incumbent.best is None:
+            return
+        length = params.first_length
+        settled: set[Segment] = set()
+        while length < params.longer * problem.ops:
+            better = False
+            for first, last in _costly(problem, search.incumbent.best_trial, length):
+                if search.stopping.enough():
+                    return
+                trial = search.incumbent.best_trial
+                segment = segment_of(problem, trial.order.computed, first, last)
+                alone = replace(segment, before=(), after=())
+                if alone in settled:
+                    continue
+                settled.add(alone)
+                better |= self._improve(trial, segment)
+                yield
+            if not better:
+                length = int(length * params.longer)
 
-def improvements(
-    problem: Problem,
-    best: Callable[[], Trial],
-    solve: Solve,
-    offer: Offer,
-    should_stop: Callable[[], bool],
-    params: WindowsParams,
-) -> Iterator[None]:
-    """Improve segment after segment, the costly ones first; longer ones where no other is better any more."""
-    length = params.segments.first_length
-    settled: set[Segment] = set()
-    while length < params.segments.longer * problem.ops:
-        better = False
-        for first, last in _costly(problem, best(), length):
-            if should_stop():
-                return
-            trial = best()
-            segment = segment_of(problem, trial.order.computed, first, last)
-            alone = replace(segment, before=(), after=())
-            if alone in settled:
-                continue
-            settled.add(alone)
-            better |= improve(problem, trial, segment, solve, offer, params)
-            yield
-        if not better:
-            length = int(length * params.segments.longer)
+    def _improve(self, trial: Trial, segment: Segment) -> bool:
+        """Choose anew in `segment` of `trial`, which fits; return True if that is better."""
+        search, problem, params = self.search, self.search.problem, self.search.params
+        first, last = segment.first, segment.last
+        spent_s = sum(problem.time_s[i] for i in segment.inside) - sum(problem.time_s[first : last + 1])
+        part = _part(problem, segment)
+        detail = _first_detail(segment, trial, params.segments.tight_share * problem.budget_bytes)
+        for _ in range(params.segments.rounds):
+            whole = detail if last == problem.ops - 1 else replace(detail, ends=(*detail.ends, problem.ops - 1))
+            start = choice_of(problem, whole, trial.order.computed)
+            model = build_ordered(part, detail, Frame(segment.entering, segment.leaving))
+            choice = self._solve(model, start, spent_s)
+            if choice is None:
+                return False
+            inside = expand(problem, detail, choice, first_window=1)
+            order = order_of(whole, segment.before + inside + segment.after)
+            if late_writers(problem, order):
+                return False
+            tried = search.offer(order, whole)
+            if tried.peak_bytes <= problem.budget_bytes:
+                return tried.time_s < trial.time_s
+            closer = refined(detail, tried, problem.budget_bytes, params.refinement)
+            closer = with_stages_in_order(closer, tried, problem.budget_bytes, params.refinement)
+            if closer == detail:
+                return False
+            detail = closer
+        return False
+
+    def _solve(self, model: Model, choice: Choice, below_s: float) -> Choice | None:
+        """Return a solution that costs less than `below_s`, starting from `choice`; None if none is found."""
+        search, params = self.search, self.search.params.portfolio
+        search.progress.tell(f"improving ops {model.detail.ends[0] + 1} to {model.detail.ends[-1]}")
+        below = search.problem.units(below_s - params.segment_gap * search.problem.base_s)
+        answer = solve_part(
+            search,
+            model.program,
+            params.segment_limit,
+            gap=params.segment_gap,
+            start=start_values(model, choice),
+            below=below,
+            should_stop=search.stopping.stopped,
+        )
+        if answer.values is None or answer.objective is None or answer.objective >= below:
+            return None
+        return read_choice(model, answer.values)
 
 
 def _costly(problem: Problem, trial: Trial, length: int) -> list[tuple[int, int]]:

@@ -9,7 +9,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, count
 
-from solvers.problem import Problem
+from solvers.problem import OBJECTIVE_SCALE, Problem
+from solvers.windows.strategies.eviction import offer_program
+from solvers.windows.strategies.strategy import Strategy
+
+_WORK_PER_STATES = 2e-2  # a thousand of them
+
+
+class StateSpace(Strategy):
+    """The search over all states, for graphs without transfers to the host; larger ones come to ``BoundParams.max_states``."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search, incumbent, problem = self.search, self.search.incumbent, self.search.problem
+
+        def ended() -> bool:
+            search.progress.tell("searching all states")
+            return search.stopping.stopped()
+
+        should_stop = search.stopping.polled(_WORK_PER_STATES, ended)
+        found = shortest(problem, search.params.bound.max_states, below_s=incumbent.best_s, should_stop=should_stop)
+        offer_program(search, found.computed)
+        incumbent.infeasible = found.decided and incumbent.best is None
+        if not incumbent.infeasible and problem.base_s > 0:
+            incumbent.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ from solvers.windows import driver
 from solvers.windows.decoding.decode import Trial, late_writers, order_of, try_out
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
+from solvers.windows.strategies.offloaded_orders import OffloadedOrders
+from solvers.windows.strategies.portfolio import OffloadingPortfolio
+from solvers.windows.strategies.refinement import Relaxation
 from tests.support.requests import ask
 
 TRANSFORMER = transformer(TransformerSize(layers=2))
@@ -110,13 +113,12 @@ def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(
     orders = [evicting_order(problem, rule) for rule in RULES]
     recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, order)).time_s for order in orders if order is not None)
 
-    def next_comes(search: Search, *_: object) -> None:
-        if search.problem.copies is not None:  # beside that, there is a search without
-            raise ModelsNextError
+    def next_comes(strategy: OffloadedOrders, limit: float) -> bool:
+        raise ModelsNextError  # beside that, there is a search without
 
-    monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
-    monkeypatch.setattr(driver.Portfolio, "find", lambda _: None)
-    monkeypatch.setattr(driver, "_go_on", next_comes)
+    monkeypatch.setattr(Relaxation, "step", lambda *_: True)
+    monkeypatch.setattr(OffloadingPortfolio, "step", lambda *_: False)
+    monkeypatch.setattr(OffloadedOrders, "step", next_comes)
     search = Search.of(ask(problem.whole, problem.budget_bytes))
     with pytest.raises(ModelsNextError):
         driver.run(search)

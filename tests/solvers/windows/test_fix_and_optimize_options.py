@@ -1,4 +1,4 @@
-"""Parts of the best schedule of a graph with options, chosen anew."""
+"""Fix-and-optimize near the best schedule of a graph with options."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from solvers.windows import solve
 from solvers.windows.decoding.decode import order_of
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
-from solvers.windows.strategies.anew import Anew
+from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.substitution import in_place
 from tests.solvers.windows.test_options import head, in_chunks, with_packed_mask
 
@@ -79,24 +79,24 @@ def test_the_head_in_fewer_chunks_and_a_packed_mask() -> None:
     assert {graph.ops[op].name for op in search.incumbent.best_trial.schedule.computed if op > 4} == {"chunks2", "pack", "unpack"}
 
 
-def exhausted(search: Search) -> Anew:
+def exhausted(search: Search) -> FixAndOptimizeOptions:
     """What has nothing left to do."""
-    anew = Anew(search)
-    while anew.go_on(1.0):
+    strategy = FixAndOptimizeOptions(search)
+    while strategy.step(1.0):
         pass
-    return anew
+    return strategy
 
 
 def test_it_ends_and_goes_on_where_there_is_a_better_schedule() -> None:
     graph = next(graph for graph, share in instances() if begun(graph, share) is not None)
-    assert not Anew(searched(graph, 1 << 40)).go_on(1.0)  # there is nothing to begin with
+    assert not FixAndOptimizeOptions(searched(graph, 1 << 40)).step(1.0)  # there is nothing to begin with
     search = next(search for search in (begun(graph, share) for graph, share in instances()) if search is not None)
-    anew = exhausted(search)
+    strategy = exhausted(search)
     best, spent = search.incumbent.best_trial, search.clock.now
-    assert not anew.go_on(1.0)
+    assert not strategy.step(1.0)
     assert search.incumbent.best is best and (search.stopping.enough() or search.clock.now == spent)
     search.incumbent.best = replace(best)
-    anew.go_on(1.0)
+    strategy.step(1.0)
     assert search.stopping.enough() or search.clock.now > spent
 
 

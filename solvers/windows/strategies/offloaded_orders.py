@@ -14,12 +14,14 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from solvers.clock import Clock
-from solvers.eviction.engine import evicting_order
+from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES
 from solvers.problem import Problem, problem_of
-from solvers.windows.decoding.decode import Order, Trial, order_of, try_out
+from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of, try_out
 from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.strategies.eviction import offer
+from solvers.windows.strategies.strategy import Strategy
 
 _INSTANT_S = 1e-12  # of ops that take no time
 _FEW_EXECUTIONS = 4.0  # per op of the graph
@@ -29,7 +31,31 @@ _BACKWARD_FIRST, _SOONEST_FIRST = (1.0, 0.5, 0.75), (0.1, 0.25)
 _LEAST_SHARES = (1.0, 0.5)
 
 
-def sending_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iterator[Order]:
+class OffloadedOrders(Strategy):
+    """Orders in which what is not needed now is on the host, and the rest is recomputed by rules of eviction."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is not None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search, until = self.search, self.search.clock.now + limit
+
+        def ended() -> bool:
+            search.progress.tell("offloading what is not needed now")
+            return search.stopping.enough() or search.clock.now > until
+
+        for order in offloaded_orders(search.problem, should_stop=search.stopping.polled(WORK_PER_EVICTION, ended)):
+            if ended():
+                break
+            if not late_writers(search.problem, order):
+                offer(search, order)
+        return False
+
+
+def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iterator[Order]:
     """Orders that fit, as far as the host has room for what is read again by what is computed again.
 
     The first has all away that must be; others have less away, and compute more again.
@@ -54,7 +80,7 @@ def sending_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iter
                 yield _with_away(problem, computed, sent)
 
 
-def least_sending(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
+def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
     """The schedule of least peak that is found before the clock's limit, or `should_stop`; `graph` offers round trips."""
     problem = problem_of(graph, graph.static_bytes)
     _, ranking = _rankings(problem)

@@ -17,7 +17,7 @@ from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import Status
 from solvers.windows.decoding.decode import try_out
-from solvers.windows.strategies.sending import least_sending, sending_orders
+from solvers.windows.strategies.offloaded_orders import least_offloaded, offloaded_orders
 from tests.support.brute_force_copies import fastest_with_copies
 from tests.support.offers import offered, with_trips
 from tests.support.requests import ask
@@ -44,7 +44,7 @@ def test_the_host_takes_what_it_has_room_for(host_bytes: int | None, least: int)
 @pytest.mark.parametrize(("host_bytes", "found"), [(None, 25), (40, 25), (39, 35), (30, 35), (12, 55), (0, 65)])
 def test_a_schedule_takes_as_little_where_whole_tensors_can(host_bytes: int | None, found: int) -> None:
     graph = with_trips(once_each(), host_bytes=host_bytes)
-    trial = least_sending(graph, WorkClock(1.0))
+    trial = least_offloaded(graph, WorkClock(1.0))
     simulation = simulate(graph, trial.schedule)
     assert simulation.peak_bytes == trial.peak_bytes == found
     assert simulation.pool_peaks_bytes[1] == 65 - found
@@ -83,15 +83,15 @@ def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> No
 def test_orders_fit_and_the_first_sends_no_more_than_it_must() -> None:
     for seed in range(30):
         graph = offered(seed)
-        problem = problem_of(graph, least_sending(graph, WorkClock(0.5)).peak_bytes)
+        problem = problem_of(graph, least_offloaded(graph, WorkClock(0.5)).peak_bytes)
         unlimited = problem.copies is not None and problem.copies.host_bytes is None
-        for order in itertools.islice(sending_orders(problem, should_stop=lambda: False), 6):
+        for order in itertools.islice(offloaded_orders(problem, should_stop=lambda: False), 6):
             trial = try_out(problem, order)
             assert simulate(graph, trial.schedule).peak_bytes == trial.peak_bytes
             assert trial.peak_bytes <= problem.budget_bytes or not unlimited
         peak = simulate(graph, least_known(problem.graph, WorkClock(0.1))).peak_bytes
         everything = problem_of(graph, 10 * peak)
-        assert not next(sending_orders(everything, should_stop=lambda: False)).away
+        assert not next(offloaded_orders(everything, should_stop=lambda: False)).away
 
 
 def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:

@@ -20,8 +20,8 @@ from solvers.windows.search import Search
 
 
 @dataclass(slots=True)
-class Heard:
-    """What a search in a process of its own has been told.
+class Inbox:
+    """What a search in a process of its own has been sent.
 
     Attributes:
         orders: to look at, latest last; whoever does takes them from it.
@@ -49,14 +49,14 @@ class Task:
     tolerance: Tolerance
     params: WindowsParams
     limit: float
-    run: Callable[[Search, Heard], None]
+    run: Callable[[Search, Inbox], None]
     nice: int = 0
     starts_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The last that is heard.
+class SearchEnd:
+    """The last that a process sends.
 
     Attributes:
         largest: as in ``Search``.
@@ -79,7 +79,7 @@ class PartProcess:
             OSError: it cannot be started.
         """
         self._process = ChildProcess(__name__)
-        self.tell(task)
+        self.send(task)
 
     def __enter__(self) -> Self:
         return self
@@ -87,16 +87,16 @@ class PartProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.end()
 
-    def tell(self, what: Task | float | Trial | Order | None) -> None:
+    def send(self, what: Task | float | Trial | Order | None) -> None:
         """Let it know of the whole's best schedule, of which a part is told the time; of an order, or with None of their end."""
         self._process.send(what)
 
-    def hear(self, most: float) -> Trial | Ended | None:
+    def receive(self, most: float) -> Trial | SearchEnd | None:
         """What it has found since, waiting for `most` seconds for that; of a process that has died, that it has ended."""
         try:
-            found: Trial | Ended | None = self._process.receive(most)
+            found: Trial | SearchEnd | None = self._process.receive(most)
         except EOFError:
-            return Ended(died=True)
+            return SearchEnd(died=True)
         return found
 
 
@@ -108,8 +108,8 @@ def main() -> None:
     except (EOFError, OSError):
         return  # nobody wants it any more
     os.nice(task.nice)
-    heard, best_s = Heard(), float("inf")
-    told: Trial | None = None
+    inbox, best_s = Inbox(), float("inf")
+    sent: Trial | None = None
 
     def listen() -> None:
         nonlocal best_s
@@ -121,17 +121,17 @@ def main() -> None:
                     case Trial() as trial:
                         search.incumbent.take(trial)
                     case Order() as order:
-                        heard.orders.append(order)
+                        inbox.orders.append(order)
                     case None:
-                        heard.closed = True
+                        inbox.closed = True
         except (EOFError, OSError):
             os._exit(0)  # nobody is there who would want to know
 
     def stop() -> bool:
-        nonlocal told
-        if search.incumbent.best is not None and search.incumbent.best is not told:
-            told = search.incumbent.best
-            connection.send(told)
+        nonlocal sent
+        if search.incumbent.best is not None and search.incumbent.best is not sent:
+            sent = search.incumbent.best
+            connection.send(sent)
         return search.incumbent.bound_s >= best_s
 
     clock = WallClock(task.limit)
@@ -140,10 +140,10 @@ def main() -> None:
     threading.Thread(target=listen, daemon=True).start()
     failure = ""
     try:
-        task.run(search, heard)
+        task.run(search, inbox)
     except Exception as error:  # noqa: BLE001 (who has started it says so)
         failure = description(error)
     with suppress(OSError):
         stop()
-        connection.send(Ended(search.models.largest, failure))
+        connection.send(SearchEnd(search.models.largest, failure))
     os._exit(0)  # whatever HiGHS has been left behind with

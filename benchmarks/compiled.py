@@ -19,10 +19,10 @@ from benchmarks.compiled_case import Settings, compare_compiled
 from benchmarks.compiled_rows import Row
 from benchmarks.compiled_table import table
 from benchmarks.models import of_huggingface as hf
-from graphs.torch_private.core import pytree
-from graphs.zoo import Workload, build
 from planner import options
+from planner.models import Workload, build
 from planner.studies.rows import read_rows, write_csv
+from planner.torch_private.core import pytree
 
 COLUMNS = columns_of(Row)
 _GPT2 = partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128)

@@ -16,10 +16,10 @@ from benchmarks.compiled_rows import ATEN, OURS, PEAK_OF, REFERENCE, Row
 from benchmarks.kept_captures import KeptCaptures
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.options.selection import IN_PLACE
-from graphs.options.traced import with_traced
 from graphs.units import format_bytes
-from graphs.zoo import Workload
 from planner import tracing
+from planner.capture.options.traced import with_traced
+from planner.models import Workload
 from planner.runtime.machine import commit
 from planner.runtime.measure import device_name
 from planner.solving import order_for

@@ -22,7 +22,7 @@ class Row:
         time_s: median of a forward and backward pass.
         ratio: median of the multiples of the reference's time in the same turn.
         peer_ratio: the same of the method whose peak the budget is.
-        variant: of Inductor's kernels, as in ``graphs.capture.kernels.variants``.
+        variant: of Inductor's kernels, as in ``planner.capture.kernels.variants``.
         gap: of the plan.
         plan_s: seconds to make it, on this machine's caches of compiled kernels.
         compile_s: of these, to capture the step and compile its kernels, of all variants that were tried.

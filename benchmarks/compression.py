@@ -21,15 +21,15 @@ import torch
 from benchmarks.all_compressed import all_compressed
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.training_loop import Loop, Recipe
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
 from graphs.options import with_options, without_options
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_ratio
-from graphs.zoo import Workload, build
 from planner import options, tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.report.plots import COLORS, new_figure, save_figure
 from planner.runtime import measure
 from planner.runtime.executor import Executor

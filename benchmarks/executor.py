@@ -15,13 +15,13 @@ from statistics import median
 import torch
 
 from benchmarks.command import carry_out, command_line, one_thread
-from graphs.capture.signature import Batch, call
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
-from graphs.capture.unchanged import unchanged
 from graphs.units import format_seconds
-from graphs.zoo import build
 from planner import options
+from planner.capture.frontend.unchanged import unchanged
+from planner.capture.signature import Batch, call
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import build
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, turn_times
 from planner.studies.baselines import own_code

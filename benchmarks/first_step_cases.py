@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.models.of_huggingface import made
 from benchmarks.models.parts import Call, next_tokens
 from benchmarks.training_loop import Recipe
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload, build
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.measure import Step
 
 REPEATED_STEPS, DISTINCT_STEPS = 3, 5  # eager steps that planning may take, besides the capture: with and without repeated layers

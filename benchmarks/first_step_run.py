@@ -16,11 +16,11 @@ from benchmarks.command import one_thread
 from benchmarks.first_step_cases import Case
 from benchmarks.process_memory import DataWatch, limit_data, reset_highest_rss, status_bytes
 from benchmarks.training_loop import Loop, batches
-from graphs.capture.signature import Batch
-from graphs.capture.statics import StaticTensors
-from graphs.capture.step import TrainingStep
 from graphs.errors import PlannerError
-from graphs.zoo import Workload
+from planner.capture.lowering.statics import StaticTensors
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.models import Workload
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Step, measure_memory
 from planner.runtime.release import release_unused

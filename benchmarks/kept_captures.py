@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
-from graphs.capture.step import LossFn
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
+from planner.capture.step import LossFn
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 
 if TYPE_CHECKING:
-    from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
 
 
 class KeptCaptures(Unwrapped):

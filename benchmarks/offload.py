@@ -18,12 +18,12 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.budgets import budget_in_bytes
 from planner.choices import Choices, choices_of
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
 from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, provenance, text, value
 from planner.studies.tables import Column, bullets, by, markdown, side_by_side
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from solvers.registry import SOLVERS

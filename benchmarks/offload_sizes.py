@@ -13,14 +13,14 @@ from benchmarks.command import carry_out, command_line
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.choices import choices_of
-from planner.models.sizes import Sizes
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
 from planner.studies.experiment import Study
 from planner.studies.max_batch import max_batch
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.sizes import Wanted, samples_for
 from planner.studies.tables import Column, markdown
+from planner.workload.sizes import Sizes
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 
 BUDGET, LINK = "80GB", "50GB/s"
 MAX_OVERHEAD = 0.1

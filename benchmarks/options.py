@@ -23,12 +23,12 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options
 from planner.budgets import budget_in_bytes
 from planner.choices import Choices, choices_of
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
 from planner.solving import clock_of, summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import KeptRows, Made, column, key, provenance, text, value
 from planner.studies.tables import as_markdown, bullets, by
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered

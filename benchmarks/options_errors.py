@@ -9,13 +9,13 @@ from statistics import median
 import torch
 
 from benchmarks.offload import budget_bytes_of
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
 from graphs.ir import Op
 from graphs.options import with_options, without_options
 from graphs.units import format_bytes
-from graphs.zoo import Workload, build
 from planner import tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome

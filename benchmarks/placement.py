@@ -16,12 +16,6 @@ import torch
 from torch import nn
 
 from benchmarks.command import carry_out, command_line, one_thread
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
-from graphs.cost.devices import Device, get_device
-from graphs.cost.others import known_devices
-from graphs.cost.roofline import model_times
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.passes import in_passes
@@ -31,7 +25,12 @@ from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
 from planner.budgets import budget_in_bytes
-from planner.models.workload import load, parse_spec
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.profiling.devices import Device, get_device
+from planner.profiling.other_devices import known_devices
+from planner.profiling.roofline import model_times
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
@@ -39,6 +38,7 @@ from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.tables import ALL, Column, markdown, side_by_side
+from planner.workload.workload import load, parse_spec
 from solvers.clock import WallClock
 from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
@@ -47,7 +47,7 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.xengine import XEngineParams
 
-# No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``graphs.cost.devices`` to itself.
+# No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
 INTEGRATED = Device("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
 MODELLED_BYTES_PER_S = 12e9  # of a copy from buffer to buffer on the same bus, both read and written
 NO_LIMIT = "no limit"

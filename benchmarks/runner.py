@@ -6,9 +6,9 @@ import torch
 
 from benchmarks.storages import LiveStorages
 from benchmarks.training_loop import batches
-from graphs.capture.signature import Batch, call, leaves
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload
+from planner.capture.signature import Batch, call, leaves
+from planner.capture.step import TrainingStep
+from planner.models import Workload
 from planner.runtime.measure import Step, StepOutcome, loss_of, measure_memory
 
 SEED = 0

@@ -155,7 +155,7 @@ def between(share: float) -> Budget:
 def trace(spec: str) -> Graph:
     """A zoo model's graph for an H200; torch is imported only here."""
     from planner import tracing
-    from planner.models import workload
+    from planner.workload import workload
 
     built = workload.load(workload.parse_spec(spec), fake=True)
     return tracing.trace(*built, roofline="h200", name=spec)

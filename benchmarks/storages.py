@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphs.torch_private.core import TorchDispatchMode, pytree
+from planner.torch_private.core import TorchDispatchMode, pytree
 
 
 class LiveStorages(TorchDispatchMode):

@@ -21,11 +21,11 @@ from torch import nn
 import planner
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.training_loop import Loop, Recipe, batches
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
 from graphs.units import format_bytes, format_ratio, format_seconds
-from graphs.zoo import Workload, build
 from planner import options, tracing
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.measure import Step
 from planner.solving import order_for
 from planner.studies.experiment import Study

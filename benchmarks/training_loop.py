@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from graphs.capture.signature import Batch, call
-from graphs.capture.statics import StaticTensors, allocated_bytes
-from graphs.torch_private.core import pytree
-from graphs.zoo import Workload
+from planner.capture.lowering.statics import StaticTensors, allocated_bytes
+from planner.capture.signature import Batch, call
+from planner.models import Workload
 from planner.runtime.measure import Step, loss_of, measure_memory, synchronize
+from planner.torch_private.core import pytree
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

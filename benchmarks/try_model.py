@@ -19,8 +19,8 @@ from benchmarks.common import columns_of, one_thread
 from benchmarks.runner import SEED, Runner, whole_step
 from graphs.errors import PlannerError
 from graphs.io.files import write_text
-from graphs.zoo import Workload
 from planner import tracing
+from planner.models import Workload
 from planner.runtime.measure import turn_times
 from planner.solving import order_for, summarize
 from planner.studies import baselines

@@ -11,7 +11,7 @@ import torch
 
 import planner
 from graphs.units import format_bytes
-from graphs.zoo import build
+from planner.models import build
 from planner.report.describe import table
 from planner.report.plots import plot_memory
 from planner.report.tables import COLUMNS, kept, run_row

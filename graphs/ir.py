@@ -19,6 +19,8 @@ from functools import cached_property
 from graphs.checks import check_graph
 from graphs.pools import COMPUTE, DEVICE, Pool
 
+TANGENT = "tangent"  # name of the gradient of the loss among the inputs
+
 _ROUNDING = 1e-9  # of a sum of variances
 
 

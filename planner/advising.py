@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from graphs.capture.signature import Batch, leaves
-from graphs.capture.step import LossFn
-from graphs.cost.devices import get_device
 from graphs.options import OPTIONS, traced_options
+from planner.capture.signature import Batch, leaves
+from planner.capture.step import LossFn
+from planner.profiling.devices import get_device
 from planner.progress import View
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name

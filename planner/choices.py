@@ -7,14 +7,14 @@ from enum import StrEnum
 import msgspec
 import psutil
 
-from graphs.cost.link import format_rate, measured_link, published_link
-from graphs.cost.others import DEVICES_KEY, known_devices, recorded_devices
 from graphs.errors import GraphError, MismatchError, PlannerError
 from graphs.ir import Graph
 from graphs.options import OPTIONS, check_complete, parsed, with_options
 from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
+from planner.profiling.link import format_rate, measured_link, published_link
+from planner.profiling.other_devices import DEVICES_KEY, known_devices, recorded_devices
 
 # What PCIe 4, or 5 beside a training step that uses memory itself, carries in each direction.
 LINK = "25GB/s"

@@ -18,10 +18,10 @@ with told():
     except ImportError:  # its older name
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
-from graphs.capture.effects import Scratch
-from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError, TraceError
 from planner.budgets import budget_or_overhead
+from planner.capture.frontend.effects import Scratch
+from planner.capture.frontend.unchanged import unchanged
 from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options

@@ -7,7 +7,7 @@ import re
 from graphs.errors import BudgetError, ModelError
 from graphs.units import parse_budget, parse_fraction, parse_rate
 from planner.budgets import budget_in_bytes
-from planner.models.workload import ModelSpec, parse_spec
+from planner.workload.workload import ModelSpec, parse_spec
 from solvers.registry import SOLVERS
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch, as_leaves
-from graphs.capture.step import LossFn, TrainingStep
-from graphs.capture.trace import capture, capture_kernels
-from graphs.cost.devices import get_device
-from graphs.cost.exactness import needs_comparison, with_exactness
-from graphs.cost.link import MEASURED_LINK
-from graphs.cost.others import DEVICES_KEY, recorded_devices
-from graphs.cost.profile import profile
-from graphs.cost.repeatable import as_recorded_once, custom_ops_once
-from graphs.cost.replay import RealStep, real_static
-from graphs.cost.roofline import model_times
-from graphs.cost.sensitivity import with_measured_variances, with_modelled_variances
-from graphs.cost.sizes import with_dense_sizes, with_recorded_sizes
 from graphs.errors import TraceError
 from graphs.ir import Graph
 from graphs.options import check_traced
-from graphs.options.compression import kept_tensors
-from graphs.options.traced import offered_as, with_traced, without_needless
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.compression import kept_tensors
+from planner.capture.options.traced import offered_as, with_traced, without_needless
+from planner.capture.signature import Batch, as_leaves
+from planner.capture.step import LossFn, TrainingStep
+from planner.capture.trace import capture, capture_kernels
 from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
+from planner.profiling.devices import get_device
+from planner.profiling.exactness import needs_comparison, with_exactness
+from planner.profiling.link import MEASURED_LINK
+from planner.profiling.other_devices import DEVICES_KEY, recorded_devices
+from planner.profiling.profile import profile
+from planner.profiling.repeatable import as_recorded_once, custom_ops_once
+from planner.profiling.replay import RealStep, real_static
+from planner.profiling.roofline import model_times
+from planner.profiling.sensitivity import with_measured_variances, with_modelled_variances
+from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
@@ -35,7 +35,7 @@ from planner.runtime.link import link_beside
 from planner.runtime.release import release_unused
 
 if TYPE_CHECKING:
-    from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
 
 
 def trace(
@@ -183,7 +183,7 @@ def profiled(
 ) -> Capture:
     """Return `captured` with measured times, workspaces and sizes, and with the `options` that are found in it.
 
-    Ops are measured one at a time (``graphs.cost.profile``). Some options need the whole step, executed with everything kept: to
+    Ops are measured one at a time (``profiling.profile``). Some options need the whole step, executed with everything kept: to
     find out which of their ops are exact, and how lossy others are. Where it does not fit into what is free, ops that may round
     count as rounding, and what is modelled of the lossy ones counts.
 

@@ -18,11 +18,11 @@ import torch
 
 import planner
 from benchmarks.common import columns_of, exit_code, provenance
-from graphs.capture.signature import call
-from graphs.capture.step import TrainingStep
 from graphs.io.files import write_text
 from graphs.units import format_bytes, format_seconds
-from graphs.zoo import Workload, build
+from planner.capture.signature import call
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.report.tables import as_markdown
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of, median_times, outcome

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphs.cost.kernel_settings import described, kernel_settings
 from graphs.units import format_bytes
+from planner.profiling.kernel_settings import described, kernel_settings
 from planner.runtime.caching_allocator import CachingAllocator
 from planner.runtime.libraries import warm_up_libraries
 

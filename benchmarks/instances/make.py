@@ -14,9 +14,9 @@ from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
 from planner.solving import order_for, summarize
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from solvers.registry import get_solver

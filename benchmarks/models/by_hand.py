@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.models import dense, images, sequences
-from graphs.zoo import Workload
+from planner.models import Workload
 
 MODELS: dict[str, Callable[[], Workload]] = {
     make.__name__: make

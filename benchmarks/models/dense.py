@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from benchmarks.models.parts import Call, Layers, classified, conv
-from graphs.zoo import Workload
+from planner.models import Workload
 
 
 def mlp() -> Workload:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models.parts import Call, Layers, Residual, classified, conv
-from graphs.zoo import Workload
+from planner.models import Workload
 
 
 def residual_cnn() -> Workload:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphs.zoo import Workload
+from planner.models import Workload
 
 VOCABULARY = 96
 _BATCH, _LENGTH = 4, 32

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.models.of_huggingface import language_model
-from graphs.zoo import Workload
+from planner.models import Workload
 
 
 def adapted(config: str, base: Callable[[], Workload], **options: Any) -> Workload:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from benchmarks.models.of_torchvision import CLASSES, images
-from graphs.zoo import Workload
+from planner.models import Workload
 
 
 def of_timm(name: str, batch: int = 4, size: int = 64, **options: Any) -> Workload:

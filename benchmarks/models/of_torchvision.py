@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from graphs.zoo import Workload
+from planner.models import Workload
 
 CLASSES = 10
 _DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # what is declared lasts as long as this

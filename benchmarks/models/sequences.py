@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from benchmarks.models.parts import Call, classified, next_tokens
-from graphs.zoo import Workload
+from planner.models import Workload
 
 
 def transformer_classifier() -> Workload:

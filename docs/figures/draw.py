@@ -99,8 +99,8 @@ def _draw_schedule(axes: Axes, graph: Graph, schedule: Schedule) -> None:
 def draw_steps(path: Path) -> None:
     """From a model to a planned step."""
     boxes = (
-        ("Capture", "model, loss, batch:\nDynamo, AOTAutograd", "graphs.capture"),
-        ("Profile", "time, workspace and\nsizes of each op", "graphs.cost"),
+        ("Capture", "model, loss, batch:\nDynamo, AOTAutograd", "planner.capture"),
+        ("Profile", "time, workspace and\nsizes of each op", "planner.profiling"),
         ("Solve", "integer program,\nschedule and bound", "solvers"),
         ("Judge", "plays the schedule,\nrefuses what is wrong", "graphs.simulate"),
         ("Run", "straight-line code\nbehind autograd", "planner.runtime"),

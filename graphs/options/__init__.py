@@ -36,7 +36,7 @@ class Option:
 
     Attributes:
         description: one line about it.
-        rewrite: what adds it to a graph; None for one that is found when a step is traced (``graphs.options.traced``).
+        rewrite: what adds it to a graph; None for one that is found when a step is traced (``planner.capture.options.traced``).
         copies: whether it copies over the link to the host.
         places: whether it runs ops on other devices.
         lossy: whether solving needs to know to how many bits the whole may be compressed, as in ``compress:4``.

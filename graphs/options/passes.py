@@ -1,8 +1,7 @@
 """A schedule on several devices as a step runs it: a forward pass that ends with its results, and a backward pass."""
 
-from graphs.capture.program import TANGENT
 from graphs.errors import ScheduleError
-from graphs.ir import Graph, Kind, Phase
+from graphs.ir import TANGENT, Graph, Kind, Phase
 from graphs.options.placement import is_copy
 from graphs.schedule import Compute, Free, Schedule, Step, boundary
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.say(f"building {arguments.model}")
         from planner.advising import advise
-        from planner.models.tracing import Tracing
+        from planner.workload.tracing import Tracing
 
         tracing = Tracing(device=arguments.device, roofline=arguments.roofline, seed=arguments.seed)
         advice = advise(

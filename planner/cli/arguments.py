@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
-from graphs.cost.devices import DEVICES
 from graphs.optimizers import OPTIMIZERS
 from graphs.options import OPTIONS, traced_options
 from planner import options
 from planner.choices import LINK
-from planner.models.tracing import Tracing
+from planner.profiling.devices import DEVICES
 from planner.visible import visible, visible_lines
+from planner.workload.tracing import Tracing
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
-    from planner.models.workload import ModelSpec
     from planner.progress import LineView
+    from planner.workload.workload import ModelSpec
 
 # Exit codes.
 DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4

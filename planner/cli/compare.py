@@ -166,15 +166,15 @@ def _measure(
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[Row]":
-    from planner.models.workload import parse_spec
+    from planner.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
-    from planner.models import workload
     from planner.runtime.executor import open_channels
     from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import Settings, compare_measured, profiled
     from planner.studies.offloading import offloading_methods
+    from planner.workload import workload
 
     folder = Path(arguments.output)
     built = workload.load(spec, device=arguments.device, seed=arguments.seed)
@@ -230,7 +230,7 @@ def _graph(arguments: argparse.Namespace, choices: "Choices | None", progress: "
     if arguments.model.endswith(".json"):
         graph = read_graph(arguments.model)
         return graph, str(graph.provenance.get("model", Path(arguments.model).stem))
-    from planner.models.workload import parse_spec
+    from planner.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
     measure_link = choices is not None and choices.measures_link and arguments.roofline is None

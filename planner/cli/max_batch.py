@@ -25,9 +25,9 @@ from planner.cli.arguments import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from planner.models.tracing import Tracing
     from planner.progress import LineView
     from planner.studies.sizes import LargestSize, Wanted
+    from planner.workload.tracing import Tracing
 
 _LIMIT = 4096  # in multiples of --multiple-of
 
@@ -128,7 +128,7 @@ def _search(
     from planner.studies.sizes import BATCH, samples_for
 
     progress.say(f"building {arguments.model}")
-    from planner.models.sizes import Sizes
+    from planner.workload.sizes import Sizes
 
     sizes = Sizes(
         arguments.model,

@@ -16,7 +16,7 @@ from planner.cli.arguments import (
     print_json,
     print_text,
 )
-from planner.models.workload import ModelSpec, parse_spec
+from planner.workload.workload import ModelSpec, parse_spec
 
 if TYPE_CHECKING:
     from graphs.plan import Plan
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = arguments.model or _model_of(plan)
         progress.say(f"building {model}")
         from planner import running
-        from planner.models import workload
+        from planner.workload import workload
 
         built = workload.load(model, device=arguments.device, seed=arguments.seed)
         report = running.run(plan, *built, repeats=arguments.repeats, seed=arguments.seed, on_progress=progress)

@@ -2,7 +2,6 @@
 
 import argparse
 
-from graphs.zoo import ZOO
 from planner import options
 from planner.cli.arguments import (
     DONE,
@@ -15,6 +14,7 @@ from planner.cli.arguments import (
     print_written,
     trace_model,
 )
+from planner.models import ZOO
 
 
 def add(commands: Commands) -> None:

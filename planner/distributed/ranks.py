@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from graphs.errors import PlannerError
-from graphs.torch_private.distributed import collective_device
+from planner.torch_private.distributed import collective_device
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
-from graphs.capture.step import LossFn, check_module
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Graph, Kind
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
+from planner.capture.step import LossFn, check_module
 from planner.distributed.ranks import Ranks, SingleProcess
 from planner.runtime.channels import Channels
 from planner.runtime.earlier_gradients import BUCKETS, TO_SEND
@@ -26,7 +26,7 @@ from planner.runtime.executor import Executor, open_channels
 from planner.tracing import capture_step
 
 if TYPE_CHECKING:
-    from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
 
 
 class Unwrapped:

@@ -1,0 +1,160 @@
+"""The models of the benchmarks, written by hand: real-size by default, tiny on request.
+
+A workload is one training step: ``loss = loss_fn(model(*inputs), target)`` with ``batch = (*inputs, target)``,
+or ``loss = model(*batch)`` where there is no loss function. Listing the models does not import torch.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from graphs.errors import UnknownOptionError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Workload(NamedTuple):
+    """What is trained: a model, the loss of its output against the last of the batch, and a batch."""
+
+    model: "nn.Module"
+    loss_fn: "Callable[[Any, Tensor], Tensor] | None"
+    batch: "tuple[Tensor, ...] | Mapping[str, object]"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a model is written, and what it is in one line."""
+
+    module: str
+    function: str
+    description: str
+
+
+ZOO: dict[str, Entry] = {
+    "gpt2": Entry("planner.models.gpt2", "gpt2", "GPT-2 small (124M): decoder with dropout and tied embeddings"),
+    "llama": Entry("planner.models.llama", "llama", "Llama 7B: decoder with RMSNorm, rotary positions, SwiGLU, grouped queries"),
+    "vit": Entry("planner.models.vit", "vit", "ViT-B/16 (87M): image classification by a transformer encoder"),
+    "resnet18": Entry("planner.models.resnet", "resnet18", "ResNet-18 (12M): basic residual blocks with BatchNorm"),
+    "resnet50": Entry("planner.models.resnet", "resnet50", "ResNet-50 (26M): bottleneck residual blocks with BatchNorm"),
+    "resnet152": Entry("planner.models.resnet", "resnet152", "ResNet-152 (60M): bottleneck residual blocks with BatchNorm"),
+    "vgg16": Entry("planner.models.vgg", "vgg16", "VGG-16 (138M): plain convolutions, dropout in the classifier"),
+    "vgg19": Entry("planner.models.vgg", "vgg19", "VGG-19 (144M): plain convolutions, dropout in the classifier"),
+    "unet": Entry("planner.models.unet", "unet", "U-Net (31M): segmentation, long skip connections"),
+    "mobilenet_v2": Entry(
+        "planner.models.mobilenet", "mobilenet_v2", "MobileNetV2 (3.5M): inverted residuals around depthwise filters"
+    ),
+    "densenet121": Entry("planner.models.densenet", "densenet121", "DenseNet-121 (8M): every layer reads all layers before it"),
+    "mlp": Entry("planner.models.mlp", "mlp", "multilayer perceptron with dropout"),
+}
+
+
+def build(name: str, **options: Any) -> Workload:
+    """The workload `name`, with its options at their defaults except those given.
+
+    Random parameters and batches come from torch's global generator: seed it before. Under
+    ``FakeTensorMode`` nothing is allocated.
+
+    Raises:
+        UnknownOptionError: it has no such option.
+        UsageError: unknown name, or a value of the wrong type or out of range.
+    """
+    factory = _factory(name)
+    parameters = inspect.signature(factory).parameters
+    for option, value in options.items():
+        if option not in parameters:
+            raise UnknownOptionError(name, option, f"its options are {describe_options(name)}")
+        _check_value(name, option, value, parameters[option].annotation)
+    return factory(**options)
+
+
+def describe_options(name: str) -> str:
+    """The options of `name` with their defaults: ``batch=8, seq=1024, ...``."""
+    parameters = inspect.signature(_factory(name)).parameters.values()
+    return ", ".join(f"{p.name}={_written(p.default)}" for p in parameters)
+
+
+def parse_options(name: str, texts: Sequence[str]) -> Mapping[str, Any]:
+    """Options of `name` from texts like ``layers=4``, ``tie=false``, ``blocks=2,2``, as `build` takes them.
+
+    Raises:
+        UnknownOptionError: it has no such option.
+        UsageError: not of this form, given twice, or a value that cannot be read as its type.
+    """
+    parameters = inspect.signature(_factory(name)).parameters
+    options: dict[str, Any] = {}
+    for text in texts:
+        option, equals, value = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise UsageError(f"option {text!r} is not of the form name=value: the options of {name} are {describe_options(name)}")
+        if option not in parameters:
+            raise UnknownOptionError(name, option, f"its options are {describe_options(name)}")
+        if option in options:
+            raise UsageError(f"option {option!r} of {name} is given twice")
+        options[option] = _read(name, option, value, parameters[option].annotation)
+    return options
+
+
+def _factory(name: str) -> Callable[..., Workload]:
+    entry = ZOO.get(name)
+    if entry is None:
+        raise UsageError(f"unknown zoo model {name!r}: choose from {', '.join(ZOO)}")
+    factory: Callable[..., Workload] = getattr(importlib.import_module(entry.module), entry.function)
+    return factory
+
+
+def _check_value(name: str, option: str, value: Any, annotation: Any) -> None:
+    """Type by annotation; whole numbers are counts, ``dropout`` is a probability, other numbers are above zero."""
+    optional = type(None) in get_args(annotation)
+    if value is None and optional:
+        return
+    fits: bool
+    if annotation is bool:
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif annotation is str:
+        fits, wanted = isinstance(value, str), "a text"
+    elif annotation is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if option == "dropout":
+            fits, wanted = number and 0 <= value < 1, "a probability, at least 0 and below 1"
+        else:
+            fits, wanted = number and value > 0, "a number above 0"
+    elif annotation == tuple[int, ...]:
+        fits = isinstance(value, tuple | list) and len(value) > 0 and all(_is_count(v) for v in value)
+        wanted = "whole numbers, each at least 1"
+    else:
+        fits, wanted = _is_count(value), "a whole number, at least 1"
+    if not fits:
+        raise UsageError(f"option {option} of {name} is {value!r}: it must be {wanted}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _read(name: str, option: str, text: str, annotation: Any) -> Any:
+    booleans = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    try:
+        if annotation is str:
+            return text
+        if annotation is bool:
+            return booleans[text.lower()]
+        if annotation is float:
+            return float(text)
+        if annotation == tuple[int, ...]:
+            return tuple(int(part) for part in text.split(","))
+        if type(None) in get_args(annotation) and text.lower() == "none":
+            return None
+        return int(text)
+    except (KeyError, ValueError):
+        wanted = {bool: "true or false", float: "a number"}.get(annotation, "a whole number")
+        if annotation == tuple[int, ...]:
+            wanted = "whole numbers separated by commas"
+        raise UsageError(f"option {option} of {name} is {text!r}: it must be {wanted}") from None
+
+
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

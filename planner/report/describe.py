@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from graphs.cost.link import MEASURED_LINK, measured_link
-from graphs.cost.others import DEVICES_KEY, known_devices
 from graphs.eager import slower_than
 from graphs.options import parsed
 from graphs.options.selection import LEFT_OUT
@@ -13,6 +11,8 @@ from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.choices import recorded_link, recorded_options
+from planner.profiling.link import MEASURED_LINK, measured_link
+from planner.profiling.other_devices import DEVICES_KEY, known_devices
 from planner.visible import visible
 
 if TYPE_CHECKING:

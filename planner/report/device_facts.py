@@ -3,13 +3,13 @@
 import math
 from dataclasses import dataclass
 
-from graphs.cost.link import format_rate
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.placement import movable
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
+from planner.profiling.link import format_rate
 from planner.visible import visible
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock

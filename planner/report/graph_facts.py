@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from graphs.cost.others import known_devices
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
 from graphs.options.offload import offloaded, without_copies
@@ -14,6 +13,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
+from planner.profiling.other_devices import known_devices
 from planner.report.describe import aligned, provenance_lines, summary_data, table
 from planner.report.device_facts import DeviceFacts, device_facts, device_lines, least_with
 from planner.solving import summarize

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-from graphs.capture.outputs import storage
-from graphs.capture.statics import allocated_bytes
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
+from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.rewrites.outputs import storage
 from planner.runtime.free_memory import free_bytes
 
 # Left free by device type: bytes, and a share of what is free. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from graphs.capture.statics import allocated_bytes
 from graphs.errors import CopyError
+from planner.capture.lowering.statics import allocated_bytes
 from planner.runtime.host_memory import Copy, HostMemory, ended
 from planner.runtime.host_tensor import HostTensor, storage_bytes
 from planner.runtime.workers import Worker

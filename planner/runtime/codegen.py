@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from graphs.capture.program import Program, file_of, load, variable
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule, Step, boundary
+from planner.capture.lowering.program import Program, file_of, load, variable
 from planner.runtime.channels import Channels
 from planner.runtime.copying import CopyingWriter
 from planner.runtime.step_lines import StepLines, number_lines

@@ -4,8 +4,6 @@ from collections.abc import Callable, Container, Iterable
 from itertools import count
 from typing import Generic, TypeVar
 
-from graphs.capture.program import Program, variable
-from graphs.capture.writer import Writer
 from graphs.errors import GraphError
 from graphs.ir import Graph
 from graphs.options.offload import without_copies
@@ -13,6 +11,8 @@ from graphs.options.selection import without_computed
 from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST
 from graphs.schedule import Compute, Step
+from planner.capture.lowering.program import Program, variable
+from planner.capture.lowering.writer import Writer
 
 C = TypeVar("C")
 D = TypeVar("D")

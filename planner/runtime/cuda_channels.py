@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from graphs.capture.statics import allocated_bytes
+from planner.capture.lowering.statics import allocated_bytes
 from planner.runtime.host_memory import Copy, HostMemory
 from planner.runtime.host_tensor import HostTensor, storage_bytes
 

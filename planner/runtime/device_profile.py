@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.capture.own_generators import states_kept
-from graphs.capture.program import Call, load, variable
-from graphs.capture.statics import allocated_bytes
-from graphs.capture.unchanged import same
-from graphs.cost.allocator import Mark, cpu_allocations, segment_peaks
-from graphs.cost.others import NamedDevice, named_device
-from graphs.cost.profile import MeasuredOp, distinct_ops, isolated
 from graphs.errors import CopyError, GraphError
 from graphs.options import Setting, check_goes_with
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
+from planner.capture.frontend.unchanged import same
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Call, load, variable
+from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.rewrites.own_generators import states_kept
+from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
+from planner.profiling.other_devices import NamedDevice, named_device
+from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
 from planner.runtime.placed import moved, namespace_on

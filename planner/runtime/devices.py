@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch
 
-from graphs.cost.others import NamedDevice, named_device
 from graphs.errors import CopyError, DeviceError, GraphError
 from graphs.ir import Graph
 from graphs.options.placement import devices_of, is_copy
+from planner.profiling.other_devices import NamedDevice, named_device
 from planner.runtime.transfers import LOOK_S, Channel, Pass, StoppedError, Transfer
 from planner.runtime.workers import Worker
 

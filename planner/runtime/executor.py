@@ -7,10 +7,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from graphs.capture.lower import Capture
-from graphs.capture.program import Launches, Source
-from graphs.capture.signature import put_together
-from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError, PlannerError
 from graphs.ir import Graph, Kind, Tensor
 from graphs.options.placement import is_placed
@@ -18,7 +14,10 @@ from graphs.overwriting import kept_that_are_overwritten
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.torch_private.core import backward_comes_again, current_transform
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Launches, Source
+from planner.capture.signature import put_together
+from planner.capture.step import TrainingStep
 from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.codegen import Code, compile_schedule
 from planner.runtime.copying import check_runnable
@@ -30,6 +29,7 @@ from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
+from planner.torch_private.core import backward_comes_again, current_transform
 
 _OTHER_SIZES = (
     "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). If sizes vary, let each have a plan: "

@@ -12,18 +12,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import fx
 
-from graphs.capture.lower import Capture
-from graphs.capture.random_ops import drawn_once
-from graphs.capture.signature import Batch
-from graphs.capture.statics import allocated_bytes
-from graphs.capture.step import TrainingStep
-from graphs.capture.unchanged import unchanged
-from graphs.cost.replay import real_static, written_by
 from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
-from graphs.torch_private.core import backward_comes_again, foreach_copy_, pytree
+from planner.capture.frontend.unchanged import unchanged
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.rewrites.random_ops import drawn_once
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.profiling.replay import real_static, written_by
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
+from planner.torch_private.core import backward_comes_again, foreach_copy_, pytree
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ def _room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _check_ops(captured: Capture) -> None:
-    from graphs.torch_private.inductor import is_cudagraph_unsafe_fx_node  # importing Inductor takes a second
+    from planner.torch_private.inductor import is_cudagraph_unsafe_fx_node  # importing Inductor takes a second
 
     device = captured.graph.provenance["device"]
     for op, node in zip(captured.graph.ops, captured.nodes, strict=True):

@@ -6,9 +6,9 @@ from statistics import mean, median
 
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.cost.link import LinkProfile, Rates
-from graphs.cost.profile import distinct_ops, isolated
+from planner.capture.lowering.lower import Capture
+from planner.profiling.link import LinkProfile, Rates
+from planner.profiling.profile import distinct_ops, isolated
 from planner.runtime.channels import Channels, Issued
 from planner.runtime.executor import open_channels
 from planner.runtime.host_tensor import HostTensor

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.capture.signature import Batch, arguments, as_leaves, call, leaves
-from graphs.capture.unchanged import WritesUndone, same, unchanged
-from graphs.cost.allocator import cpu_allocations, no_collection
 from graphs.eager import Difference
-from graphs.torch_private.core import pytree
+from planner.capture.frontend.unchanged import WritesUndone, same, unchanged
+from planner.capture.signature import Batch, arguments, as_leaves, call, leaves
+from planner.profiling.allocator import cpu_allocations, no_collection
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.machine import machine
+from planner.torch_private.core import pytree
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"
 Step = Callable[..., Any]
@@ -158,7 +158,7 @@ def outcome(
 
     Args:
         seed: of the random state that it is run from; None: the one that is there.
-        written: as in ``graphs.capture.unchanged.unchanged``.
+        written: as in ``planner.capture.frontend.unchanged.unchanged``.
         undone: finds that, where it is not known.
     """
     with unchanged(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from graphs.cost.allocator import cpu_allocations, no_collection
-from graphs.torch_private.core import profiler_enabled
+from planner.profiling.allocator import cpu_allocations, no_collection
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
+from planner.torch_private.core import profiler_enabled
 
 _Mark = float | torch.cuda.Event
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from graphs.capture.program import Call, Program, file_of, load, variable
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options.passes import passes_of
@@ -26,6 +25,7 @@ from graphs.options.placement import is_copy
 from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Free, Schedule, Step
+from planner.capture.lowering.program import Call, Program, file_of, load, variable
 from planner.runtime.channels import Channels
 from planner.runtime.codegen import Code, assemble, repeated
 from planner.runtime.copying import CopyingWriter, UnderWay

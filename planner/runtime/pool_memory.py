@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
-from graphs.capture.unchanged import unchanged
-from graphs.cost.allocator import Allocation, cpu_allocations
-from graphs.cost.replay import written_by
+from planner.capture.frontend.unchanged import unchanged
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.profiling.allocator import Allocation, cpu_allocations
+from planner.profiling.replay import written_by
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_both
 

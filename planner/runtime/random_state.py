@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from graphs.capture.redraw import LOCK
-from graphs.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode
+from planner.capture.rewrites.redraw import LOCK
+from planner.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphs.capture.own_generators import given_to
-from graphs.capture.program import Program
 from graphs.ir import Graph
-from graphs.torch_private.core import backward_comes_again, foreach_copy_, set_version_counter
+from planner.capture.lowering.program import Program
+from planner.capture.rewrites.own_generators import given_to
 from planner.runtime.codegen import Code
 from planner.runtime.random_state import RandomState
+from planner.torch_private.core import backward_comes_again, foreach_copy_, set_version_counter
 
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from graphs.capture.checksum import checksum
 from graphs.errors import PlannerError
+from planner.capture.checksum import checksum
 
 
 class UnseenWrites:

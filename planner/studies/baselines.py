@@ -23,11 +23,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphs.capture.step import LossFn, TrainingStep
 from graphs.errors import ModelError
-from graphs.torch_private.capture import functorch_config, inductor_config
+from planner.capture.step import LossFn, TrainingStep
 from planner.runtime.measure import Step
 from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
+from planner.torch_private.capture import functorch_config, inductor_config
 from solvers.policies.sac import LISTS, SacRule, SaveList, save_lists
 from solvers.policies.torch_ops import base_name
 

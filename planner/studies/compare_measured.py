@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from graphs.capture.lower import Capture
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
-from graphs.options.traced import with_graph
-from graphs.zoo import Workload
 from planner import tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import with_graph
 from planner.choices import Choices
+from planner.models import Workload
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name

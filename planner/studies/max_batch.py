@@ -6,10 +6,10 @@ Never imports torch: graphs come from a function of the size.
 from collections.abc import Callable
 from contextlib import suppress
 
-from graphs.cost.scaling import Fit
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
+from planner.profiling.scaling import Fit
 from planner.solving import order_for
 from planner.studies.fitting import Decision, Enough, largest
 from planner.studies.sizes import OPTIMAL, LargestSize, Method, Wanted

@@ -7,11 +7,11 @@ from enum import StrEnum
 
 import torch
 
-from graphs.capture.statics import StaticTensors
-from graphs.capture.step import TrainingStep
-from graphs.capture.unchanged import unchanged
 from graphs.errors import PlannerError
-from graphs.zoo import Workload
+from planner.capture.frontend.unchanged import unchanged
+from planner.capture.lowering.statics import StaticTensors
+from planner.capture.step import TrainingStep
+from planner.models import Workload
 from planner.runtime import measure
 from planner.runtime.cuda_graph import hidden_pool_bytes
 from planner.runtime.host_memory import HostMemory

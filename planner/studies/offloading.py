@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphs.capture.step import LossFn, TrainingStep
-from graphs.torch_private.core import current_autograd_node
+from planner.capture.step import LossFn, TrainingStep
 from planner.runtime.channels import Channels
 from planner.runtime.host_tensor import HostTensor
 from planner.runtime.measure import Step
 from planner.studies.baselines import Method
+from planner.torch_private.core import current_autograd_node
 
 _STASH, _LEAST_BYTES = 5, 1024  # of torchtune's OffloadActivations
 

@@ -15,14 +15,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture.eager_ops import dynamo_as_eager_where, ops_as_eager
-from graphs.capture.guard_messages import readable
-from graphs.capture.lower import Capture
-from graphs.cost.devices import DEVICES, Device, device_called, get_device
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.torch_private.capture import (
+from planner.budgets import is_share, read_budget
+from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
+from planner.capture.guards.messages import readable
+from planner.capture.lowering.lower import Capture
+from planner.profiling.devices import DEVICES, Device, device_called, get_device
+from planner.progress import LoggingView, Stage, Stages
+from planner.progress.describe import saved_line
+from planner.search import Search, Wait
+from planner.solving import summarize
+from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
+from planner.torch_compile.partition import capture_joint
+from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
+from planner.torch_compile.shared_budget import SharedBudget
+from planner.torch_private.capture import (
     BufferAOTInput,
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -33,16 +42,7 @@ from graphs.torch_private.capture import (
     functorch_config,
     innermost_backend,
 )
-from graphs.torch_private.core import pytree
-from planner.budgets import is_share, read_budget
-from planner.progress import LoggingView, Stage, Stages
-from planner.progress.describe import saved_line
-from planner.search import Search, Wait
-from planner.solving import summarize
-from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
-from planner.torch_compile.partition import capture_joint
-from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
-from planner.torch_compile.shared_budget import SharedBudget
+from planner.torch_private.core import pytree
 
 _OPTIONS = (
     "budget",
@@ -125,8 +125,8 @@ def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget)
 
 def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
     """`module` with Inductor's kernels, likewise."""
-    from graphs.torch_private.inductor import compile_fx  # importing Inductor takes a second
     from planner.torch_compile.planned_kernels import PlannedKernels, capture_kernels
+    from planner.torch_private.inductor import compile_fx  # importing Inductor takes a second
 
     if not _trains(module):
         return compile_fx(module, inputs)  # type: ignore[return-value]

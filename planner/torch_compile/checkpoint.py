@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from graphs.capture.joint import logging_methods
-from graphs.capture.step import check_module
 from graphs.errors import PlannerError
-from graphs.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
 from planner.budgets import budget_in_bytes, read_budget
+from planner.capture.frontend.joint import logging_methods
+from planner.capture.step import check_module
 from planner.search import Wait
 from planner.torch_compile import backend
+from planner.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
 
 M = TypeVar("M", bound=nn.Module)
 

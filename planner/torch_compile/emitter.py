@@ -11,19 +11,19 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
-from graphs.capture.batch_norms import without_statistics
-from graphs.capture.eager_ops import called
-from graphs.capture.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
-from graphs.capture.lower import Capture
-from graphs.capture.program import Call, Composed, variable
 from graphs.ir import Op
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST
 from graphs.schedule import Compute, Step
-from graphs.torch_private.capture import SavedForBackwardsAOTOutput
+from planner.capture.frontend.eager_ops import called
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Call, Composed, variable
+from planner.capture.rewrites.batch_norms import without_statistics
+from planner.capture.rewrites.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
 from planner.runtime.channels import Channels
 from planner.runtime.copying import UnderWay
 from planner.runtime.host_tensor import HostTensor
+from planner.torch_private.capture import SavedForBackwardsAOTOutput
 
 aten = torch.ops.aten
 

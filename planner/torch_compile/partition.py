@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture.batch_norms import ignored_inputs
-from graphs.capture.eager_ops import separate_biases
-from graphs.capture.layouts import layouts_as_eager
-from graphs.capture.lower import Capture, lower
-from graphs.capture.outputs import items, outputs
-from graphs.capture.program import file_of
-from graphs.capture.random_ops import drawn_once
-from graphs.capture.signature import Signature
-from graphs.capture.sparse import is_sparse
-from graphs.capture.statics import StaticTensors
-from graphs.cost.devices import Device
-from graphs.cost.profile import profile
-from graphs.cost.repeatable import custom_ops_once
-from graphs.cost.roofline import model_times
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Phase
-from graphs.options.traced import with_traced
 from graphs.pools import COMPUTE
 from graphs.schedule import Compute, Schedule, Step, boundary
-from graphs.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
-from graphs.torch_private.core import pytree
+from planner.capture.frontend.eager_ops import separate_biases
+from planner.capture.lowering.lower import Capture, lower
+from planner.capture.lowering.program import file_of
+from planner.capture.lowering.statics import StaticTensors
+from planner.capture.options.traced import with_traced
+from planner.capture.rewrites.batch_norms import ignored_inputs
+from planner.capture.rewrites.layouts import layouts_as_eager
+from planner.capture.rewrites.outputs import items, outputs
+from planner.capture.rewrites.random_ops import drawn_once
+from planner.capture.rewrites.sparse import is_sparse
+from planner.capture.signature import Signature
 from planner.keeping_everything import prepare_for_tight_memory
+from planner.profiling.devices import Device
+from planner.profiling.profile import profile
+from planner.profiling.repeatable import custom_ops_once
+from planner.profiling.roofline import model_times
 from planner.runtime.channels import Channels
 from planner.runtime.step_lines import Line
 from planner.torch_compile.emitter import Emitter
+from planner.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
+from planner.torch_private.core import pytree
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def capture_joint(
         measure: run each op on the device it is on, instead.
         options: choices besides recomputing that are found in the graph. What they round counts as rounded, for nothing is
             compared.
-        on_op: as in ``graphs.cost.profile.profile``.
+        on_op: as in ``planner.profiling.profile.profile``.
 
     Raises:
         TraceError: shapes that are not known yet, or an op that no static graph can hold.

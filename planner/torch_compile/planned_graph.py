@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture.lower import Capture
-from graphs.capture.redraw import generator_of
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.overwriting import kept_that_are_overwritten
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.torch_private.capture import boxed_nop
-from graphs.torch_private.core import backward_comes_again
+from planner.capture.lowering.lower import Capture
+from planner.capture.rewrites.redraw import generator_of
 from planner.runtime.channels import Channels
 from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.random_state import RandomState
@@ -30,6 +28,8 @@ from planner.runtime.step_lines import StepLines
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
+from planner.torch_private.capture import boxed_nop
+from planner.torch_private.core import backward_comes_again
 
 # Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
 # over besides tensors: what is on the host, and copies that may be under way.

@@ -10,18 +10,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.capture.kernels.halves import compile_halves
-from graphs.capture.kernels.lower import lower_graph
-from graphs.capture.kernels.variants import Variant
-from graphs.capture.lower import Capture
-from graphs.capture.outputs import outputs
-from graphs.capture.redraw import generator_of
-from graphs.capture.signature import Signature
-from graphs.cost.profile import profile
 from graphs.ir import Kind, Phase
-from graphs.options.traced import with_traced
 from graphs.schedule import Schedule
-from graphs.torch_private.capture import (
+from planner.capture.kernels.halves import compile_halves
+from planner.capture.kernels.lower import lower_graph
+from planner.capture.kernels.variants import Variant
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import with_traced
+from planner.capture.rewrites.outputs import outputs
+from planner.capture.rewrites.redraw import generator_of
+from planner.capture.signature import Signature
+from planner.keeping_everything import prepare_for_tight_memory
+from planner.profiling.profile import profile
+from planner.runtime.channels import Channels
+from planner.runtime.codegen import compile_schedule
+from planner.runtime.undo import undoing
+from planner.torch_compile.partition import Placeholders, mutated_inputs, once
+from planner.torch_compile.planned_graph import Passes, PlannedGraph, device_of
+from planner.torch_private.capture import (
     BufferAOTInput,
     ParamAOTInput,
     PlainAOTInput,
@@ -30,13 +36,7 @@ from graphs.torch_private.capture import (
     TracingContext,
     tracing,
 )
-from graphs.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
-from planner.keeping_everything import prepare_for_tight_memory
-from planner.runtime.channels import Channels
-from planner.runtime.codegen import compile_schedule
-from planner.runtime.undo import undoing
-from planner.torch_compile.partition import Placeholders, mutated_inputs, once
-from planner.torch_compile.planned_graph import Passes, PlannedGraph, device_of
+from planner.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
 
 _PASSES = 3
 

@@ -4,8 +4,8 @@ from types import FunctionType
 
 import torch
 
-from graphs.torch_private.capture import substitute_in_graph
-from graphs.torch_private.core import detect_is_causal_mask
+from planner.torch_private.capture import substitute_in_graph
+from planner.torch_private.core import detect_is_causal_mask
 
 _written = detect_is_causal_mask
 # Another object: what is substituted below would be this one too.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphs.capture.statics import allocated_bytes
+from planner.capture.lowering.statics import allocated_bytes
 
 # Bytes by the identity of a storage.
 Storages = dict[int, int]

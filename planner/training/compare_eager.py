@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.capture.program import variable
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
-from graphs.capture.unchanged import WritesUndone, unchanged
-from graphs.cost.replay import RealStep, written_by
 from graphs.eager import DifferingOp, EagerComparison
 from graphs.errors import EagerWarning
 from graphs.ir import Op
 from graphs.plan import Plan
-from graphs.torch_private.core import TorchDispatchMode, pytree
 from graphs.units import format_bytes, format_seconds
+from planner.capture.frontend.unchanged import WritesUndone, unchanged
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import variable
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
+from planner.profiling.replay import RealStep, written_by
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import release_unused
+from planner.torch_private.core import TorchDispatchMode, pytree
 
 _MOST_TURNS = 9
 _TURNS_S = 0.5  # for turns of both, in all; one at least

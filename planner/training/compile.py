@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch, as_leaves
-from graphs.capture.step import LossFn
-from graphs.cost.kernel_settings import kernel_settings
 from graphs.errors import PlannerError
 from graphs.options import DEFAULTS, Setting, check_goes_with
 from planner.budgets import allowed_overhead, budget_or_overhead, cache_key
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch, as_leaves
+from planner.capture.step import LossFn
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.plan_check import check_sizes
+from planner.profiling.kernel_settings import kernel_settings
 from planner.progress import LoggingView, Stages, View
 from planner.progress.describe import plan_line
 from planner.runtime.cuda_graph import CudaGraphs

@@ -5,22 +5,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
-from graphs.capture.step import LossFn, TrainingStep
-from graphs.cost.replay import RealStep
-from graphs.cost.sensitivity import with_measured_variances
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.options.traced import with_graph
 from graphs.options.variance import SENSITIVITY
 from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import with_graph
+from planner.capture.signature import Batch
+from planner.capture.step import LossFn, TrainingStep
 from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
+from planner.profiling.replay import RealStep
+from planner.profiling.sensitivity import with_measured_variances
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.channels import Channels
@@ -39,7 +39,7 @@ from planner.training.improvement import Consultation, Improvement, over_budget
 from planner.training.step import Improving, PlannedStep
 
 if TYPE_CHECKING:
-    from graphs.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
 
 # How often a budget is lowered by what a measured peak is above it.
 _CORRECTIONS = 2

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from graphs.capture.signature import Batch, as_leaves, leaves
 from graphs.errors import InfeasibleError, LimitError
 from graphs.plan import Plan
+from planner.capture.signature import Batch, as_leaves, leaves
 from planner.training.lru import LRUCache
 from planner.training.step import PlannedStep
 

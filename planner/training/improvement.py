@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
-from graphs.capture.lower import Capture
 from graphs.eager import EagerComparison
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.units import format_bytes
 from planner.background import BackgroundSolve
+from planner.capture.lowering.lower import Capture
 from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
 from planner.runtime.executor import Executor

@@ -3,13 +3,13 @@
 import warnings
 from dataclasses import dataclass, replace
 
-from graphs.capture.kernels.variants import Variant
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
 from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from graphs.ir import Graph
 from graphs.plan import Plan
 from planner.budgets import budget_in_bytes, is_share
+from planner.capture.kernels.variants import Variant
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
 from planner.solving import eager_peak_bytes, summarize
 from planner.training.cache import SHARES_OF
 from planner.training.compiler import Compiler

@@ -9,13 +9,13 @@ from warnings import warn
 
 import torch
 
-from graphs.capture.signature import Batch, leaves
-from graphs.capture.step import LossFn
 from graphs.errors import BudgetError, LimitError, PlannerError
-from graphs.torch_private.core import pytree
 from graphs.units import format_bytes
+from planner.capture.signature import Batch, leaves
+from planner.capture.step import LossFn
 from planner.distributed.wrappers import Unwrapped
 from planner.progress import View
+from planner.torch_private.core import pytree
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.compile import compile  # noqa: A004
 from planner.training.dynamic import Shapes, shapes_of

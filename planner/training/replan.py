@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 from warnings import warn
 
-from graphs.capture.signature import Batch, as_leaves
 from graphs.errors import MismatchError
 from graphs.plan import Plan
+from planner.capture.signature import Batch, as_leaves
 from planner.training.step import PlannedStep
 
 

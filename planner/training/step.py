@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphs.capture.signature import Batch, as_leaves
 from graphs.errors import PlannerError
 from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from graphs.plan import Plan
+from planner.capture.signature import Batch, as_leaves
 from planner.choices import with_recorded
 from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page

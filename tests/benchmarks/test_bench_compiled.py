@@ -15,7 +15,7 @@ from benchmarks.compiled_case import Settings, compare_compiled
 from benchmarks.compiled_rows import ATEN, OURS, PEAK_OF, REFERENCE, Row
 from benchmarks.compiled_table import summary, table
 from benchmarks.kept_captures import KeptCaptures
-from graphs.zoo import build
+from planner.models import build
 from planner.studies.baselines import memory_budget
 from planner.studies.rows import read_rows
 

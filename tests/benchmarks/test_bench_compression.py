@@ -25,8 +25,8 @@ from benchmarks.compression import (
     train,
 )
 from benchmarks.training_loop import Recipe
-from graphs.capture.signature import Batch
-from graphs.zoo import build
+from planner.capture.signature import Batch
+from planner.models import build
 from planner.studies.rows import KeptRows, read_rows
 from planner.studies.tables import by
 

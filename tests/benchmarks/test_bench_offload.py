@@ -27,8 +27,8 @@ from graphs.errors import BudgetError
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.units import format_ratio
 from planner.choices import choices_of
-from planner.models.workload import parse_spec
 from planner.studies.rows import read_rows
+from planner.workload.workload import parse_spec
 
 RESULTS = Path(__file__).parents[2] / "results" / "offload"
 

@@ -27,10 +27,10 @@ from benchmarks.options_errors import ERRORS, MEASURED, Bits, bits_of, error_tab
 from graphs.ir import Op
 from graphs.options import OPTIONS
 from graphs.units import format_ratio
-from graphs.zoo import build
 from planner import tracing
-from planner.models.workload import parse_spec
+from planner.models import build
 from planner.studies.rows import KeptRows, read_rows
+from planner.workload.workload import parse_spec
 from solvers.clock import WorkClock
 
 RESULTS = Path(__file__).parents[2] / "results" / "options"

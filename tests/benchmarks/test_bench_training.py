@@ -12,9 +12,9 @@ import torch
 from benchmarks import training
 from benchmarks.training import EAGER, PLANNED, Row, failures, half_or_half_way, main, pairs, table, train
 from benchmarks.training_loop import Recipe, batches
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload, build
 from planner import tracing
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.measure import loss_of
 from planner.solving import solve
 from planner.studies.rows import read_rows

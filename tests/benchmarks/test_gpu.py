@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import plans, probe
 from benchmarks.gpu.__main__ import ROOT, Step
-from graphs.zoo import Workload, build
+from planner.models import Workload, build
 from tests.support.cuda_device import cuda_device, on_device
 
 

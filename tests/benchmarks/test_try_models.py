@@ -20,7 +20,7 @@ from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, Row, Trial
 from benchmarks.try_models import COLUMNS, main
-from graphs.zoo import Workload
+from planner.models import Workload
 from planner.runtime.measure import loss_of
 from planner.studies.rows import write_csv
 

@@ -16,8 +16,8 @@ from graphs.ir import Graph
 from graphs.options import with_options, without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
-from graphs.zoo import Workload, build
 from planner import running, search, solve, tracing
+from planner.models import Workload, build
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_facts import graph_facts, graph_text

@@ -9,15 +9,15 @@ import torch
 
 import planner
 from benchmarks.all_compressed import all_compressed
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
 from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import read_plan, write_plan
 from graphs.options import with_options, without_options
 from graphs.options.variance import COMPRESS, KEEP, RESTORE
 from graphs.simulate import simulate
-from graphs.zoo import Workload, build
 from planner import running, tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.plan_check import check_plan
 from planner.runtime import measure
 from planner.runtime.executor import Executor

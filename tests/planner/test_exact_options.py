@@ -8,10 +8,10 @@ import pytest
 from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import read_plan, write_graph, write_plan
 from graphs.ir import Graph
-from graphs.options.traced import with_graph
-from graphs.zoo import Workload
 from planner import running, solve, tracing
+from planner.capture.options.traced import with_graph
 from planner.choices import choices_of, with_recorded
+from planner.models import Workload
 from planner.plan_check import check_plan
 from tests.support.command import call, refused
 from tests.support.stand_ins import make

@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from graphs.cost.link import MEASURED_LINK, LinkProfile, Rates
 from graphs.errors import BudgetError, GraphError, InfeasibleError, MismatchError, PlannerError
 from graphs.io.formats import read_plan, write_graph, write_plan
 from graphs.ir import Graph
@@ -18,6 +17,7 @@ from graphs.synthetic.random_graphs import random_training_step
 from planner import solve
 from planner.choices import LINK, KnownLink, LinkSource, choices_of
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
+from planner.profiling.link import MEASURED_LINK, LinkProfile, Rates
 from planner.report.graph_facts import graph_facts
 from solvers.order.reorder import reordered
 from tests.support.command import call, refused

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import planner
-from graphs.cost.others import DEVICES_KEY, known_devices, named_device, recorded_devices
 from graphs.errors import GraphError, MismatchError, PlannerError, TraceError, UsageError
 from graphs.io.formats import read_graph, read_plan, write_graph
 from graphs.ir import Graph, Op
@@ -21,6 +20,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.small import diamond
 from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
+from planner.profiling.other_devices import DEVICES_KEY, known_devices, named_device, recorded_devices
 from planner.solving import solve
 from tests.support.all_choices import found_in_a_step
 

@@ -4,10 +4,10 @@ import copy
 
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
 from graphs.schedule import Schedule
-from graphs.zoo import Workload
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import planner
-from graphs.zoo import Workload, build
+from planner.models import Workload, build
 
 
 def workload(batch: int = 8) -> Workload:

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
-from graphs.capture.kernels import halves
-from graphs.capture.kernels.variants import Variant
-from graphs.capture.trace import capture_kernels
 from graphs.errors import TraceError
-from graphs.zoo import Workload, build
+from planner.capture.kernels import halves
+from planner.capture.kernels.variants import Variant
+from planner.capture.trace import capture_kernels
+from planner.models import Workload, build
 from tests.support.cuda_lines import excerpts, kinds, over
 from tests.support.no_gpu import compiled_for_cuda
 
-FOLDER = Path(__file__).parents[1] / "graphs/capture/kernels/cuda_code"
+FOLDER = Path(__file__).parents[1] / "planner/capture/kernels/cuda_code"
 _GPT2 = partial(build, "gpt2", layers=1, seq=1024, batch=8)
 
 

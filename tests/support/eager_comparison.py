@@ -6,7 +6,7 @@ from torch import nn
 
 import planner
 from graphs.eager import Difference, DifferingOp, EagerComparison
-from graphs.zoo import Workload, build
+from planner.models import Workload, build
 
 
 def gpt2() -> Workload:

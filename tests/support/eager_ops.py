@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.capture.lower import Capture
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from solvers.policies.keep_everything import keep_everything

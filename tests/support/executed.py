@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
-from graphs.cost.replay import written_by
 from graphs.ir import Op
 from graphs.schedule import Schedule
-from graphs.zoo import Workload
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.models import Workload
+from planner.profiling.replay import written_by
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, outcome
 from planner.runtime.pool_memory import measured_peak

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.first_step_cases import Case, by_blocks
-from graphs.zoo import Workload
+from planner.models import Workload
 
 NAME = "tiny"
 

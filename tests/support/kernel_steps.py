@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.capture.kernels.variants import Variant
-from graphs.capture.lower import Capture
-from graphs.capture.signature import call
 from graphs.ir import Graph
 from graphs.options.selection import IN_PLACE
 from graphs.schedule import Compute, Free, Schedule
-from graphs.zoo import Workload, build
+from planner.capture.kernels.variants import Variant
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import call
 from planner.distributed.wrappers import unwrap
+from planner.models import Workload, build
 from planner.runtime.measure import loss_of
 from planner.search import Search
 from planner.training.inductor_compiler import InductorCompiler

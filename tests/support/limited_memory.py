@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.trace import capture
 from graphs.errors import OutOfMemoryError
 from planner import tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.solving import solve
 from solvers.policies.keep_everything import keep_everything

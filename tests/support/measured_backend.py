@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.cost.allocator import cpu_allocations
 from graphs.errors import InfeasibleError
+from planner.profiling.allocator import cpu_allocations
 from planner.torch_compile import backend
 from planner.torch_compile.shared_budget import SharedBudget
 

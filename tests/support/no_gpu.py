@@ -28,9 +28,9 @@ from torch.utils import _pytree as pytree
 from torch.utils import _triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphs.capture.attention import attention_as_on_cuda
-from graphs.capture.kernels import halves
-from graphs.torch_private.capture import JointWithDescriptors
+from planner.capture.kernels import halves
+from planner.capture.rewrites.cuda_attention import attention_as_on_cuda
+from planner.torch_private.capture import JointWithDescriptors
 
 _DEVICE = torch.device("cuda:0")
 _H100 = SimpleNamespace(

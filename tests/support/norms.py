@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.zoo import Workload
+from planner.models import Workload
 
 
 class Call(nn.Module):

@@ -6,15 +6,15 @@ from functools import cache
 import torch
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
-from graphs.cost.exactness import with_exactness
-from graphs.cost.profile import profile
-from graphs.cost.replay import RealStep, real_static
 from graphs.ir import Graph, Op
-from graphs.options.traced import with_traced
 from graphs.schedule import Schedule, schedule_of
-from graphs.zoo import Workload, build
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import with_traced
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
+from planner.profiling.exactness import with_exactness
+from planner.profiling.profile import profile
+from planner.profiling.replay import RealStep, real_static
 from planner.tracing import capture_step
 from tests.support.stand_ins import make
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from graphs.ir import Graph, Op, Phase
 from graphs.schedule import Schedule, schedule_of
-from graphs.zoo import Workload
+from planner.models import Workload
 
 
 class Mixed(nn.Module):

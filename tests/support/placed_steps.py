@@ -7,17 +7,17 @@ from random import Random
 
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.cost.others import named_device
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.passes import in_passes
 from graphs.options.placement import Placement, placement_of
 from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.options.traced import with_graph
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import with_graph
+from planner.profiling.other_devices import named_device
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
 from planner.runtime.placed import moved

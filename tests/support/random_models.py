@@ -13,7 +13,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
-from graphs.zoo import Workload
+from planner.models import Workload
 from tests.support.random_blocks import ANYWHERE, BLOCKS, WIDTH, WRAPPERS
 
 _SHAPES = {"rows": (6, WIDTH), "sequence": (3, 4, WIDTH), "tokens": (3, 4), "image": (2, WIDTH, 6, 6)}

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import record, recordable

@@ -13,7 +13,7 @@ from graphs.options.selection import differences
 from graphs.plan import Plan
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
-from graphs.zoo import Workload, build
+from planner.models import Workload, build
 from planner.solving import summarize
 
 

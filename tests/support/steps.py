@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.trace import capture
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.schedule import Schedule, schedule_of
-from graphs.zoo import Workload, build
+from planner.capture.lowering.lower import Capture
+from planner.capture.trace import capture
+from planner.models import Workload, build
 from planner.solving import solve
 from solvers.result import SolveProgress
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from tests.support.steps import random_schedule

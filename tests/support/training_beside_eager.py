@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import planner
-from graphs.capture.step import TrainingStep
 from graphs.schedule import Compute
+from planner.capture.step import TrainingStep
 from tests.support.budgets import HALF_WAY, half_way_known
 
 STEPS = 4

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor
 
-from graphs.capture.kernels.wrapper import Value, Wrapper
 from graphs.ir import Phase
+from planner.capture.kernels.wrapper import Value, Wrapper
 
 
 class Extern:

@@ -10,10 +10,10 @@ import pytest
 
 from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.ir import Graph
-from planner.models.workload import parse_spec
 from planner.progress import LineView
 from planner.running import RunReport
 from planner.solving import solve
+from planner.workload.workload import parse_spec
 from tests.support.budgets import between
 from tests.support.command import call, refused, run_report
 from tests.support.command_process import ROOT, chain

@@ -17,8 +17,8 @@ from graphs.io.formats import write_graph, write_plan
 from graphs.ir import Graph, Phase
 from graphs.plan import Plan
 from graphs.synthetic.small import training_chain
-from graphs.zoo import build
 from planner.cli.main import main
+from planner.models import build
 from planner.report.chrome_trace import chrome_trace
 from planner.report.columns import memory_columns
 from planner.report.lanes import RECOMPUTED, bars

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from graphs.capture.lower import Capture
 from graphs.options import without_options
-from graphs.options.chunks import CHUNKS
 from graphs.simulate import simulate
-from graphs.zoo import Workload
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.chunks import CHUNKS
+from planner.models import Workload
 from planner.tracing import capture_profiled
 from solvers.policies.keep_everything import keep_everything
 from tests.support.executed import executed, may_differ

@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.simulate import simulate
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak

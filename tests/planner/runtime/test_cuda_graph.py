@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.errors import MismatchError, PlannerError, TraceError
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped, unwrap
+from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import recordable
 from planner.training import per_batch

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import planner
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.errors import InfeasibleError
 from graphs.ir import Kind
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
+from planner.models import Workload
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graph_pool import pool_bytes

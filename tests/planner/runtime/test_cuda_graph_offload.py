@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import planner
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.errors import CopyError, PlannerError
 from graphs.pools import HOST
 from graphs.simulate import simulate
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload
 from planner.runtime.channels import ThreadChannels
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.cuda_graph import CudaGraphs

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.capture.trace import capture
 from graphs.errors import TraceError
+from planner.capture.trace import capture
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import recordable

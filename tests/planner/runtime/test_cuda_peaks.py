@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import planner
-from graphs.capture.step import LossFn, TrainingStep
-from graphs.capture.trace import capture
 from graphs.simulate import simulate
+from planner.capture.step import LossFn, TrainingStep
+from planner.capture.trace import capture
 from planner.report.describe import run_data, run_text
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries

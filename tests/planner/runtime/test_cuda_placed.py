@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.options.passes import in_passes
 from graphs.simulate import simulate
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.tracing import profiled

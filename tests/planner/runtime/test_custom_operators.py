@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import planner
-from graphs.capture.random_states import RandomStates
-from graphs.cost.repeatable import UNREPEATABLE
 from graphs.ir import Op
+from planner.capture.frontend.random_states import RandomStates
+from planner.profiling.repeatable import UNREPEATABLE
 from planner.training.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 

@@ -13,12 +13,12 @@ from torch import nn
 
 import planner
 from benchmarks.storages import LiveStorages
-from graphs.capture.lower import Capture
-from graphs.capture.trace import capture
-from graphs.cost.allocator import cpu_allocations
 from graphs.errors import GraphError, InfeasibleError, MismatchError, ScheduleError
 from graphs.schedule import Free, schedule_of
-from graphs.zoo import Workload
+from planner.capture.lowering.lower import Capture
+from planner.capture.trace import capture
+from planner.models import Workload
+from planner.profiling.allocator import cpu_allocations
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.executor import Executor
 from solvers.policies.keep_everything import keep_everything

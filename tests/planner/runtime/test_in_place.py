@@ -5,16 +5,16 @@ from functools import cache
 import pytest
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
-from graphs.cost.replay import written_by
 from graphs.errors import UsageError
 from graphs.options import traced_options, with_options
-from graphs.options.in_place import with_out, working_in_place
 from graphs.simulate import simulate
-from graphs.zoo import Workload
 from planner import running, solve, tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.in_place import with_out, working_in_place
+from planner.capture.step import TrainingStep
 from planner.choices import choices_of
+from planner.models import Workload
+from planner.profiling.replay import written_by
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.tracing import capture_profiled

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import planner.training.compile as training
-from graphs.capture.lower import Capture
-from graphs.capture.program import Call, variable
-from graphs.capture.step import TrainingStep
-from graphs.cost.replay import RealStep
 from graphs.ir import Op, Phase
 from graphs.options import without_options
-from graphs.options.kernels.worth import needless
-from graphs.options.traced import without_needless
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from planner import running, tracing
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Call, variable
+from planner.capture.options.kernels.worth import needless
+from planner.capture.options.traced import without_needless
+from planner.capture.step import TrainingStep
+from planner.profiling.replay import RealStep
 from planner.solving import solve
 from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train

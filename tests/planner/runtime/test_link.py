@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
-from graphs.cost.link import MEASURED_LINK, LinkProfile, Rates, measured_link, published_link
-from graphs.cost.replay import real_static
 from graphs.errors import TraceError
 from graphs.options.surroundings import Link
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload
+from planner.profiling.link import MEASURED_LINK, LinkProfile, Rates, measured_link, published_link
+from planner.profiling.replay import real_static
 from planner.runtime import link
 from planner.runtime.channels import ThreadChannels
 from planner.runtime.host_memory import HostMemory

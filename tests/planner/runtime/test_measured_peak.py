@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.capture.step import TrainingStep
+from planner.capture.step import TrainingStep
 from planner.running import run
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.capture.step import TrainingStep
 from graphs.ir import Kind
 from graphs.options.offload import without_copies
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
+from planner.capture.step import TrainingStep
 from planner.runtime import channels
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphs.errors import CopyError, OutOfMemoryError
-from graphs.zoo import Workload
+from planner.models import Workload
 from planner.runtime import channels, workers
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import planner
-from graphs.capture.lower import Capture
-from graphs.capture.trace import capture
 from graphs.errors import OutOfMemoryError, PlannerError
 from graphs.ir import Kind
 from graphs.options.passes import in_passes
 from graphs.schedule import Compute
 from graphs.simulate import simulate
+from planner.capture.lowering.lower import Capture
+from planner.capture.trace import capture
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
 from graphs.errors import InfeasibleError
 from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.zoo import Workload, build
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.solving import solve

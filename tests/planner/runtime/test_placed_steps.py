@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.capture.program import Call
-from graphs.capture.step import TrainingStep
 from graphs.errors import CopyError, DeviceError, GraphError, UsageError
 from graphs.options.passes import in_passes
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
+from planner.capture.lowering.program import Call
+from planner.capture.step import TrainingStep
 from planner.runtime import devices, transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured

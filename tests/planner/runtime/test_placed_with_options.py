@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from graphs.capture.lower import Capture
-from graphs.capture.step import TrainingStep
-from graphs.cost.replay import written_by
 from graphs.errors import CopyError
 from graphs.options.passes import in_passes
 from graphs.options.selection import gradient_error, option_of
 from graphs.pools import COMPUTE
 from graphs.schedule import Compute
 from graphs.simulate import simulate
-from graphs.zoo import Workload
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.models import Workload
+from planner.profiling.replay import written_by
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.capture.redraw import dropout_from
-from graphs.capture.trace import capture
-from graphs.cost.allocator import segment_peaks
 from graphs.ir import Phase
 from graphs.schedule import schedule_of
+from planner.capture.rewrites.redraw import dropout_from
+from planner.capture.trace import capture
+from planner.profiling.allocator import segment_peaks
 from planner.runtime.executor import Executor
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.capture.checksum import checksum
 from graphs.errors import PlannerError
+from planner.capture.checksum import checksum
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]

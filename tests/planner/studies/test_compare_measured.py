@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from graphs.errors import MismatchError
-from graphs.zoo import Workload
 from planner.cli.main import main
-from planner.models import workload
+from planner.models import Workload
 from planner.report.comparisons import (
     iso_memory_note,
     iso_memory_pairs,
@@ -34,6 +33,7 @@ from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import Settings, compare_measured, profiled
 from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
 from planner.tracing import trace
+from planner.workload import workload
 from solvers.policies.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs.cost.others import DEVICES_KEY, recorded_devices
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
@@ -20,6 +19,7 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from planner import options
 from planner.choices import choices_of
+from planner.profiling.other_devices import DEVICES_KEY, recorded_devices
 from planner.report.curves import curve_data, curve_frame, curve_text
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in

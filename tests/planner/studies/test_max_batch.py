@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs.cost.scaling import Fit, same_ops
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.choices import choices_of
-from planner.models.sizes import Sizes
-from planner.models.tracing import Tracing
-from planner.models.workload import parse_spec
+from planner.profiling.scaling import Fit, same_ops
 from planner.studies.fitting import Enough, largest
 from planner.studies.max_batch import max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
+from planner.workload.sizes import Sizes
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
 from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
 
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.models import Workload
 from planner.runtime.channels import ThreadChannels
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.measure import loss_of

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from graphs.capture.step import TrainingStep
 from graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner import search
+from planner.capture.step import TrainingStep
 from planner.runtime.measure import measure_memory, outcome
 from tests.support.budgets import HALF_WAY
 from tests.support.norms import norm_twice

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.cost import profile
 from graphs.errors import InfeasibleError
 from planner import search
+from planner.profiling import profile
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import Seen, beside, unread
 from solvers.policies.keep_everything import keep_everything

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.cost.allocator import cpu_allocations
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from planner import search
+from planner.profiling.allocator import cpu_allocations
 from planner.solving import solve
 from solvers.bounds import least_budget_bound
 from solvers.policies.keep_everything import keep_everything

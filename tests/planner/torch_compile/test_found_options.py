@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.capture.step import TrainingStep
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.zoo import Workload, build
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.measure import StepOutcome, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.measured_backend import measured_bytes

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.capture.step import TrainingStep
 from graphs.errors import PlannerError
 from graphs.ir import Phase
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
+from planner.capture.step import TrainingStep
 from planner.runtime.measure import outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from solvers.policies.keep_everything import keep_everything

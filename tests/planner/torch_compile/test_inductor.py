@@ -15,8 +15,8 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.plan import Plan
 from graphs.simulate import simulate
-from graphs.zoo import Workload
 from planner import search
+from planner.models import Workload
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.torch_compile import backend
 from solvers.policies.keep_everything import keep_everything

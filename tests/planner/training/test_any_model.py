@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.capture.signature import Batch, call
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.errors import MismatchError, TraceError
+from planner.capture.signature import Batch, call
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
 from tests.support.steps import random_schedule

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.eager import DifferingOp, EagerComparison
 from graphs.errors import EagerWarning
 from graphs.io.formats import write_plan
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.training import compare_eager
 from planner.training.compare_eager import compare_with_eager, warn_of_differences

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import planner
-from graphs.capture.step import TrainingStep
 from graphs.options import without_options
 from graphs.simulate import simulate
+from planner.capture.step import TrainingStep
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
 from solvers.bounds import least_budget_bound

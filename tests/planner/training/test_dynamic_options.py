@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.capture.step import TrainingStep
 from graphs.options.selection import option_of
 from graphs.simulate import simulate
+from planner.capture.step import TrainingStep
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
 from tests.support.budgets import between

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import planner
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload, build
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.runtime.measure import outcome
 from tests.support.budgets import on_the_way
 

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.capture.step import TrainingStep
-from graphs.capture.trace import capture
 from graphs.errors import MismatchError
 from graphs.ir import Phase
-from graphs.options.traced import with_traced
 from graphs.overwriting import kept_that_are_overwritten
 from graphs.schedule import schedule_of
-from graphs.zoo import Workload, build
+from planner.capture.options.traced import with_traced
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload, build
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from tests.support.budgets import HALF_WAY

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import planner
-from graphs.capture.step import TrainingStep
-from graphs.capture.unchanged import WritesUndone, unchanged
 from graphs.errors import PlannerError, TraceError
+from planner.capture.frontend.unchanged import WritesUndone, unchanged
+from planner.capture.step import TrainingStep
 from tests.support.no_trace import BATCH, CALLS, Remembers, assert_no_trace, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import planner
-from graphs.cost.link import measured_link
 from graphs.errors import EagerWarning, OutOfMemoryError, PlannerError
 from graphs.io.formats import read_graph, read_plan, write_plan
 from graphs.pools import HOST
-from graphs.zoo import Workload, build
 from planner import search
+from planner.models import Workload, build
+from planner.profiling.link import measured_link
 from planner.runtime.executor import Executor
 from tests.support.command import call
 from tests.support.steps import make

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import planner
-from graphs.capture.trace import capture
 from graphs.errors import PlannerError
 from graphs.ir import Kind
 from graphs.optimizers import OPTIMIZERS, Optimizer
+from planner.capture.trace import capture
 from planner.cli.main import build_parser
 from planner.training.optimizers import optimizer_kind
 

@@ -5,7 +5,7 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from benchmarks.runner import Runner
-from graphs.capture.step import TrainingStep
+from planner.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
 from planner.search import Search
 from planner.solving import summarize

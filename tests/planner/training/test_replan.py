@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.capture.step import LossFn
 from graphs.errors import PlannerError, TraceError
+from planner.capture.step import LossFn
 from planner.training.compiler import Compiler
 from tests.support.steps import MutatedBuffer
 

@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from graphs.zoo import build
+from planner.models import build
 from planner.tracing import trace
 from solvers.policies import sac
 from solvers.policies.checkpoint_blocks import block_of, blockings, checkpoint_blocks, levels, solve

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.errors import InfeasibleError
 from graphs.ir import Graph, Kind
-from graphs.zoo import build
+from planner.models import build
 from planner.solving import solve, summarize
 from planner.tracing import trace
 from solvers.bounds import least_budget_bound

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.cost import profile
-from graphs.zoo import Workload
+from planner.models import Workload
+from planner.profiling import profile
 from planner.runtime import libraries
 from planner.runtime.caching_allocator import CachingAllocator
 from tests.support.cuda_device import graphs, tensors

@@ -249,7 +249,7 @@ MUTATIONS = (
         "test_cuda_times.py",
     ),
     Mutation(
-        "graphs/cost/profile.py",
+        "planner/profiling/profile.py",
         "the stream of the op's device, which events are recorded on",
         "stream = torch.cuda.current_stream(device)",
         "stream = torch.cuda.current_stream()",
@@ -270,7 +270,7 @@ MUTATIONS = (
         "test_cuda_times.py",
     ),
     Mutation(
-        "graphs/capture/statics.py",
+        "planner/capture/lowering/statics.py",
         "the rounding of tensors to 512 bytes",
         'return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes',
         "return size_bytes",

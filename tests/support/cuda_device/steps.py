@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from graphs.capture.step import TrainingStep
-from graphs.zoo import Workload
+from planner.capture.step import TrainingStep
+from planner.models import Workload
 from planner.runtime.measure import loss_of
 
 

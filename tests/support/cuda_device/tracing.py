@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from graphs.capture import joint, trace
-from graphs.capture.signature import Batch
-from graphs.capture.step import TrainingStep
+from planner.capture import trace
+from planner.capture.frontend import joint
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
 from tests.support.cuda_device.tensors import OnDevice
 from tests.support.cuda_device.tensors import plain as on_the_host
 

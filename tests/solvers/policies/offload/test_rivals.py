@@ -9,7 +9,7 @@ from graphs.ir import Graph
 from graphs.options.offload import without_copies
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
-from graphs.zoo import build
+from planner.models import build
 from planner.tracing import trace
 from solvers.policies.keep_everything import keep_everything
 from solvers.policies.offload.deepspeed import DeepSpeedParams

@@ -1,0 +1,258 @@
+"""Capture each op as eager PyTorch runs it, where capture by itself would take it apart.
+
+Beside the kernels of its operators PyTorch has Python functions that compute some of them from others, and calls them
+wherever a graph is captured for a compiler, which fuses again what they take apart. Executed op by op they cost time
+and memory, and round otherwise; those of recurrent networks leave out the dropout between layers.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+
+from graphs.errors import TraceError
+from planner.capture.rewrites.batch_norms import batch_norms_as_eager
+from planner.capture.rewrites.layouts import writes_noted
+from planner.capture.rewrites.products import products_as_eager
+from planner.torch_private.capture import (
+    InstructionTranslatorBase,
+    TorchInGraphFunctionVariable,
+    VariableTracker,
+    dynamo_config,
+    tensor_method,
+)
+from planner.torch_private.core import (
+    BypassDispatchCache,
+    DispatchKey,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    below_autograd,
+    python_kernels,
+)
+
+aten = torch.ops.aten
+
+# torch._utils.is_compiling and torch._dynamo.is_compiling call the first.
+_QUESTIONS = (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
+_KNOWING = {"torch", "planner"}  # packages that always hear the truth
+
+# Who asks what in order to leave out what no graph can hold: a context variable that is set, a look at a mask's values. Any
+# other library is found out by an attempt that fails.
+ASKING_FOR_COMPILERS = frozenset(
+    {
+        "transformers.utils.output_capturing: is_compiling",
+        "transformers.masking_utils: is_compiling",
+    }
+)
+
+_AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+# What is captured by its Python function all the same.
+_DECOMPOSED = {
+    # The fused kernel, which draws and rounds as eager PyTorch's three ops do and keeps a quarter of the bytes.
+    aten.dropout.default,
+    # Its schema does not say that it writes the running statistics.
+    aten.native_batch_norm.default,
+    # Eager PyTorch looks at the values first, to check them, which no static graph can. The results are the same.
+    aten.one_hot.default,
+    aten.istft.default,
+}
+
+
+@contextmanager
+def ops_as_eager() -> Iterator[None]:
+    """Inside, capture finds the kernels of PyTorch's operators and not the Python functions that decompose them."""
+    with ExitStack() as stack:
+        for op in _overloads():
+            decompositions = {key: op.py_kernels[key] for key in _AUTOGRAD_KEYS if key in op.py_kernels}
+            if decompositions and op not in _DECOMPOSED:
+                stack.callback(_restore, op, decompositions)
+                _remove(op, decompositions)
+        stack.enter_context(batch_norms_as_eager())
+        stack.enter_context(products_as_eager())
+        stack.enter_context(_dynamo_as_eager())
+        stack.enter_context(writes_noted())
+        stack.enter_context(_recurrent_layers_made_anew())
+        yield
+
+
+def _overloads() -> Iterator[OpOverload]:
+    """The operators that Python knows by now; what nobody has named has no Python function."""
+    for packet in vars(aten).values():
+        if isinstance(packet, OpOverloadPacket):
+            yield from (op for op in vars(packet).values() if isinstance(op, OpOverload))
+
+
+def _remove(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> None:
+    for key in kernels:
+        del op.py_kernels[key]
+    op._dispatch_cache.clear()
+
+
+def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> None:
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()
+
+
+@contextmanager
+def _dynamo_as_eager() -> Iterator[None]:
+    """Inside, Dynamo takes ``addcdiv`` and ``addcmul_`` apart only if it must: where their factor is a tensor."""
+    with ExitStack() as stack:
+        stack.enter_context(dynamo_config.patch(enable_dynamo_decompositions=False))
+        dynamo_as_eager_where(lambda _: True, stack)
+        yield
+
+
+def dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
+    """Until `stack` is closed, let Dynamo take no op apart by itself in the frames that are `wanted`, unless it must.
+
+    It must where a factor (``value`` of ``addcdiv`` and ``addcmul_``) is a tensor, which the op itself would read.
+    """
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    stack.callback(handlers.__setitem__, torch.addcdiv, handlers[torch.addcdiv])
+    handlers[torch.addcdiv] = _whole_where(wanted, handlers[torch.addcdiv])
+    for holder, name in map(tensor_method, ("addcmul_", "addcdiv_")):
+        stack.enter_context(patch.object(holder, name, _whole_where(wanted, getattr(holder, name))))
+
+
+def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose: Callable[..., Any]) -> Callable[..., Any]:
+    def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
+        must = "value" in kwargs and not kwargs["value"].is_python_constant()
+        return decompose(self, tx, *args, **kwargs) if must or not wanted(tx) else None
+
+    return handle
+
+
+@contextmanager
+def not_compiling(told: Collection[str] = ()) -> Iterator[list[str]]:
+    """Inside, models that ask whether they are compiled hear no, and take the way that they take in eager PyTorch.
+
+    Libraries ask to leave out what no compiler could follow (whether a mask masks anything), and then compute with numbers
+    that round otherwise, or with masks that eager PyTorch does without. PyTorch itself hears the truth.
+
+    Args:
+        told: who hears it too, and on which question, as in ``ASKING_FOR_COMPILERS``.
+
+    Returns:
+        Who else has asked so far, and what.
+    """
+    asked: list[str] = []
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+
+    def answering(true: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
+            module = _asking(tx)
+            question = f"{module}: {self.value.__name__}"
+            if question in told or _package(module) in _KNOWING:
+                return true(self, tx, *args, **kwargs)
+            asked.append(question)
+            return VariableTracker.build(tx, False)
+
+        return handle
+
+    with patch.dict(handlers, {question: answering(handlers[question]) for question in _QUESTIONS}):
+        yield asked
+
+
+def _asking(tx: InstructionTranslatorBase) -> str:
+    """The module that asks; where that is a function of its library for others to ask by, theirs."""
+    module = _module(tx)
+    caller: Any = tx
+    while caller is not None and _module(caller) == module:
+        caller = getattr(caller, "parent", None)
+    return module if caller is None or _package(_module(caller)) in _KNOWING else _module(caller)
+
+
+def _module(tx: InstructionTranslatorBase) -> str:
+    return str(tx.f_globals.get("__name__"))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@contextmanager
+def _recurrent_layers_made_anew() -> Iterator[None]:
+    """Inside, no fake value of a recurrent layer comes from the cache, which forgets that both bias gradients are one tensor.
+
+    The same network would be another graph the second time.
+    """
+    validate = FakeTensorMode._validate_cache_key
+    backward = aten.mkldnn_rnn_layer_backward.default
+    like = backward.py_kernels[DispatchKey.Meta]
+
+    def refuse(self: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any) -> None:
+        if func in _CALLED:
+            raise BypassDispatchCache(f"{func} returns one tensor twice")
+        validate(self, func, args, kwargs)
+
+    def in_float(*args: Any) -> tuple[torch.Tensor, ...]:
+        """What the kernel returns, and what is said of it from torch 2.13 on: before, gradients had the type of the weights."""
+        return tuple(gradient.float() for gradient in like(*args))
+
+    with (
+        patch.object(FakeTensorMode, "_validate_cache_key", refuse),
+        python_kernels(backward, {DispatchKey.Meta: in_float}),
+    ):
+        yield
+
+
+def mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """``aten.mkldnn_rnn_layer``, which keeps what its backward pass needs only where gradients are recorded."""
+    with below_autograd(), torch.enable_grad():
+        results: tuple[torch.Tensor, ...] = aten.mkldnn_rnn_layer.default(*args)
+        return results
+
+
+def mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """``aten.mkldnn_rnn_layer_backward``, with a gradient of its own for each of the two biases, which get one tensor there."""
+    results = list(aten.mkldnn_rnn_layer_backward.default(*args))
+    results[_SECOND_BIAS] = results[_SECOND_BIAS].clone()
+    return tuple(results)
+
+
+_SECOND_BIAS = 4
+_CALLED = {
+    aten.mkldnn_rnn_layer.default: mkldnn_rnn_layer,
+    aten.mkldnn_rnn_layer_backward.default: mkldnn_rnn_layer_backward,
+}
+
+
+# Where a kernel lays its result out in another way than its fake one says (mse_loss_backward of a transposed input), eager
+# PyTorch's backward pass copies what cannot be viewed; so does this, and elsewhere it makes the same view.
+_AS_LAID_OUT: dict[OpOverload, OpOverload] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+
+
+def separate_biases(graph: fx.Graph) -> None:
+    """Let the fake values of ``mkldnn_rnn_layer_backward`` have a gradient for each bias, whether they shared one or not."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
+        values = list(node.meta["val"])
+        with values[_SECOND_BIAS].fake_mode:
+            values[_SECOND_BIAS] = torch.empty_like(values[_SECOND_BIAS])
+        node.meta["val"] = tuple(values)
+        for user in node.users:
+            if user.args[1] == _SECOND_BIAS:
+                user.meta["val"] = values[_SECOND_BIAS]
+
+
+def called(op: Any) -> Callable[..., Any]:
+    """What to call for `op` where nothing is recorded, to compute what eager PyTorch computes."""
+    return _CALLED.get(op) or _AS_LAID_OUT.get(op, op)
+
+
+def refuse_kernels_of_the_cpu(graph: fx.Graph) -> None:
+    """Make sure that what is captured on the CPU for CUDA is not of kernels that the CPU alone has.
+
+    Raises:
+        TraceError: it is.
+    """
+    for op in _CALLED:
+        if any(node.target is op for node in graph.nodes):
+            raise TraceError(
+                "nn.LSTM runs in cuDNN on CUDA, whose memory is not known without it: plan it on a CPU, or write the cell out "
+                "(nn.LSTMCell)"
+            )

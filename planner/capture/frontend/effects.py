@@ -1,0 +1,295 @@
+"""Python values that a step changes while it runs: counters, caches, what a module remembers of its last call.
+
+A planned step runs kernels, no Python: it changes none of them. A value that the step reads and changes at every call would
+be frozen in the plan, so it is refused by name. One that it only sets is named in a warning. What the first step sets and
+later ones read (a mask that is built when it is first needed) is set before the capture, by running the model once.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+
+from graphs.errors import TraceError
+from planner.capture.guards.messages import Scope, readable
+from planner.torch_private.capture import SideEffects
+
+_Change = Literal["never", "once", "always"]
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A Python value that the captured code changes.
+
+    Attributes:
+        owner: name of the object, as Dynamo writes it.
+        attribute: of the object; None where the object itself is changed, such as a list.
+        where: the line that does so, in brackets, for messages; empty where it is not known.
+        replaced: a buffer or parameter, for which another tensor is put.
+    """
+
+    owner: str
+    attribute: str | None
+    where: str
+    replaced: bool = False
+
+    @property
+    def name(self) -> str:
+        """As Dynamo writes it."""
+        return self.owner if self.attribute is None else f"{self.owner}.{self.attribute}"
+
+    def is_read(self, guarded: frozenset[str]) -> bool:
+        """Whether one of the names that guards look at is this value, or in it."""
+        if self.attribute is None:
+            names = {self.owner}
+        else:
+            names = {
+                f"{self.owner}.{self.attribute}",
+                f"{self.owner}.__dict__['{self.attribute}']",
+                f"{self.owner}['{self.attribute}']",
+            }
+        return any(guard == name or guard.startswith((f"{name}.", f"{name}[")) for name in names for guard in guarded)
+
+
+class Scratch:
+    """Base of objects that a front end lets a step fill, and reads behind it: what the step sets there is no effect."""
+
+
+class UnsettledError(Exception):
+    """The step reads values that its first call sets: it is captured as it is from the second on.
+
+    Attributes:
+        effects: what is set.
+    """
+
+    def __init__(self, effects: list[Effect]) -> None:
+        super().__init__(", ".join(effect.name for effect in effects))
+        self.effects = effects
+
+
+@contextmanager
+def recording_effects() -> Iterator[list[Effect]]:
+    """Inside, what Dynamo captures is looked at for changes to Python values that were there before."""
+    found: list[Effect] = []
+    original = SideEffects.codegen_update_mutated
+
+    def recorded(effects: SideEffects, *args: Any, **kwargs: Any) -> None:
+        found[:] = _effects(effects)  # a capture that starts again begins anew
+        original(effects, *args, **kwargs)
+
+    with mock.patch.object(SideEffects, "codegen_update_mutated", recorded):
+        yield found
+
+
+def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[[], object], local: Scope, scope: Scope) -> None:
+    """Refuse values that the step reads and changes at every call; warn of those that it only sets.
+
+    Args:
+        effects: of the captured step.
+        guarded: names that guards look at, as Dynamo writes them.
+        run: executes the step on fake tensors.
+        local, scope: where names are found.
+
+    Raises:
+        TraceError: names the value, and the line that changes it.
+        UnsettledError: values change in the first call only.
+    """
+    for effect in effects:
+        if effect.replaced:
+            raise TraceError(
+                f"{readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a planned "
+                "step does not do: change it in place (copy_, add_, lerp_)"
+            )
+    effects = [effect for effect in effects if not isinstance(_owner(effect, local, scope), Scratch)]
+    changes = _changes(effects, run, local, scope) if effects else {}
+    for effect, change in changes.items():
+        if change != "always":
+            continue
+        name = readable(effect.name, local, scope)
+        if effect.is_read(guarded):
+            raise TraceError(
+                f"{name} changes at every step{effect.where}, and the step reads it: in a plan it would stay as it is now. Make "
+                "it a tensor that is changed in place (a buffer, with add_), pass it with the batch as a tensor, or change it "
+                "outside of what is planned"
+            )
+        warnings.warn(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead", stacklevel=2)
+    if unsettled := [effect for effect, change in changes.items() if change == "once" and effect.is_read(guarded)]:
+        raise UnsettledError(unsettled)
+
+
+def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]], local: Scope, scope: Scope) -> None:
+    """Set values as the first call of the step sets them, and say so.
+
+    Args:
+        run: a context behind one call of the step on real tensors, at whose end all is as it was.
+        effects, local, scope: as for ``check_effects``.
+
+    Raises:
+        TraceError: they cannot be set.
+    """
+    with run():
+        values = [_found(effect, local, scope) for effect in effects]
+    for effect, value in zip(effects, values, strict=True):
+        name = readable(effect.name, local, scope)
+        if effect.attribute is None or value is _ABSENT:
+            raise TraceError(f"{name} changes in the first step{effect.where}: run the model once before it is planned")
+        setattr(_owner(effect, local, scope), effect.attribute, value)
+        warnings.warn(
+            f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and is "
+            "planned as it is from then on",
+            stacklevel=2,
+        )
+
+
+def _effects(effects: SideEffects) -> list[Effect]:
+    found = []
+    for variable in effects._get_modified_vars():
+        source = getattr(variable, "source", None)
+        try:
+            owner = source.name if isinstance(source.name, str) else source.name()  # type: ignore[union-attr]
+        except (AttributeError, NotImplementedError):
+            continue  # made by the step itself
+        frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
+        own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]  # attributes are set in nn.Module
+        where = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or frames)), "")
+        attributes = effects.store_attr_mutations.get(variable)
+        if owner.endswith(("._buffers", "._parameters")):
+            module = owner.rpartition(".")[0]
+            found += [Effect(module, name, where, replaced=True) for name in _replaced(variable)]
+        elif attributes:
+            found += [Effect(owner, name, where) for name, value in attributes.items() if not _is_itself(value, owner, name)]
+        else:
+            found.append(Effect(owner, None, where))
+    return [effect for effect in found if effect.owner.startswith(("L[", "G["))]
+
+
+def _replaced(tensors: Any) -> Iterator[str]:
+    """Names in a module's table of tensors that stand for others than before; what is written in place is the same."""
+    before, now = (
+        {getattr(key, "vt", key).as_python_constant(): value for key, value in items.items()}
+        for items in (tensors.original_items, tensors.items)
+    )
+    for name, value in now.items():
+        if value is not before.get(name) and _storage(value) != _storage(before.get(name)):
+            yield name
+
+
+def _storage(variable: Any) -> int | None:
+    value = variable.realize() if hasattr(variable, "realize") else variable
+    proxy = value.as_proxy() if value is not None and value.is_tensor() else None
+    return None if proxy is None else proxy.node.meta["example_value"].untyped_storage()._cdata
+
+
+def _is_itself(value: Any, owner: str, name: str) -> bool:
+    """Whether an attribute is set to what it is already: a buffer, by ``self.calls += 1``."""
+    source = getattr(value, "source", None)
+    if source is None:
+        return False
+    return str(source.name) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
+
+
+def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:
+    """In which of two steps each value becomes another, on fake tensors; all values are afterwards as they were."""
+    before = _snapshots(effects, local, scope)
+    try:
+        seen = [[_found(effect, local, scope) for effect in effects]]
+        for _ in range(2):
+            run()
+            seen.append([_found(effect, local, scope) for effect in effects])
+        return {effect: _change(*values) for effect, values in zip(effects, zip(*seen, strict=True), strict=True)}
+    except Exception:  # noqa: BLE001  # what cannot run on fake tensors: a number that the step sets is one that changes
+        return {e: "always" if isinstance(_found(e, local, scope), int | float) else "once" for e in effects}
+    finally:
+        for restore in before:
+            restore()
+
+
+def _change(first: object, second: object, third: object) -> _Change:
+    if not _same(second, third):
+        return "always"
+    return "never" if _same(first, second) else "once"
+
+
+_ABSENT = object()
+
+
+def _found(effect: Effect, local: Scope, scope: Scope) -> object:
+    """The value as it is now; of a list, dict or set what is in it."""
+    owner = _owner(effect, local, scope)
+    if effect.attribute is None:
+        return owner.copy() if isinstance(owner, list | dict | set) else owner
+    if isinstance(owner, Mapping) and "[" in effect.owner and not hasattr(owner, effect.attribute):
+        return owner.get(effect.attribute, _ABSENT)
+    return getattr(owner, effect.attribute, _ABSENT)
+
+
+def _owner(effect: Effect, local: Scope, scope: Scope) -> Any:
+    if effect.owner == f"G['{effect.attribute}']":  # a global is an attribute of no object
+        return _Globals(scope)
+    return eval(effect.owner, {"L": local, "G": scope})
+
+
+class _Globals:
+    """Global variables as attributes."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.__dict__ = scope  # type: ignore[assignment]
+
+
+def _snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callable[[], None]]:
+    """What puts each value back as it is now."""
+    restore: list[Callable[[], None]] = []
+    for effect in effects:
+        owner, value = _owner(effect, local, scope), _found(effect, local, scope)
+        if effect.attribute is not None:
+            restore.append(_attribute_restored(owner, effect.attribute, value))
+        elif isinstance(value, list):
+            restore.append(_list_restored(owner, value))
+        elif isinstance(value, dict | set):
+            restore.append(_items_restored(owner, value))
+    return restore
+
+
+def _attribute_restored(owner: Any, name: str, value: object) -> Callable[[], None]:
+    def restore() -> None:
+        if value is not _ABSENT:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)
+
+    return restore
+
+
+def _list_restored(owner: list[Any], items: list[Any]) -> Callable[[], None]:
+    def restore() -> None:
+        owner[:] = items
+
+    return restore
+
+
+def _items_restored(owner: Any, items: Any) -> Callable[[], None]:
+    def restore() -> None:
+        owner.clear()
+        owner.update(items)
+
+    return restore
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two values are one object, or equal ones of plain types."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return isinstance(a, int | float | str | bytes | set | None) and a == b

@@ -1,0 +1,184 @@
+"""What stopped a capture: the user's own exception as it is, or one line with the code that did it and a way out."""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from graphs.errors import PlannerError, TraceError, is_handled_by_a_caller
+from planner.capture.frontend.fakes import on_fakes
+from planner.capture.frontend.lines import at, is_our_code, ways_on, where_made, where_raised
+from planner.capture.guards.branches import Branches
+from planner.capture.signature import Batch, call, leaves
+from planner.capture.step import TrainingStep
+from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
+from planner.torch_private.core import FakeTensor
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+# What Dynamo and AOTAutograd say, and what is said instead: `{where}` is the line of the user's code, `{on}` what takes a step
+# that is no one graph, other names are groups of the pattern. The first that is found counts.
+_ANSWERS: dict[str, str] = {
+    r"expected to have an entirely functional graph": (
+        "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: make "
+        "it a buffer (register_buffer)"
+    ),
+    r"Module-level backwards hooks": (
+        "the model has hooks of modules on gradients (register_full_backward_hook), which cannot be captured: hook a tensor in "
+        "the forward pass (tensor.register_hook), or remove them"
+    ),
+    r"(?P<name>copy\.deepcopy\(\))|copy\.py.*in deepcopy\b" if not FOLLOWS_COPIES else r"(?!)": (
+        f"the step cannot be captured as one graph: torch {torch.__version__} does not follow copy.deepcopy() ({{where}}): use "
+        "torch 2.13, or leave the copy out (models of Transformers copy their config where they make a cache: make it with "
+        "use_cache=False)"
+    ),
+    r"torch\.\* op returned non-Tensor.*?example_value type: (?P<type>\w+);.*?target: (?:<[\w-]+ (?:method )?)?(?P<name>\w+)": (
+        "{where} asks PyTorch for a value that is no tensor ({name}: {type}), which a plan would keep as it is now: ask before "
+        "the step, and pass the value with the batch; or {on}"
+    ),
+    r"torch/distributions/\w+\.py": (
+        "{where} makes a distribution that checks the values it is given, which no plan can: leave out validate_args=True, or "
+        "{on}"
+    ),
+    r"torch\.jit\.script/freeze modules|_CachedForward": (
+        "{where} calls a module of torch.jit, in which there is no Python to look into: give the nn.Module that it was made of, "
+        "or {on}"
+    ),
+    r"marked as skipped.*?function `pack_padded_sequence`": (
+        "{where} packs a sequence, whose size then depends on the lengths in the batch: give the padded batch to the layer, and "
+        "take what it returns at lengths - 1 (of a layer in one direction), or {on}"
+    ),
+    r"marked as skipped.*?function `(?P<name>[\w.<>]+)`": (
+        "{where} calls {name}, which cannot be looked into: call it before the step and pass what it returns with the batch, "
+        "make it an operator (torch.library.custom_op), or {on}"
+    ),
+    r"Attempted to wrap sparse Tensor|builtin operator `matmul`|UserDefinedObjectVariable\((?:Tensor|Parameter)\)": (
+        "{where} takes a sparse tensor for more than a product of a matrix that is not trained with a dense one, as in "
+        "torch.sparse.mm(matrix, x) or matrix @ x: hold it as a dense tensor (matrix.to_dense())"
+    ),
+    r"Dynamic shape operator.*?context: (?P<name>\S+)": (
+        "{where} calls {name}, whose result has a size that is known once it has run, and a plan needs before: {on}"
+    ),
+}
+
+
+def failure(error: Exception, step: TrainingStep, batch: Batch, branches: Branches | None) -> Exception:
+    """Return what to raise for the `error` that stopped a capture of `step`.
+
+    To be raised where `error` is not being handled, so that it does not become the context of the user's own exception.
+    """
+    if known := own_message(error) or (branches and branches.refusal):
+        return _caused(known, error)
+    found = _raised_on_fakes(step, batch)
+    if isinstance(found, TraceError):
+        return _caused(str(found), error)
+    if failed := _failed_op(error, found):
+        return _caused(failed, error)
+    observed = type(error).__name__.startswith("Observed") or "Observed exception" in str(error)
+    if (own := _users_own(step, batch, found, observed=observed)) is not None:
+        return own
+    if isinstance(found, TypeError) and (wrong := step.wrong_call(batch)):
+        return _caused(wrong, error)
+    return _caused(_answer(error), error)
+
+
+def _caused(message: str, error: Exception) -> TraceError:
+    answer = TraceError(message)
+    answer.__cause__ = error
+    return answer
+
+
+def own_message(error: BaseException) -> str | None:
+    """What the planner says of an error that it raised inside the capture; None of others."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PlannerError):
+        cause = cause.__cause__ or cause.__context__
+        if cause is not None and is_handled_by_a_caller(cause):
+            return None
+    return None if cause is None else str(cause)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, ops that fail on fake tensors are not logged, with a page of frames: an error says so."""
+
+    def refuse(_: logging.LogRecord) -> bool:
+        return False
+
+    _FAKE_LOG.addFilter(refuse)
+    try:
+        yield
+    finally:
+        _FAKE_LOG.removeFilter(refuse)
+
+
+def _raised_on_fakes(step: TrainingStep, batch: Batch) -> Exception | None:
+    """Return what the step raises where nothing is computed."""
+    with on_fakes(step, batch) as run:
+        return _raised_by(run)
+
+
+def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, observed: bool) -> Exception | None:
+    """Return the exception that the user's own code raises on `batch`, with its traceback; None if it raises none.
+
+    Args:
+        on_fakes: what it raises on fake tensors. What real ones raise may depend on their values, so that the step is run on
+            them too, but for its backward pass.
+        observed: whether Dynamo has met an exception that nothing catches.
+    """
+    if on_fakes is None and not observed:
+        return None
+    if any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *leaves(batch))):
+        return on_fakes if on_fakes is not None and _is_users(on_fakes) else None
+    with torch.no_grad():
+        found = _raised_by(lambda: call(step, batch))
+    return found if found is not None and _is_users(found) else None
+
+
+def _raised_by(run: Callable[[], object]) -> Exception | None:
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001  # whatever it is
+        return error
+    return None
+
+
+def _is_users(error: Exception) -> bool:
+    """Return whether `error` was raised in code that is neither PyTorch's nor the planner's."""
+    innermost, traceback = "", error.__traceback__
+    while traceback is not None:
+        innermost, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next
+    return not is_our_code(innermost)
+
+
+def _failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
+    """Return what is said where an op fails on the batch, on fake tensors as on real ones."""
+    failed = re.search(r"with fake tensors: .*: got (?!AttributeError)(\w+)\((['\"])(.*)\2\)$", str(error), re.MULTILINE)
+    if failed is None:
+        return None
+    said, line = f"{failed[1]}: {failed[3]}", None
+    if on_fakes is not None:
+        said, line = f"{type(on_fakes).__name__}: {first_line(on_fakes)}", where_raised(on_fakes)
+    where = "" if line is None else f", at {line}"
+    said = said.rstrip(".")
+    return f"an op of the step fails on this batch: {said}{where}; loss_fn(model(*inputs), target) itself fails there too"
+
+
+def _answer(error: Exception) -> str:
+    """Return our words for what Dynamo or AOTAutograd says."""
+    said = str(error)
+    where, on = at(where_made(said)), ways_on()
+    for pattern, words in _ANSWERS.items():
+        if (found := re.search(pattern, said, re.DOTALL | re.MULTILINE)) is not None:
+            return words.format(where=where, on=on, **found.groupdict())
+    explanation = re.search(r"Explanation: (.*)", said)
+    why = first_line(error) if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: {first_line(error)}"
+    why += f" ({explanation[1].strip().rstrip('.')})" if explanation else ""
+    return f"the step cannot be captured as one graph: {why}, at {where}; move that out of what is planned, or {on}"

@@ -1,0 +1,301 @@
+"""Branches on data: taken as eager PyTorch takes them on the given batch, with a guard that is checked before each step.
+
+Dynamo leaves a number that Python takes out of a tensor a symbol. Here the symbol's value is known (``guards.known_values``),
+so that a branch on it can be taken; the condition, and what computes it from inputs and buffers, becomes a guard.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+from torch import fx, nn
+
+from graphs.errors import TraceError
+from planner.capture.frontend.lines import Line, refused, where_made, where_now
+from planner.capture.guards.conditions import DataGuards, GuardWriter, number
+from planner.capture.guards.known_values import KnownValues
+from planner.capture.guards.next_steps import check_next_steps
+from planner.capture.rewrites.outputs import tensors_in
+from planner.capture.signature import Batch, leaves
+from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, dynamo_config, dynamo_utils
+from planner.torch_private.core import (
+    FakeTensor,
+    OpOverload,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    assert_async,
+    assert_true,
+    kept_in_graphs,
+    pytree,
+    sympy_interp,
+)
+
+aten = torch.ops.aten
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What returns a bool of tensors to Python, and a tensor to nobody.
+_QUESTIONS = (torch.equal, torch.allclose, torch.is_nonzero)
+_ASSERTED = (aten._assert_async.default, aten._assert_async.msg)
+_STATED = (
+    aten._assert_scalar.default,
+    aten._assert_tensor_metadata.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+_MARK = "remat-planner: value "
+_JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was taken to be so while a step was captured.
+
+    Attributes:
+        expression: of symbols that stand for numbers taken out of tensors.
+        outcome: its value on the given batch.
+        line: where it mattered.
+    """
+
+    expression: sympy.Basic
+    outcome: object
+    line: Line | None
+
+
+class Branches:
+    """Takes the branches of one capture as they are taken on the given batch, and remembers how.
+
+    Args:
+        batch: that is captured.
+
+    Attributes:
+        refusal: why a branch could not be taken; None if none was met.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._fake = any(isinstance(leaf, FakeTensor) for leaf in leaves(batch))
+        self.refusal: str | None = None
+        self._known = KnownValues()
+        self._node: fx.Node | None = None  # that Dynamo executes
+        self._taken: list[tuple[ShapeEnv, Decision]] = []
+        self._decisions: list[Decision] = []
+        self._symbols: list[sympy.Symbol] = []  # of the tensors that are marked in the graph
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Dynamo takes branches on values that are known."""
+        run_node: Callable[..., Any] = dynamo_utils.run_node
+        step = InstructionTranslatorBase.step
+        cannot = ShapeEnv._make_data_dependent_error
+
+        def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
+            outer, self._node = self._node, node
+            try:
+                return self._run(lambda *given: run_node(tracer, node, *given, module), tracer, node, args, kwargs)
+            finally:
+                self._node = outer
+
+        def stepped(translator: InstructionTranslatorBase) -> bool:
+            asked = _ask_for_number(translator)
+            more = step(translator)
+            if asked and translator.stack and translator.stack[-1] is asked[0]:  # `a or b` is the tensor itself
+                translator.stack[-1] = asked[1]
+            return more
+
+        def decided(env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
+            self._taken.append((env, Decision(expression, _plain(outcome), where_now())))
+
+        def undecided(env: ShapeEnv, expression: sympy.Basic, *args: Any, **kwargs: Any) -> Exception:
+            self.refusal = refused(where_now(), self._why_unknown(expression))
+            return cannot(env, expression, *args, **kwargs)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(dynamo_utils, "run_node", run))
+            stack.enter_context(patch.object(InstructionTranslatorBase, "step", stepped))
+            stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", decided))
+            stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", undecided))
+            # An assertion is a branch like others: what it asserts is checked before the step.
+            stack.enter_context(dynamo_config.patch(rewrite_assert_with_torch_assert=False))
+            stack.enter_context(self._known.followed(lambda: self._node is not None and self._node.target == "item"))
+            yield
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """AOTAutograd executes the step again: ops inside others that ask for a value get it, and stay in the graph."""
+        self._known.restart()
+        asking = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
+        with kept_in_graphs(asking), self._known.followed(lambda: False):
+            yield
+
+    def settle(self, module: fx.GraphModule) -> None:
+        """Replace the symbols in Dynamo's graph by what they stand for, and mark the tensors they come from."""
+        graph, env = module.graph, module.meta["fake_mode"].shape_env
+        self._decisions = [decision for where, decision in self._taken if where is env]
+        stated = [assertion.expr for assertions in env.deferred_runtime_asserts.values() for assertion in assertions]
+        known = {_canonical(decision) for decision in self._decisions}
+        checked = [Decision(expression, True, None) for expression in stated]  # torch._check, and what was decided
+        self._decisions += [decision for decision in checked if _canonical(decision) not in known]
+        symbolic = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), SYMBOLIC)]
+        for node in symbolic:
+            if node.target == "item" and self._known.number(node.meta["example_value"]) is not None:
+                with graph.inserting_before(node):
+                    marker = graph.call_function(assert_async, (node.args[0], f"{_MARK}{len(self._symbols)}"))
+                marker.meta = {"stack_trace": node.meta.get("stack_trace"), "example_value": None}
+                (symbol,) = _expression(node.meta["example_value"]).free_symbols
+                self._symbols.append(symbol)
+        for node in list(graph.nodes):
+            if node not in symbolic and any(arg in symbolic for arg in node.all_input_nodes):
+                only_checks = node.op != "output" and all(arg in symbolic for arg in node.all_input_nodes)
+                if only_checks and node.meta.get("example_value") is None:
+                    graph.erase_node(node)  # of what is decided
+                else:
+                    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._settled)
+        for node in reversed(symbolic):
+            if not node.users and node.target not in _QUESTIONS:
+                graph.erase_node(node)
+        module.recompile()
+
+    def guards(self, graph: fx.Graph, step: nn.Module, batch: Batch) -> DataGuards | None:
+        """What the branches that were taken need, to be checked before each step; None where there were none.
+
+        Args:
+            graph: the joint graph as AOTAutograd makes it; what only asks for values is taken out of it.
+            step, batch: that was captured.
+
+        Raises:
+            TraceError: they depend on more than the batch and buffers.
+        """
+        writer = GuardWriter(graph)
+        values: dict[sympy.Symbol, tuple[int, Line | None]] = {}
+        for node in list(graph.nodes):
+            if node.op != "call_function" or not isinstance(node.target, OpOverload):
+                continue
+            if node.target in _ASSERTED:
+                self._assertion(writer, node, values)
+            elif torch.Tag.data_dependent_output in node.target.tags:
+                writer.expect_number(node)
+            elif torch.Tag.dynamic_output_shape in node.target.tags:
+                writer.expect_sizes(node)
+            if not node.users and torch.Tag.dynamic_output_shape not in node.target.tags and _only_asks(node.target):
+                graph.erase_node(node)
+        for decision in self._decisions:
+            symbols = sorted(decision.expression.free_symbols, key=str)
+            if symbols and all(symbol in values for symbol in symbols):
+                positions, lines = zip(*(values[symbol] for symbol in symbols), strict=True)
+                of = tuple(self._known.numbers[symbol] for symbol in symbols)
+                shown = () if isinstance(decision.expression, sympy.Eq) or decision.expression.is_symbol else of
+                outcome = partial(_evaluate, decision.expression, symbols)
+                writer.expect(decision.line or lines[0], positions, outcome, decision.outcome, shown)
+        guards = writer.finish()
+        if guards is None or self._fake:
+            return guards
+        guards = guards.confirmed(step, batch)
+        check_next_steps(guards, graph, step, batch)
+        return guards
+
+    def _assertion(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, Line | None]]) -> None:
+        asserted, line = node.args[0], where_made(node.meta.get("stack_trace"))
+        assert isinstance(asserted, fx.Node)
+        if not str(node.args[-1]).startswith(_MARK):
+            writer.expect(line, [writer.value(asserted, line)], lambda value: bool(number(value)), planned=True)
+            return
+        symbol = self._symbols[int(str(node.args[-1]).removeprefix(_MARK))]
+        if symbol not in values and any(symbol in decision.expression.free_symbols for decision in self._decisions):
+            values[symbol] = writer.value(asserted, line), line
+
+    def _run(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Execute one node of Dynamo's graph on fake tensors: with plain numbers where it makes tensors of them."""
+        symbolic = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SYMBOLIC)]
+        if symbolic and all(self._known.number(leaf) is not None for leaf in symbolic):
+            result = run(*pytree.tree_map_only(SYMBOLIC, self._known.number, (args, kwargs)))
+            if tensors_in(result):
+                return result
+        result = run(args, kwargs)
+        if symbolic and tensors_in(result):
+            raise TraceError(refused(where_now(), self._why_unknown(*(leaf.node.expr for leaf in symbolic))))
+        if type(result) is bool and node.target in _QUESTIONS:
+            answer = tracer.shape_env.create_unbacked_symbool()
+            self._known.name(answer, result)
+            return answer
+        return result
+
+    def _settled(self, node: fx.Node) -> Any:
+        """What stands for `node` in the settled graph: its number, if it is one."""
+        value = node.meta.get("example_value")
+        if not isinstance(value, SYMBOLIC):
+            return node
+        found = self._known.number(value)
+        decision = Decision(_expression(value), found, where_made(node.meta.get("stack_trace")))
+        if _canonical(decision) not in map(_canonical, self._decisions):
+            self._decisions.append(decision)
+        return found
+
+    def _why_unknown(self, *expressions: sympy.Basic) -> str:
+        symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
+        reasons = {self._known.unknown[symbol] for symbol in symbols if symbol in self._known.unknown}
+        known = " and ".join(sorted(reasons)) or "values"
+        return f"{known} (the batch has no data: plan with real tensors if it is the batch's)" if self._fake else known
+
+
+def _expression(symbolic: Any) -> sympy.Basic:
+    """A symbolic number as it was made, though its symbols may have been found to be constants since."""
+    return symbolic.node._expr
+
+
+def _canonical(decision: Decision) -> sympy.Basic:
+    """A decision as a condition, the same for decisions that say the same."""
+    expression, outcome = decision.expression, decision.outcome
+    if not isinstance(outcome, bool):
+        expression = sympy.Eq(expression, outcome)
+    elif not outcome:
+        expression = sympy.Not(expression)
+    return expression.canonical if isinstance(expression, sympy.core.relational.Relational) else expression
+
+
+def asks_for_values(graph: fx.Graph) -> bool:
+    """Whether Dynamo's graph asks for values that depend on data."""
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        sizes = [size for tensor in tensors_in(value) for size in tensor.shape]
+        if node.target in (assert_true, assert_async) or any(isinstance(v, SYMBOLIC) for v in (value, *sizes)):
+            return True
+    return False
+
+
+def _ask_for_number(translator: InstructionTranslatorBase) -> tuple[Any, Any] | None:
+    """Before a jump on a tensor: put its number on the stack instead.
+
+    Returns:
+        The number and the tensor; None before other instructions.
+    """
+    position = translator.instruction_pointer
+    if position is None or not _JUMP.search(translator.instructions[position].opname) or not translator.stack:
+        return None
+    tensor = translator.stack[-1].realize()
+    if not isinstance(tensor, TensorVariable):
+        return None
+    translator.stack[-1] = tensor.call_method(translator, "item", [], {})
+    return translator.stack[-1], tensor
+
+
+def _only_asks(func: OpOverload) -> bool:
+    """Whether `func` does nothing but ask for a value, or state something of it."""
+    return func in (*_ASSERTED, *_STATED) or torch.Tag.data_dependent_output in func.tags
+
+
+def _plain(value: sympy.Basic) -> object:
+    """A number of sympy as Python's."""
+    if value in (sympy.true, sympy.false):
+        return bool(value)
+    return int(value) if value.is_integer else float(value)
+
+
+def _evaluate(expression: sympy.Basic, symbols: Sequence[sympy.Symbol], *values: Any) -> object:
+    """`expression`, of tensors that hold the numbers."""
+    numbers = [number(value) for value in values]
+    given = {s: int(n) if isinstance(n, bool) else n for s, n in zip(symbols, numbers, strict=True)}
+    return sympy_interp(PythonReferenceAnalysis, given, expression)

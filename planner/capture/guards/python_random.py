@@ -1,0 +1,57 @@
+"""Random numbers that Python draws while a step is captured (``random``, ``numpy.random``): refused.
+
+The capture would keep one draw for ever, or draw it from PyTorch's generator; what PyTorch's own random ops draw is drawn
+anew at each step.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import numpy as np
+
+from graphs.errors import TraceError
+from planner.capture.frontend.lines import advice, ways_on, where_now
+from planner.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
+
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_MODULES = ("secrets", "uuid")
+_DRAWS = ("random", "urandom", "randbelow", "randbits", "token_bytes", "token_hex", "uuid1", "uuid4")
+
+
+@contextmanager
+def no_python_draws() -> Iterator[None]:
+    """Raise an error where code that is captured draws a random number that is not PyTorch's."""
+    call_function = InstructionTranslatorBase.call_function
+
+    def called(translator: InstructionTranslatorBase, fn: Any, args: Any, kwargs: Any) -> None:
+        for name in ("value", "fn"):
+            _check(getattr(fn, name, None))
+        call_function(translator, fn, args, kwargs)
+
+    def drawn(_: object, function: Callable[..., object], *__: object) -> NoReturn:
+        _refuse(getattr(function, "__name__", "random"))
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", called))
+        for module in (dynamo_misc, dynamo_user_defined):
+            stack.enter_context(patch.object(module, "call_random_fn", drawn))
+        yield
+
+
+def _check(function: object) -> None:
+    name = getattr(function, "__name__", "")
+    if isinstance(getattr(function, "__self__", None), _GENERATORS):
+        _refuse(name)
+    if name in _DRAWS and getattr(function, "__module__", "") in (*_MODULES, "os", "posix", "nt"):
+        _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
+    where = where_now()
+    raise TraceError(
+        f"{where} draws a random number outside PyTorch ({name}), and a plan would use one draw for ever: draw it before the "
+        f"step and pass it with the batch, as a tensor, or use PyTorch's random functions{advice(where)}; or {ways_on()}"
+    )

@@ -1,0 +1,213 @@
+"""Functions, classes and variables of the environment that captured code names: Dynamo does not look whether they are replaced.
+
+Of a function of PyTorch, a method, or ``os.environ``, Dynamo takes what it finds. Which of them a step uses is read off the
+code that it captured: what a function loads from its globals, through modules, and what classes have by the names of methods.
+They are compared by identity before every step, in some tens of nanoseconds each.
+"""
+
+import dis
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from planner.torch_private.capture import InstructionTranslatorBase
+
+_ABSENT = object()
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+_BETWEEN = {"PUSH_NULL", "EXTENDED_ARG", "CACHE"}
+_ENVIRONMENT = {"environ", "getenv"}
+_CALLS = ("forward", "__call__", "_call_impl")
+
+Frames = dict[CodeType, dict[str, Any]]
+Table = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A name in the table of a module or of a class, which is `owner`."""
+
+    owner: object
+    table: Table
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names in one table, such as the functions of a module.
+
+    Attributes:
+        owner: of the table, for messages.
+        table: where they are found.
+        keys: the names.
+        values: what was there when the step was captured; ``_ABSENT`` where nothing was.
+    """
+
+    owner: str
+    table: Table
+    keys: tuple[str, ...]
+    values: tuple[object, ...]
+
+    def changed(self) -> str | None:
+        """Return the first of them that stands for another object now, in words; None if all are the same."""
+        now = map(self.table.get, self.keys, repeat(_ABSENT))
+        if all(map(is_, now, self.values)):
+            return None
+        key, before = next((k, v) for k, v in zip(self.keys, self.values, strict=True) if self.table.get(k, _ABSENT) is not v)
+        return f"{self.owner}.{key} was {'added' if before is _ABSENT else 'replaced'} since the step was planned"
+
+
+@dataclass(frozen=True, slots=True)
+class Replaceable:
+    """What must not be replaced for a captured step to be what it was.
+
+    Attributes:
+        names: whose objects must be the same.
+        environment: variables of the environment with their values, None for those that are not set.
+    """
+
+    names: tuple[Names, ...]
+    environment: Mapping[str, str | None]
+
+    def changed(self) -> str | None:
+        """Return what is not as it was when the step was captured, in words; None if all is."""
+        for names in self.names:
+            if (changed := names.changed()) is not None:
+                return changed
+        for name, value in self.environment.items():
+            if (now := os.environ.get(name)) != value:
+                return f"the environment variable {name} was {value!r} when the step was planned, and is {now!r} now"
+        return None
+
+
+@contextmanager
+def recording_frames() -> Iterator[Frames]:
+    """Inside, the functions that Dynamo captures are noted: their code, and the globals that it sees."""
+    found: Frames = {}
+    original: Callable[..., object] = InstructionTranslatorBase.run
+
+    def run(translator: InstructionTranslatorBase) -> object:
+        found[translator.f_code] = translator.f_globals
+        return original(translator)
+
+    with patch.object(InstructionTranslatorBase, "run", run):
+        yield found
+
+
+def asks_for_layout(frames: Frames) -> bool:
+    """Return whether captured code asks how tensors are laid out in memory; layers have a ``stride`` of their own."""
+    return any("is_contiguous" in code.co_names for code in frames)
+
+
+def replaceable(frames: Frames, step: nn.Module) -> Replaceable:
+    """Return what the captured `frames` of `step` name."""
+    tables: defaultdict[int, dict[str, _Name]] = defaultdict(dict)
+    for name in _named(frames, step):
+        tables[id(name.owner)][name.key] = name
+    return Replaceable(tuple(_in_one_table(list(names.values())) for names in tables.values()), _environment(frames))
+
+
+def _in_one_table(names: list[_Name]) -> Names:
+    owner, table = names[0].owner, names[0].table
+    if isinstance(owner, type):
+        said = f"{owner.__module__}.{owner.__qualname__}"
+    else:
+        said = str(table.get("__name__"))
+    keys = tuple(name.key for name in names)
+    return Names(said, table, keys, tuple(table.get(key, _ABSENT) for key in keys))
+
+
+def _named(frames: Frames, step: nn.Module) -> Iterator[_Name]:
+    """Yield names of what may be replaced."""
+    classes = {type(module): set(_CALLS) for module in step.modules()}
+    loaded: set[str] = set()
+    for code, scope in frames.items():
+        for path in _paths(code):
+            yield from _along(scope, path)
+            loaded.update(path[1:])
+        if code.co_name.isidentifier() and isinstance(owner := scope.get(code.co_qualname.partition(".")[0]), type):
+            classes.setdefault(owner, set()).add(code.co_name)
+    for owner, names in classes.items():
+        methods = {name for each in owner.__mro__ for name, value in vars(each).items() if _code_of(value) in frames}
+        for name in sorted(names | methods):
+            yield from _of_class(owner, name)
+    for name in sorted(loaded):
+        if callable(getattr(torch.Tensor, name, None)):
+            yield from _of_class(torch.Tensor, name)
+
+
+def _paths(code: CodeType) -> Iterator[tuple[str, ...]]:
+    """Yield names that `code` loads from its globals, with the attributes that it takes of them; "" stands for other objects.
+
+    An attribute that is asked for by its name, ``hasattr(torch, "compiler")``, is one too.
+    """
+    path: tuple[str, ...] = ()
+    asks = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _BETWEEN:
+            continue
+        if instruction.opname == "LOAD_GLOBAL":
+            yield path
+            asks = path in (("hasattr",), ("getattr",))
+            path = (instruction.argval,)
+        elif instruction.opname in _ATTRIBUTES:
+            path = (*(path or ("",)), instruction.argval)
+        else:
+            yield path
+            if asks and instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
+                yield (*path, instruction.argval)
+            path, asks = (), False
+
+
+def _along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
+    """Yield the first name along `path`, through modules, that stands for a function, a class, or nothing."""
+    table = scope
+    for key in path:
+        value = table.get(key, _ABSENT)
+        if isinstance(value, ModuleType):
+            if value.__name__.partition(".")[0] in sys.stdlib_module_names:
+                return
+            table = vars(value)
+            continue
+        if callable(value) or (value is _ABSENT and table is not scope):
+            yield _Name(table, table, key)
+        return
+
+
+def _of_class(owner: type, name: str) -> Iterator[_Name]:
+    """Yield a method by its `name`, in the class that has it and in those that come before."""
+    for each in owner.__mro__[:-1]:
+        yield _Name(each, vars(each), name)
+        if name in vars(each):
+            return
+
+
+def _code_of(value: object) -> object:
+    """Return the code of a function, method or property."""
+    match value:
+        case FunctionType():
+            return value.__code__
+        case staticmethod() | classmethod():
+            return _code_of(value.__func__)
+        case property():
+            return _code_of(value.fget)
+    return None
+
+
+def _environment(frames: Frames) -> dict[str, str | None]:
+    """Return the variables that may be read, if any code names the environment: all constants that can be their names."""
+    if all(_ENVIRONMENT.isdisjoint(code.co_names) for code in frames):
+        return {}
+    constants = {constant for code in frames for constant in code.co_consts if isinstance(constant, str)}
+    names = sorted(text for text in constants if text.isidentifier() and (text.isupper() or text in os.environ))
+    return {name: os.environ.get(name) for name in names}

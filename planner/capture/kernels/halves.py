@@ -1,0 +1,188 @@
+"""The two halves of a joint graph, compiled by Inductor as ``torch.compile`` compiles them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.compiler import config as compiler_config
+
+from graphs.errors import TraceError
+from planner.capture.frontend.failures import first_line
+from planner.capture.kernels.in_place import note_pairs
+from planner.capture.kernels.variants import Variant
+from planner.capture.signature import put_together
+from planner.capture.step import TrainingStep
+from planner.torch_private.capture import (
+    AOTInput,
+    AOTOutput,
+    JointWithDescriptors,
+    PlainAOTOutput,
+    TracingContext,
+    aot_compile_joint_with_descriptors,
+    aot_export_joint_with_descriptors,
+    disable_compiled_autograd,
+    functorch_config,
+    inductor_config,
+)
+from planner.torch_private.inductor import (
+    CompiledFxGraph,
+    InductorError,
+    V,
+    compile_fx_backward,
+    compile_fx_forward,
+    create_compiler_config_extra,
+    kernels_apart,
+    loaded_names,
+    partition_fn,
+    run_pre_grad_passes,
+    select_decomp_table,
+)
+
+# What makes the code around kernels a list of launches. Memory is taken and given back as a schedule says, so that Inductor need
+# not do so; neither changes a kernel's arithmetic.
+_PLAIN_CODE = {
+    "allow_buffer_reuse": False,
+    "graph_partition": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "triton.cudagraphs": False,
+}
+
+# Part of the keys of Inductor's cache: what is kept there was generated with all that is changed in here.
+_GENERATED = "planner: kernels apart, with what one thread may write over"
+
+_NOTHING = "the step computes nothing that Inductor could compile: plan with kernels='eager'"
+
+_Inputs = tuple[tuple[str, AOTInput | None], ...]
+_Outputs = tuple[tuple[str | None, AOTOutput, torch.Tensor | None], ...]
+_Ends = tuple[_Inputs, _Outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """The forward or the backward pass, compiled.
+
+    Attributes:
+        source: of the module that Inductor generated.
+        namespace: what that module defines, as Inductor loaded it: a kernel that tunes itself does so once for all its callers.
+        inputs: name and descriptor of each input; what the forward pass saved has none.
+        outputs: name, descriptor and fake value of each output; None and None for those that are not there.
+        constants: tensors that are part of it, by name.
+    """
+
+    source: str
+    namespace: Mapping[str, object]
+    inputs: _Inputs
+    outputs: _Outputs
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A step, compiled.
+
+    Attributes:
+        joint: the graph that it was compiled from, both passes in one.
+        forward, backward: the two passes.
+        call: both, run by PyTorch's own code around them: called with parameters, buffers and the leaves of a batch.
+    """
+
+    joint: JointWithDescriptors
+    forward: Half
+    backward: Half
+    call: Callable[..., Any]
+
+    def called_as(self, step: TrainingStep) -> Callable[..., Any]:
+        """`call`, called with a batch as `step` is, and returning what that returns."""
+        joint, call = self.joint, self.call
+
+        def run(*args: object, **kwargs: object) -> object:
+            parameters = [step.get_parameter(name) for name in joint.params_spec]
+            buffers = [step.get_buffer(name) for name in joint.buffers_spec]
+            return put_together(*call(*parameters, *buffers, *args, **kwargs))
+
+        return run
+
+
+def compile_halves(
+    stack: ExitStack,
+    module: fx.GraphModule,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    variant: Variant,
+    export: Callable[..., JointWithDescriptors] = aot_export_joint_with_descriptors,
+) -> Halves:
+    """`module`, which Dynamo captured, compiled by Inductor; called in its tracing context.
+
+    Args:
+        stack: open for as long as what is compiled is needed to be compiled again.
+        args, kwargs: what the module is called with.
+        variant: how.
+        export: what makes the joint graph.
+    """
+    found: dict[bool, Half] = {}
+    extra = create_compiler_config_extra(module)
+
+    def forward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+        returned = sum(isinstance(desc, PlainAOTOutput) for desc in gm.graph.output_node().meta["desc"])
+        ends = _ends(gm)
+        return note(ends, compile_fx_forward(gm, example_inputs, returned, len(example_inputs), extra), backward=False)
+
+    def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+        ends = _ends(gm)
+        return note(ends, compile_fx_backward(gm, example_inputs, extra), backward=True)
+
+    def note(ends: _Ends, compiled: object, *, backward: bool) -> object:
+        if not isinstance(compiled, CompiledFxGraph):
+            raise TraceError(_NOTHING)
+        found[backward] = Half(compiled.source_code, loaded_names(compiled), *ends, compiled.constants or {})
+        return compiled
+
+    context = TracingContext.try_get()
+    assert context is not None
+    with (
+        _settings(),
+        variant.chosen(),
+        V.set_fake_mode(context.fake_mode),
+        disable_compiled_autograd(),
+        kernels_apart(note_pairs),
+    ):
+        module = run_pre_grad_passes(module, args)  # type: ignore[arg-type]  # nests too
+        joint = export(
+            stack,
+            module,
+            args,
+            kwargs,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+            ignore_shape_env=True,
+        )
+        try:
+            call = aot_compile_joint_with_descriptors(joint, partition_fn=partition_fn, fw_compiler=forward, bw_compiler=backward)
+        except InductorError as error:
+            raise TraceError(f"Inductor does not compile the step: {first_line(error)}; plan with kernels='eager'") from error
+    if len(found) < 2:
+        raise TraceError(_NOTHING)
+    return Halves(joint, found[False], found[True], call)
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    with (
+        compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag + _GENERATED),  # type: ignore[attr-defined]
+        inductor_config.patch(_PLAIN_CODE),
+        functorch_config.patch(force_non_lazy_backward_lowering=True, unlift_effect_tokens=True),
+    ):
+        yield
+
+
+def _ends(gm: fx.GraphModule) -> _Ends:
+    """Inputs and outputs of a half, before Inductor's passes over it."""
+    inputs = tuple((node.name, node.meta.get("desc")) for node in gm.graph.find_nodes(op="placeholder"))
+    output = gm.graph.output_node()
+    values = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+    named = tuple((v.name, d, v.meta.get("val")) if isinstance(v, fx.Node) else (None, d, None) for v, d in values)
+    return inputs, named

@@ -1,0 +1,112 @@
+"""Launches that write one value are one op where that is possible, and follow each other once where it is not.
+
+A graph's tensor is made by one op, all of it. Inductor fills some buffers by several launches: zeros, then what is added to them;
+the parts of a concatenation.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from planner.capture.kernels.wrapper import Launch
+
+
+@dataclass(slots=True)
+class Group:
+    """Launches that are executed as one op.
+
+    Attributes:
+        launches: in order.
+        once: whether they must not be executed again.
+        follows: positions of groups that must be executed before, though nothing of theirs is read.
+    """
+
+    launches: list[Launch]
+    once: bool = False
+    follows: set[int] = field(default_factory=set)
+
+    @property
+    def makes(self) -> set[int]:
+        """Numbers of the values that it makes."""
+        return {value for launch in self.launches for value in launch.makes}
+
+    @property
+    def writes(self) -> set[int]:
+        """Numbers of the values of others that it writes to."""
+        return {value for launch in self.launches for value in launch.writes} - self.makes
+
+    @property
+    def reads(self) -> set[int]:
+        """Numbers of the values of others that it reads."""
+        return {value for launch in self.launches for value in launch.reads} - self.makes
+
+    @property
+    def over(self) -> list[tuple[int, int, str]]:
+        """As of its launches, where of them no other reads or writes the memory that is written over."""
+        touched = [value for launch in self.launches for value in {*launch.reads, *launch.writes}]
+        return [pair for launch in self.launches for pair in launch.over if touched.count(pair[1]) == 1]
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws from the generator."""
+        return any(launch.random for launch in self.launches)
+
+
+def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
+    """`launches` as ops, in order.
+
+    Args:
+        static: numbers of the values that are there throughout, which any op may write to.
+    """
+    groups: list[Group | None] = [Group([launch]) for launch in launches]
+    for position, launch in enumerate(launches):
+        for value in sorted(launch.writes):
+            maker = _maker(groups, value, position)
+            if value not in static and maker is not None and _can_move(groups, maker, position):
+                _move(groups, maker, position)
+    left = [group for group in groups if group is not None]
+    _order_writes(left, static)
+    return left
+
+
+def _maker(groups: Sequence[Group | None], value: int, before: int) -> int | None:
+    """Where `value` is made."""
+    return next((i for i in range(before) if (group := groups[i]) is not None and value in group.makes), None)
+
+
+def _can_move(groups: Sequence[Group | None], source: int, target: int) -> bool:
+    """Whether the group at `source` may be executed at `target`: none in between needs what it does, or undoes what it needs."""
+    moved, there = groups[source], groups[target]
+    assert moved is not None
+    assert there is not None
+    if moved.launches[0].phase is not there.launches[0].phase:
+        return False
+    between = [group for group in groups[source + 1 : target] if group is not None]
+    if moved.random and any(group.random for group in between):
+        return False  # numbers are drawn in the order of the program
+    needed = any(group.reads & (moved.makes | moved.writes) or group.writes & (moved.makes | moved.writes) for group in between)
+    return not needed and not any(group.writes & moved.reads for group in between)
+
+
+def _move(groups: list[Group | None], source: int, target: int) -> None:
+    moved, there = groups[source], groups[target]
+    assert moved is not None
+    assert there is not None
+    there.launches[:0] = moved.launches
+    groups[source] = None
+
+
+def _order_writes(groups: Sequence[Group], static: Container[int]) -> None:
+    """Let groups that write a value of another group, or read it between its writers, be executed once and in this order."""
+    values = {value for group in groups for value in group.writes if value not in static}
+    for value in sorted(values):
+        users = [i for i, group in enumerate(groups) if value in group.makes | group.writes | group.reads]
+        last_write = max(i for i in users if value in groups[i].writes)
+        touched: set[int] = set()
+        for i in users:
+            groups[i].once |= i <= last_write
+            if value in groups[i].writes:
+                groups[i].follows |= touched
+                touched = set()
+            elif any(value in groups[j].writes for j in users if j < i):
+                groups[i].follows.add(max(j for j in users if j < i and value in groups[j].writes))
+            touched.add(i)

@@ -1,0 +1,59 @@
+"""In which ways Inductor is asked to compile a step: each has other kernels, and none is the best for every budget.
+
+What a fused kernel of the backward pass computes again costs little, and no schedule can undo it; what the forward pass hands
+on, a schedule can keep or compute again. A concatenation of which Inductor has each part written where it will lie is made
+once, for a part is no tensor that could be made again; made whole, by one kernel, it can be.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+from torch import fx
+
+from planner.torch_private.capture import functorch_config, inductor_config
+from planner.torch_private.inductor import CustomPartitionerFn, default_partition
+
+_BUDGET = 0.8  # of the bytes that min-cut would keep, by PyTorch's estimate
+
+
+class Variant(StrEnum):
+    """How a step is compiled.
+
+    Attributes:
+        DEFAULT: as ``torch.compile`` does: the forward pass hands on as few bytes as can be at no cost (min-cut).
+        WHOLE: the same, with concatenations made whole.
+        BUDGET: with an ``activation_memory_budget`` of 0.8, and concatenations made whole.
+        KEEP: the forward pass hands on what autograd would save, and concatenations are made whole.
+    """
+
+    DEFAULT = "default"
+    WHOLE = "whole"
+    BUDGET = "budget"
+    KEEP = "keep"
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Inside, Inductor compiles this way."""
+        if self is Variant.DEFAULT:
+            yield
+            return
+        settings: dict[str, Any] = {"force_pointwise_cat": True}
+        if self is Variant.KEEP:
+            settings["custom_partitioner_fn"] = _Keep()
+        budget = {"activation_memory_budget": _BUDGET} if self is Variant.BUDGET else {}
+        with functorch_config.patch(budget), inductor_config.patch(settings):
+            yield
+
+
+class _Keep(CustomPartitionerFn):
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        del kwargs["compiler"]
+        return default_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        """For Inductor's cache."""
+        return "planner: what autograd keeps"

@@ -1,0 +1,130 @@
+"""Which arguments a call of Inductor's wrapper writes to."""
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+
+from graphs.errors import TraceError
+from planner.torch_private.core import OpOverload, OpOverloadPacket
+
+# Arguments of Triton kernels that Inductor generates: results, results that take the place of an input, workspaces.
+_WRITTEN = re.compile(r"(out_ptr|in_out_ptr|ws_ptr|sem_ptr)\d*$")
+_MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """What a call writes to.
+
+    Attributes:
+        positions, keywords: of the arguments that it writes to.
+        returns: position of the argument that it returns, None where what it returns is new.
+        random: whether it draws from the generator.
+    """
+
+    positions: frozenset[int] = frozenset()
+    keywords: frozenset[str] = frozenset()
+    returns: int | None = None
+    random: bool = False
+
+
+class Kernels:
+    """The kernels that a module of Inductor's defines, and what else it calls."""
+
+    def __init__(self, module: ast.Module, namespace: Mapping[str, object]) -> None:
+        self._namespace = namespace
+        self._compiled: dict[str, Writes] = {}
+        for statement in module.body:
+            match statement:
+                case ast.Assign(
+                    targets=[ast.Name(id=name)],
+                    value=ast.Call(func=ast.Attribute(value=ast.Name(id="async_compile"), attr=how), args=args),
+                ):
+                    self._compiled[name] = self._of_kernels(args) if how == "multi_kernel" else _of_source(name, how, args)
+
+    def _of_kernels(self, args: list[ast.expr]) -> Writes:
+        """Return what a choice of kernels writes to: any of them gets the arguments, and timing chooses at the first call."""
+        names = [kernel.id for kernel in ast.walk(args[1]) if isinstance(kernel, ast.Name)]
+        return Writes(positions=frozenset().union(*(self._compiled[name].positions for name in names)))
+
+    def called(self, call: ast.Call) -> tuple[str, Writes]:
+        """What `call` calls, as a name for people, and what that writes to.
+
+        Raises:
+            TraceError: it is not known what it writes to.
+        """
+        match call.func:
+            case ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name), attr="run") if name in self._compiled:
+                return name, self._compiled[name]
+            case ast.Attribute(value=ast.Name(id="extern_kernels"), attr=name):
+                return f"extern_kernels.{name}", Writes(keywords=frozenset({"out"}))
+        name = ast.unparse(call.func)
+        first, *attributes = name.split(".")
+        try:
+            target: Any = reduce(getattr, attributes, self._namespace[first])
+        except (KeyError, AttributeError):
+            target = None
+        # Of some ops only the name is written, without the overload.
+        overloads = [getattr(target, each) for each in target.overloads()] if isinstance(target, OpOverloadPacket) else [target]
+        writes = {_of_op(op) if isinstance(op, OpOverload) else None for op in overloads}
+        found = writes.pop()
+        if found is None or writes:
+            raise TraceError(
+                f"Inductor's code calls {name}, of which it is not known what it writes to: plan with kernels='eager', or "
+                "keep the op that it comes from out of the model"
+            )
+        return str(target), replace(found, random=found.random and not _drops_nothing(overloads[0], call))
+
+
+def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
+    """What a kernel writes to that is compiled from the source among `args`."""
+    match how, args:
+        case "cpp_pybinding", [types, *_]:
+            signature: list[str] = ast.literal_eval(types)
+            written = (i for i, declared in enumerate(signature) if "*" in declared and not declared.startswith("const "))
+        # Those that a model brings along say not what they write to, and are refused.
+        case "triton", [ast.Constant(value=kernel), ast.Constant(value=str(source)), *_] if mutated := _MUTATED.search(source):
+            names = set(ast.literal_eval(mutated[1]))
+            # There are others where it scans: what two elements are combined by.
+            function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == kernel)
+            parameters = [parameter.arg for parameter in function.args.args]
+            written = (i for i, p in enumerate(parameters) if p in names or _WRITTEN.match(p))
+        case _:
+            raise TraceError(
+                f"Inductor compiled {name} by async_compile.{how}, of which it is not known what it writes to: plan with "
+                "kernels='eager'"
+            )
+    return Writes(positions=frozenset(written))
+
+
+def _drops_nothing(op: OpOverload, call: ast.Call) -> bool:
+    """Whether an op with dropout is called without."""
+    names = [argument.name for argument in op._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "dropout_p"] + call.args[position : position + 1]
+    return all(isinstance(value, ast.Constant) and value.value == 0 for value in given)
+
+
+def _of_op(op: OpOverload) -> Writes:
+    """What an operator writes to, by its schema."""
+    schema = op._schema
+    written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    aliased = [
+        i
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+        and any(r.alias_info is not None and r.alias_info.before_set & argument.alias_info.before_set for r in schema.returns)
+    ]
+    return Writes(
+        positions=frozenset(i for i, a in written if not a.kwarg_only),
+        keywords=frozenset(a.name for _, a in written),
+        returns=aliased[0] if aliased else None,
+        random=torch.Tag.nondeterministic_seeded in op.tags,
+    )

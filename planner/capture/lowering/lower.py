@@ -1,0 +1,311 @@
+"""From a joint graph to ops and storages, and to the program that executes them."""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.errors import TraceError
+from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from planner.capture.frontend.lines import where_made
+from planner.capture.guards.conditions import DataGuards
+from planner.capture.guards.python_values import Guards
+from planner.capture.lowering.program import Call, Program, variable
+from planner.capture.lowering.render import Renderer
+from planner.capture.lowering.statics import StaticTensors, allocated_bytes, dtype_name
+from planner.capture.rewrites.batch_norms import ignored_inputs
+from planner.capture.rewrites.convolutions import chosen_by_timing, warn_not_recomputed
+from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
+from planner.capture.rewrites.own_generators import own_generator
+from planner.capture.rewrites.redraw import LOCK
+from planner.capture.signature import Signature
+from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
+from planner.torch_private.core import OpOverload, with_effects
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A training step: what it is (op times still 0) and how to execute it.
+
+    Attributes:
+        graph, program: op by op.
+        signature: what it is called with, and what it returns.
+        nodes: for each op the node it was captured as, with its fake values; None for ops that
+            save the generator's state.
+        guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
+        conditions: what must hold of the data for this to be the step; None if nothing need.
+        expressions: what stands for each node in the calls of ops.
+        whole: both passes as PyTorch itself runs the same kernels, called as the step is; None for those of eager PyTorch.
+    """
+
+    graph: Graph
+    program: Program
+    signature: Signature
+    nodes: tuple[fx.Node | None, ...]
+    guards: Guards | None = None
+    conditions: DataGuards | None = None
+    expressions: Mapping[fx.Node, str] = field(default_factory=dict)
+    whole: Callable[..., Any] | None = None
+
+
+def lower(
+    graph: fx.Graph,
+    statics: StaticTensors,
+    signature: Signature,
+    *,
+    generator: torch.Generator,
+    provenance: Mapping[str, object],
+) -> Capture:
+    """Lower a joint graph whose outputs are explicit (``fix_outputs``).
+
+    Args:
+        statics: the tensors that are there throughout.
+        signature: of the step.
+        generator: what random ops draw from.
+
+    Raises:
+        TraceError: an op that no static graph can hold (dynamic shapes, control flow, partial aliases).
+    """
+    lowering = _Lowering(graph, statics, generator)
+    ops, program, nodes = lowering.run(provenance)
+    if timed := sum(chosen_by_timing(op.target, statics.device) for op in ops.ops):
+        warn_not_recomputed(timed)
+    return Capture(ops, program, signature, nodes, expressions=lowering.expressions)
+
+
+class _Lowering:
+    def __init__(self, graph: fx.Graph, statics: StaticTensors, generator: torch.Generator) -> None:
+        self.graph = graph
+        self.statics = statics
+        # CUDA's generators keep their state on the host.
+        self.state_bytes = 0 if statics.device.type == "cuda" else generator.get_state().numel()
+        self.tensors = statics.tensors
+        self.ops: list[Op] = []
+        self.calls: list[Call] = []
+        self.nodes: list[fx.Node | None] = []
+        own = torch.Generator(device=generator.device)
+        self.render = Renderer({"generator": generator, "own_generator": own, "lock": LOCK})
+        self.namespace, self.expressions = self.render.namespace, self.render.expressions
+        self.owner: dict[int, int] = {}  # storage -> tensor
+        self.modules: dict[object, str] = {}  # autograd sequence number -> module path
+        self.written: set[int] = set()
+
+    def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
+        boundary = first_backward(self.graph)
+        self.written = self.statics.in_memory_of(
+            self.statics.find(_node(node.args[0]).meta["desc"])
+            for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        )
+        phase = Phase.FORWARD
+        for node in self.graph.nodes:
+            if node is boundary:
+                phase = Phase.BACKWARD
+            if node.op == "placeholder":
+                self._input(node)
+            elif node.op == "get_attr":
+                self._constant(node)
+            elif node.op == "call_function":
+                self._call(node, phase)
+            elif node.op != "output":
+                raise TraceError(f"node {node.name!r} is a {node.op}, which a static graph cannot hold")
+        return self._finish(provenance)
+
+    def _finish(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
+        returned, gradients, kinds = [], [], {}
+        for value, desc in outputs(self.graph):
+            if not isinstance(value, fx.Node):
+                continue
+            owner = self.owner[storage(fake(value))]
+            if isinstance(desc, GradAOTOutput):
+                gradients.append((self.statics.find(desc.grad_of), self.expressions[value]))
+                kinds[owner] = Kind.GRADIENT
+            else:
+                returned.append(self.expressions[value])
+                kinds[owner] = Kind.OUTPUT
+        kept = frozenset(t for t in kinds if not self.tensors[t].static)
+        tensors = tuple(replace(t, kind=kinds[t.id]) if t.id in kept else t for t in self.tensors)
+        program = Program(
+            calls=tuple(self.calls),
+            sources=tuple(self.statics.sources),
+            loss=returned[0],
+            extras=tuple(returned[1:]),
+            gradients=tuple(gradients),
+            namespace=self.namespace,
+        )
+        return Graph(tuple(self.ops), tensors, kept, provenance), program, tuple(self.nodes)
+
+    def _input(self, node: fx.Node) -> None:
+        desc, value = node.meta["desc"], node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return  # a number of the batch: it is part of the graph
+        tensor = self.statics.tangent(value) if isinstance(desc, TangentAOTInput) else self.statics.find(desc)
+        self.owner[storage(value)] = tensor
+        self.expressions[node] = variable(tensor)
+
+    def _constant(self, node: fx.Node) -> None:
+        assert isinstance(node.target, str)
+        value = getattr(self.graph.owning_module, node.target)
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"the model uses {node.target!r} ({type(value).__name__}), which a static graph cannot hold: "
+                "write control flow on tensors without torch.cond and the like"
+            )
+        self.namespace[node.target] = value
+        tensor = self.statics.add(Kind.CONSTANT, node.target, value)
+        self.owner[storage(fake(node) if "val" in node.meta else value)] = tensor
+        self.expressions[node] = variable(tensor)
+
+    def _call(self, node: fx.Node, phase: Phase) -> None:
+        self._learn_module(node)
+        if node.target is operator.getitem:
+            if node not in self.expressions:  # an item of a view that returns several
+                self.expressions[node] = f"{self.expressions[_node(node.args[0])]}[{node.args[1]!r}]"
+            return
+        called = operator_of(node)
+        if node.target is with_effects:
+            raise TraceError(
+                f"{where_made(node.meta.get('stack_trace'))} calls {node.args[1]}, whose effects torch.compile orders, and no "
+                "plan can: use planner.compile for functions of torch.linalg that raise errors, or those that do not (inv_ex, "
+                "cholesky_ex, solve_ex)"
+            )
+        if called is None:
+            raise TraceError(
+                f"the step calls {node.target}, which a static graph cannot hold: shapes and control flow must not depend on data"
+            )
+        if node.target is torch.ops.aten.copy_.default:
+            self._add(node, phase, [], mutates=(self.statics.find(_node(node.args[0]).meta["desc"]),))
+            return
+        made = list(_storages(node.meta["val"]))
+        if called in CHECKS:
+            self._add(node, phase, [])
+            return
+        if not made or any(isinstance(size, torch.SymInt) for _, t in made for size in t.shape):
+            raise TraceError(
+                f"{node.target} in {self._module(node) or 'the step'} makes a size or a number that depends on the data: "
+                "a static graph needs shapes that are known before it runs"
+            )
+        read = {storage(t) for arg in node.all_input_nodes for _, t in _storages(arg.meta["val"])}
+        aliases = [storage(t) in read for _, t in made]
+        if made and all(aliases):
+            self.expressions[node] = self.render.view(node)
+            return
+        if any(aliases) or len({storage(t) for _, t in made}) < len(made):
+            raise TraceError(f"op {node.name!r} ({node.target}) returns tensors that share memory, which cannot be planned")
+        if is_random(node) and (generator := own_generator(node)) is not None:
+            self._add(node, phase, made, generator=generator)
+            return
+        state = self._save_state(node, phase) if is_random(node) else None
+        self._add(node, phase, made, state=state)
+
+    def _save_state(self, node: fx.Node, phase: Phase) -> int:
+        """An op before `node` that saves the generator's state, for recomputing `node`."""
+        tensor = self._new_tensor(f"{node.name}_state", self.state_bytes, Kind.RANDOM_STATE, (self.state_bytes,), "uint8")
+        self.ops.append(
+            Op(
+                id=len(self.ops),
+                name=f"{node.name}_state",
+                target="generator.get_state",
+                inputs=(),
+                outputs=(tensor,),
+                time_s=0.0,
+                phase=phase,
+                recomputable=False,
+                random=True,
+                module=self._module(node),
+            )
+        )
+        self.calls.append(Call("generator.get_state()", ((tensor, ""),)))
+        self.nodes.append(None)
+        return tensor
+
+    def _add(
+        self,
+        node: fx.Node,
+        phase: Phase,
+        made: list[tuple[str, torch.Tensor]],
+        *,
+        state: int | None = None,
+        generator: torch.Generator | None = None,
+        mutates: tuple[int, ...] = (),
+    ) -> None:
+        ignored = ignored_inputs(node)
+        read = [t for arg in node.all_input_nodes if arg not in ignored for _, t in _storages(arg.meta["val"])]
+        bases = dict.fromkeys(self.owner[storage(t)] for t in read)
+        shared = (other for base in bases for other in sorted(self.statics.in_memory_of((base,))))
+        inputs = (*dict.fromkeys(shared), *(() if state is None else (state,)))
+        expression = self.render.call(node) if generator is None else self.render.drawing_from(node, generator)
+        results = []
+        for path, value in made:
+            size = allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
+            name, shape = f"{node.name}{path}", tuple(value.shape)
+            tensor = self._new_tensor(name, size, Kind.ACTIVATION, shape, dtype_name(value.dtype))
+            self.owner[storage(value)] = tensor
+            results.append((tensor, path))
+            self._bind(node, path, tensor)
+        once = generator is not None or node.target in CHECKS or chosen_by_timing(str(node.target), self.statics.device)
+        repeatable = not (once or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable))
+        self.ops.append(
+            Op(
+                id=len(self.ops),
+                name=node.name,
+                target=str(operator_of(node)),
+                inputs=inputs,
+                outputs=tuple(t for t, _ in results),
+                time_s=0.0,
+                phase=phase,
+                # What is computed from an input that the step overwrites is right only before the write.
+                recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
+                random=is_random(node),
+                mutates=mutates,
+                module=self._module(node),
+            )
+        )
+        redraw = None if state is None else self.render.redraw(node)
+        self.calls.append(Call(expression, tuple(results), state, redraw))
+        self.nodes.append(node)
+
+    def _bind(self, node: fx.Node, path: str, tensor: int) -> None:
+        """Let the nodes that pick an output of `node` out of its value stand for the output's variable."""
+        if not path:
+            self.expressions[node] = variable(tensor)
+            return
+        for user in node.users:
+            if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
+                self._bind(user, path[len(step) :], tensor)
+
+    def _new_tensor(self, name: str, size_bytes: int, kind: Kind, shape: tuple[int, ...], dtype: str) -> int:
+        tensor = len(self.tensors)
+        self.tensors.append(Tensor(tensor, name, size_bytes, (len(self.ops),), kind, shape, dtype))
+        return tensor
+
+    def _learn_module(self, node: fx.Node) -> None:
+        number, stack = node.meta.get("seq_nr"), node.meta.get("nn_module_stack")
+        if number is not None and stack:
+            self.modules.setdefault(number, _module_path(stack))
+
+    def _module(self, node: fx.Node) -> str:
+        """The module `node` was called in; for a backward node, the one of the forward node it belongs to."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        return _module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
+
+
+def _module_path(stack: Mapping[str, tuple[str, object]]) -> str:
+    path = list(stack.values())[-1][0]
+    return path.removeprefix("L['self'].").replace("_modules['", "").replace("']", "")
+
+
+def _node(arg: object) -> fx.Node:
+    assert isinstance(arg, fx.Node)
+    return arg
+
+
+def _storages(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in an op's value, each with the subscripts that pick it out."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _storages(item, f"{path}[{i}]")

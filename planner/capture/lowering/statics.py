@@ -1,0 +1,111 @@
+"""The tensors that are in memory throughout a step: parameters, buffers, inputs, and what is reserved."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from graphs.errors import TraceError
+from graphs.ir import TANGENT, Kind, Tensor
+from planner.capture.lowering.program import Source
+from planner.capture.rewrites.outputs import storage
+from planner.capture.rewrites.sparse import is_sparse
+from planner.capture.signature import Batch, leaves
+from planner.torch_private.capture import AOTInput, BufferAOTInput, ParamAOTInput, PlainAOTInput, ViewBaseAOTInput
+
+
+def allocated_bytes(size_bytes: int, device: torch.device) -> int:
+    """What the allocator of `device` takes for `size_bytes`: CUDA's deals in blocks of 512 bytes."""
+    return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes
+
+
+class StaticTensors:
+    """What is in memory throughout: each storage is counted once, under the first name it is found by.
+
+    Args:
+        device: whose allocator holds it.
+    """
+
+    def __init__(self, step: nn.Module, batch: Batch, device: torch.device) -> None:
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self.sources: list[Source] = []
+        self._by_name: dict[tuple[Kind, str], int] = {}
+        self._by_object: dict[int, int] = {}
+        self._in_storage: dict[int, set[int]] = {}
+        self._objects: list[torch.Tensor] = []
+        for name, parameter in step.named_parameters(remove_duplicate=False):
+            self.add(Kind.PARAMETER, name, parameter)
+        for name, buffer in step.named_buffers(remove_duplicate=False):
+            if not is_sparse(buffer):  # what it is made of is added where the step reads it
+                self.add(Kind.BUFFER, name, buffer)
+        for index, leaf in enumerate(leaves(batch)):
+            if isinstance(leaf, torch.Tensor):
+                self.add(Kind.INPUT, str(index), leaf)
+
+    def add(self, kind: Kind, name: str, value: torch.Tensor) -> int:
+        """The id of `value`, which is known as `name` from now on."""
+        if id(value) not in self._by_object:
+            cdata = storage(value)
+            # An input may be a slice of a data set: only its own bytes are the step's.
+            size = value.numel() * value.element_size() if kind is Kind.INPUT else value.untyped_storage().nbytes()
+            size = 0 if cdata in self._in_storage else allocated_bytes(size, self.device)
+            self._by_object[id(value)] = self._append(kind, name, size, value)
+            self._in_storage.setdefault(cdata, set()).add(self._by_object[id(value)])
+            self._objects.append(value)  # keeps id() and storage identities valid
+        self._by_name[kind, name] = self._by_object[id(value)]
+        return self._by_object[id(value)]
+
+    def reserve(self, name: str, kind: Kind, size_bytes: int) -> None:
+        """Count `size_bytes` that no op reads; nothing where there are none."""
+        if size_bytes:
+            self._append(kind, name, size_bytes, None)
+
+    def find(self, desc: AOTInput) -> int:
+        """The id of the tensor that a joint graph's input stands for."""
+        match desc:
+            case ParamAOTInput(target=name):
+                return self._by_name[Kind.PARAMETER, name]
+            case BufferAOTInput(target=name):
+                return self._by_name[Kind.BUFFER, name]
+            case PlainAOTInput(idx=index):
+                return self._by_name[Kind.INPUT, str(index)]
+            case ViewBaseAOTInput(base_of=view):
+                overlapping = sorted(self.in_memory_of((self.find(view),)))
+                raise TraceError(
+                    f"{' and '.join(map(self._shown, overlapping))} overlap in memory, and the step writes to one of them: keep "
+                    "one tensor of them all, and take the others as views of it in the forward pass"
+                )
+        raise TraceError(f"the step has an input {desc!r}, a kind that is not supported: pass plain tensors")
+
+    def in_memory_of(self, tensors: Iterable[int]) -> set[int]:
+        """Return `tensors`, and all that share a storage with one of them."""
+        given = set(tensors)
+        return given.union(*(sharing for sharing in self._in_storage.values() if not sharing.isdisjoint(given)))
+
+    def tangent(self, value: torch.Tensor) -> int:
+        """The id of the gradient of the loss, which autograd holds during the backward pass."""
+        if (Kind.INPUT, TANGENT) not in self._by_name:
+            size = allocated_bytes(value.numel() * value.element_size(), self.device)
+            self._by_name[Kind.INPUT, TANGENT] = self._append(Kind.INPUT, TANGENT, size, value)
+        return self._by_name[Kind.INPUT, TANGENT]
+
+    def _shown(self, tensor: int) -> str:
+        """Return how messages call a static tensor."""
+        name = self.tensors[tensor].name
+        return name.removeprefix("model.") if self.tensors[tensor].kind is not Kind.INPUT else name.replace("_", " ")
+
+    def _append(self, kind: Kind, name: str, size_bytes: int, value: torch.Tensor | None) -> int:
+        tensor = len(self.tensors)
+        shape = () if value is None else tuple(value.shape)
+        dtype = "" if value is None else dtype_name(value.dtype)
+        unique = name if kind in (Kind.PARAMETER, Kind.BUFFER) else f"{kind}_{name}"
+        self.tensors.append(Tensor(tensor, unique, size_bytes, (), kind, shape, dtype))
+        if value is not None:
+            self.sources.append(Source(tensor, kind, name))
+        return tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` without its module: ``float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,223 @@
+"""Ops of a stretch on some of its rows, as a function of its own; and what calls it for one part of the rows after another."""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.frontend.eager_ops import called
+from planner.capture.options.added import value_of
+from planner.capture.options.chunks.asked import ByRows, Made, Total
+from planner.capture.options.chunks.rows import Rows, is_flat, is_view, slice_of
+from planner.capture.options.chunks.rules import CONSTANTS, MEANS
+from planner.capture.options.chunks.stretches import Stretch
+
+aten = torch.ops.aten
+
+# What writes a product where it belongs, and what adds it to what is there.
+_INTO: Mapping[Any, Any] = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
+_ONTO: Mapping[Any, Any] = {aten.mm.default: aten.addmm.out, aten.bmm.default: aten.baddbmm.out}
+# Position of the argument that says the shape of the result.
+_SHAPED: Mapping[Any, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    **dict.fromkeys(CONSTANTS, 1),
+}
+_SUM = 2  # of ``reduction``
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the chunks make together.
+
+    Attributes:
+        node, path: where the program makes it, as in ``Call.outputs``.
+        made: row by row, or added up.
+        mean: it is the mean with the next result as its weight.
+        elements: of which it is the mean; 0 if it is none.
+    """
+
+    node: fx.Node
+    path: str
+    made: Made
+    mean: bool = False
+    elements: int = 0
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Fake."""
+        found: torch.Tensor = value_of(self.node, self.path)
+        return found
+
+    def make(self, like: torch.Tensor) -> torch.Tensor:
+        """Room for it; where few numbers are added up in halves, more precisely."""
+        value = self.value
+        dtype = torch.float32 if self.made is Total.SUM and value.dtype in _HALF else value.dtype
+        room = like.new_empty_strided(value.shape, value.stride(), dtype=dtype)
+        return room.zero_() if isinstance(self.made, Total) else room
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the chunks read.
+
+    Attributes:
+        node: outside of the stretch.
+        rows: where it has the rows, of which each chunk gets some; None for what each reads whole.
+    """
+
+    node: fx.Node
+    rows: Rows | None
+
+
+class InChunks:
+    """Computes a stretch in chunks of rows.
+
+    Attributes:
+        given: what it is called with, in order.
+        results: what it returns, in order.
+    """
+
+    def __init__(
+        self, rows: int, size: int, given: Sequence[Given], results: Sequence[Result], body: Callable[[int], Callable[..., Any]]
+    ) -> None:
+        """`body` makes what computes so many rows: called with parts of what is given and of the results, it writes to these."""
+        self.given, self.results = tuple(given), tuple(results)
+        self._rows, self._size = rows, size
+        self._bodies = {count: body(count) for count in {size, rows % size} - {0}}
+        self._like = next(i for i, read in enumerate(given) if read.rows is not None)
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """What it is called with, as fake tensors."""
+        return tuple(read.node.meta["val"] for read in self.given)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The results; memory besides them is what one chunk takes."""
+        made = [result.make(given[self._like]) for result in self.results]
+        places = [result.made if isinstance(result.made, Rows) else None for result in self.results]
+        for begin in range(0, self._rows, self._size):
+            count = min(self._size, self._rows - begin)
+            parts = [self._part(value, read.rows, begin, count) for value, read in zip(given, self.given, strict=True)]
+            rooms = [self._part(value, rows, begin, count) for value, rows in zip(made, places, strict=True)]
+            self._bodies[count](*parts, *rooms)
+        for position, result in enumerate(self.results):
+            if result.mean:
+                made[position].div_(made[position + 1])
+            elif result.elements and isinstance(result.made, Total):
+                made[position].div_(result.elements)
+        return tuple(value.to(result.value.dtype) for value, result in zip(made, self.results, strict=True))
+
+    def _part(self, value: torch.Tensor, rows: Rows | None, begin: int, count: int) -> torch.Tensor:
+        if rows is None:
+            return value
+        each = prod(rows.sizes(value.shape)) // self._rows
+        return slice_of(value, rows, begin * each, count * each)
+
+
+class Body:
+    """The ops of a stretch on some of its rows.
+
+    Attributes:
+        nodes: the ops, in order.
+        given: what they read.
+        results: what is read of what they make.
+    """
+
+    def __init__(self, stretch: Stretch, nodes: Sequence[fx.Node], results: Sequence[Result]) -> None:
+        """`nodes`: ops of `stretch`, and those of the one before that are computed again."""
+        self.nodes, self.results = tuple(nodes), tuple(results)
+        self._stretch, self._inside = stretch, frozenset(nodes)
+        self.given = tuple(dict.fromkeys(self._reads()))
+
+    def _call(self, node: fx.Node) -> ByRows | None:
+        stretch = self._stretch
+        return stretch.calls.get(node) or (stretch.before.calls.get(node) if stretch.before else None)
+
+    def _reads_of(self, node: fx.Node) -> Mapping[fx.Node, Rows]:
+        call = self._call(node)
+        assert call is not None
+        return call.reads
+
+    def _reads(self) -> Iterator[Given]:
+        for node in self.nodes:
+            for arg in node.all_input_nodes:
+                if not self._is_inside(arg):
+                    yield Given(arg, self._reads_of(node).get(arg))
+
+    def _is_inside(self, node: fx.Node) -> bool:
+        while node not in self._inside and is_view(node) and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        return node in self._inside
+
+    def of(self, count: int) -> Callable[..., Any]:
+        """What computes `count` rows: called with `given`, then with where each of the results belongs, which it writes to."""
+        graph = fx.Graph()
+        given = {read: graph.placeholder(f"given_{i}") for i, read in enumerate(self.given)}
+        rooms = {(r.node, r.path): graph.placeholder(f"room_{i}") for i, r in enumerate(self.results)}
+        made: dict[fx.Node, fx.Node] = {}
+
+        def value(arg: fx.Node, reads: Mapping[fx.Node, Rows]) -> fx.Node:
+            if arg not in made:
+                if not self._is_inside(arg):
+                    return given[Given(arg, reads.get(arg))]
+                made[arg] = self._emit(graph, arg, count, lambda a: value(a, {}))
+            return made[arg]
+
+        for node in self.nodes:
+            reads = self._reads_of(node)
+            results = [r for r in self.results if r.node is node]
+            first = results[0] if results else None
+            if first is not None and node.target in (_INTO if isinstance(first.made, Rows) else _ONTO):
+                made[node] = self._product(graph, node, first, rooms[node, ""], partial(value, reads=reads))
+                continue
+            made[node] = self._emit(graph, node, count, partial(value, reads=reads))
+            for result in results:
+                item = made[node]
+                if result.path:
+                    item = graph.call_function(operator.getitem, (item, int(result.path[1:-1])))
+                write = aten.copy_.default if isinstance(result.made, Rows) else aten.add_.Tensor
+                graph.call_function(write, (rooms[node, result.path], item))
+        graph.output(())
+        return fx.GraphModule(torch.nn.Module(), graph).forward
+
+    def _emit(self, graph: fx.Graph, node: fx.Node, count: int, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """`node` on `count` rows."""
+        args, named, target = list(node.args), dict(node.kwargs), MEANS.get(node.target, called(node.target))
+        call = self._call(node)
+        if call is not None and (position := call.reduction) is not None and args[position : position + 1] != [0]:
+            if position < len(args):
+                args[position] = _SUM
+            else:
+                named["reduction"] = _SUM
+        if node.target in _SHAPED:
+            place = self._stretch.place(node)
+            assert place is not None
+            args[_SHAPED[node.target]] = place.chunk(node.meta["val"].shape, count, self._stretch.rows)
+        given, also = fx.map_arg((tuple(args), named), value)
+        made = graph.call_function(target, given, also)
+        divided = call is not None and call.elements and isinstance(call.makes[0], Rows)
+        return graph.call_function(aten.div.Scalar, (made, call.elements)) if call is not None and divided else made
+
+    def _product(
+        self, graph: fx.Graph, node: fx.Node, result: Result, room: fx.Node, value: Callable[[fx.Node], fx.Node]
+    ) -> fx.Node:
+        """The product `node`, written where it belongs or added to what is there."""
+        args, named = fx.map_arg((node.args, node.kwargs), value)
+        if isinstance(result.made, Rows):
+            return graph.call_function(_INTO[node.target], args, {**named, "out": room})
+        return graph.call_function(_ONTO[node.target], (room, *args), {"out": room})
+
+
+def sliced(result: Result) -> bool:
+    """Whether parts of the rows of `result` are views, to be written to."""
+    return not isinstance(result.made, Rows) or is_flat(result.value, result.made)

@@ -1,0 +1,259 @@
+"""What ops do with rows.
+
+An op is known by what it does to dimensions, whatever model it comes from: what is computed element by element, along
+dimensions that are not those of the rows, a product of matrices, a loss that is picked out of rows and added up. An op that
+is not known here is not by rows.
+"""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.options.chunks.asked import Asked, ByRows, Total
+from planner.capture.options.chunks.rows import NotByRowsError, Rows, rows_behind
+
+aten = torch.ops.aten
+
+
+def by_rows(asked: Asked) -> ByRows:
+    """What the op is row by row.
+
+    Raises:
+        NotByRowsError: it is not.
+    """
+    target = asked.node.target
+    if rule := _RULES.get(target):
+        return rule(asked)
+    if torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ELEMENTWISE:
+        return _pointwise(asked)
+    raise NotByRowsError
+
+
+# Without the tag of operators that go element by element, which not all have.
+_ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
+
+
+def _pointwise(asked: Asked) -> ByRows:
+    return asked.makes(_by_elements(asked, asked.shape(asked.node)))
+
+
+def _by_elements(asked: Asked, out: tuple[int, ...]) -> Rows:
+    """Where the rows are in what is computed element by element, which has the shape `out`; scalars are read whole."""
+    args = [a for a in asked.node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)]
+    first = next((a for a in args if a in asked.known), None)
+    place = asked.at(first).moved(len(out) - len(asked.shape(first))) if first is not None else asked.at()
+    for arg in args:
+        dims = len(out) - len(asked.shape(arg))
+        sizes = ((1,) * dims + asked.shape(arg))[place.first : place.last + 1]
+        if sizes == place.sizes(out) and place.first >= dims:
+            asked.want(arg, place.moved(-dims))
+        elif all(size == 1 for size in sizes):
+            asked.want_whole(arg)
+        else:
+            raise NotByRowsError
+    return place
+
+
+def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[Asked], ByRows]:
+    """An op along the dimensions that its argument `dim` says, which are none of the rows; `read` are its tensors."""
+
+    def rule(asked: Asked) -> ByRows:
+        place = asked.at(*map(asked.arg, read))
+        count = len(asked.shape(asked.arg(read[0])))
+        given = asked.arg(dim)
+        dims = {d % count for d in ([given] if isinstance(given, int) else given or range(count))}
+        if any(place.within(d) for d in dims):
+            raise NotByRowsError
+        for position in read:
+            _want_beside(asked, asked.arg(position), asked.arg(read[0]), place)
+        gone = sum(d < place.first for d in dims) if reduces and len(asked.shape(asked.node)) < count else 0
+        return asked.makes(place.moved(-gone))
+
+    return rule
+
+
+_reduced = _along(0, dim=1, reduces=True)
+
+
+def _summed(asked: Asked) -> ByRows:
+    """A sum over all rows, and perhaps more; or along other dimensions."""
+    arg = asked.arg(0)
+    place, shape = asked.at(arg), asked.shape(arg)
+    dims = {d % len(shape) for d in asked.arg(1) or range(len(shape))}
+    if not any(place.within(d) for d in dims):
+        return _reduced(asked)
+    if not all(d in dims for d in range(place.first, place.last + 1)):
+        raise NotByRowsError
+    asked.want(arg, place)
+    return asked.makes(Total.SUM, elements=prod(shape[d] for d in dims) if asked.node.target in MEANS else 0)
+
+
+def _loss(reduction: int) -> Callable[[Asked], ByRows]:
+    """A loss element by element, or its gradient; the argument at `reduction` says whether it is added up, and divided."""
+
+    def rule(asked: Asked) -> ByRows:
+        backward = "backward" in str(asked.node.target)
+        shape = asked.shape(asked.arg(1 if backward else 0))
+        place, how = _by_elements(asked, shape), asked.arg(reduction)
+        made = place if backward or how == _NONE else Total.SUM
+        return asked.makes(made, elements=prod(shape) if how in (None, _MEAN) else 0, reduction=reduction)
+
+    return rule
+
+
+def _product(first: int) -> Callable[[Asked], ByRows]:
+    """A product of matrices, the left one at position `first`; what is added to it comes before."""
+
+    def rule(asked: Asked) -> ByRows:
+        left, right = asked.arg(first), asked.arg(first + 1)
+        added = asked.arg(0) if first else None
+        dims = len(asked.shape(left))
+        down, across = Rows(dims - 2, dims - 2), Rows(dims - 1, dims - 1)
+        at_left, at_right = asked.known.get(left), asked.known.get(right)
+        if dims == 3 and Rows(0, 0) in (at_left, at_right):  # each row has products of its own
+            made = Rows(0, 0)
+            asked.want(left, made)
+            asked.want(right, made)
+        elif at_left == across or at_right == down:
+            asked.want(left, across)
+            asked.want(right, down)
+            if added is not None:
+                raise NotByRowsError
+            return asked.makes(Total.PRODUCT)
+        elif at_left == down:
+            made = down
+            asked.want(left, down)
+            asked.want_whole(right)
+        elif at_right == across:
+            made = across
+            asked.want(right, across)
+            asked.want_whole(left)
+        else:
+            raise NotByRowsError
+        if added is not None:
+            _add(asked, added, made)
+        return asked.makes(made)
+
+    return rule
+
+
+def _add(asked: Asked, added: fx.Node, made: Rows) -> None:
+    """What is added to a product: by rows where it has them, else the same for all."""
+    dims = len(asked.shape(asked.node)) - len(asked.shape(added))
+    if made.first < dims or asked.shape(added)[made.first - dims] == 1:
+        asked.want_whole(added)
+    else:
+        asked.want(added, made.moved(-dims))
+
+
+_COUNTING = (torch.float32, torch.float64)
+_MOST_COUNTED = 2**24  # whole numbers below are exact in float32
+_NONE, _MEAN = 0, 1  # of ``reduction``: a loss for each row, or one of all
+_REDUCTION = 3
+
+
+def _picked_loss(asked: Asked) -> ByRows:
+    """``nll_loss``: of each row the entry of its class, added up."""
+    if asked.arg(_REDUCTION) == _NONE or len(asked.shape(asked.arg(0))) == 1:
+        raise NotByRowsError
+    rows = rows_behind(asked.shape(asked.arg(0)), 1, asked.rows)
+    asked.want(asked.arg(0), rows)
+    asked.want(asked.arg(1), rows)
+    exact = (
+        asked.arg(2) is None and asked.node.meta["val"][1].dtype in _COUNTING and prod(asked.shape(asked.arg(1))) < _MOST_COUNTED
+    )
+    count = Total.COUNT if exact else Total.SUM
+    return asked.makes(Total.SUM, count, mean=asked.arg(_REDUCTION) == _MEAN, reduction=_REDUCTION)
+
+
+def _picked_loss_backward(asked: Asked) -> ByRows:
+    rows = rows_behind(asked.shape(asked.arg(1)), 1, asked.rows)
+    asked.want(asked.arg(1), rows)
+    asked.want(asked.arg(2), rows)
+    if asked.arg(4) == _NONE:
+        asked.want(asked.arg(0), rows)
+    return asked.makes(rows)
+
+
+def _padded(asked: Asked) -> ByRows:
+    """Zeros around, but not along the rows."""
+    arg, pad = asked.arg(0), asked.arg(1)
+    place, dims = asked.at(arg), len(asked.shape(arg))
+    if any(place.within(dims - 1 - i // 2) for i, size in enumerate(pad) if size):
+        raise NotByRowsError
+    asked.want(arg, place)
+    return asked.makes(place)
+
+
+def _slice_backward(asked: Asked) -> ByRows:
+    """Zeros around what was a slice, but not along the rows."""
+    arg = asked.arg(0)
+    place = asked.at(arg)
+    if place.within(asked.arg(2) % len(asked.shape(arg))):
+        raise NotByRowsError
+    asked.want(arg, place)
+    return asked.makes(place)
+
+
+def _joined(asked: Asked) -> ByRows:
+    """Several side by side, all with the rows."""
+    args = asked.arg(0)
+    place = asked.at(*args)
+    if place.within((asked.arg(1) or 0) % len(asked.shape(args[0]))):
+        raise NotByRowsError
+    for arg in args:
+        _want_beside(asked, arg, args[0], place)
+    return asked.makes(place)
+
+
+def _want_beside(asked: Asked, arg: fx.Node, other: fx.Node, place: Rows) -> None:
+    """As many elements to a row as `other` has."""
+    asked.want(arg, place)
+    if place.sizes(asked.shape(arg)) != place.sizes(asked.shape(other)):
+        raise NotByRowsError
+
+
+_RULES: Mapping[Any, Callable[[Asked], ByRows]] = {
+    aten.mm.default: _product(0),
+    aten.bmm.default: _product(0),
+    aten.addmm.default: _product(1),
+    aten.baddbmm.default: _product(1),
+    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default), _along(0, dim=1)),
+    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _along(0, 1, dim=2)),
+    **dict.fromkeys((aten.logsumexp.default, aten.amax.default, aten.amin.default), _reduced),
+    aten.argmax.default: _reduced,
+    aten.cumsum.default: _along(0, dim=1),
+    aten.gather.default: _along(0, 2, dim=1),
+    aten.scatter.src: _along(0, 2, 3, dim=1),
+    aten.scatter.value: _along(0, 2, dim=1),
+    aten.scatter_add.default: _along(0, 2, 3, dim=1),
+    aten.sum.dim_IntList: _summed,
+    aten.sum.default: _summed,
+    aten.mean.default: _summed,
+    aten.mean.dim: _summed,
+    aten.mse_loss.default: _loss(2),
+    aten.smooth_l1_loss.default: _loss(2),
+    aten.huber_loss.default: _loss(2),
+    aten.binary_cross_entropy.default: _loss(3),
+    aten.binary_cross_entropy_with_logits.default: _loss(4),
+    aten.mse_loss_backward.default: _loss(3),
+    aten.smooth_l1_loss_backward.default: _loss(3),
+    aten.huber_loss_backward.default: _loss(3),
+    aten.binary_cross_entropy_backward.default: _loss(4),
+    aten.nll_loss_forward.default: _picked_loss,
+    aten.nll_loss_backward.default: _picked_loss_backward,
+    aten.nll_loss2d_forward.default: _picked_loss,
+    aten.nll_loss2d_backward.default: _picked_loss_backward,
+    aten.constant_pad_nd.default: _padded,
+    aten.slice_backward.default: _slice_backward,
+    aten.cat.default: _joined,
+}
+
+# What adds up and divides, and what adds up alone.
+MEANS: Mapping[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+
+# What makes the same everywhere, in the shape that its second argument says.
+CONSTANTS = frozenset({aten.new_zeros.default, aten.new_ones.default})

@@ -1,0 +1,258 @@
+"""Stretches of a step that are computed row by row, between products of matrices that make rows long and what makes them short.
+
+A stretch begins with a product that makes rows much longer than those it reads. All that reads these long rows in the same
+pass belongs to it, and what reads the long rows of that, until only short rows are left and what is added up over all rows:
+then no long row need be in memory as a whole. In the backward pass the ops that read long rows of the forward pass begin a
+second one. Where an op that reads long rows is not known to be by rows, there is no such stretch.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Phase
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.added import value_of
+from planner.capture.options.chunks.asked import Asked, ByRows
+from planner.capture.options.chunks.rows import NotByRowsError, Rows, is_view, rows_behind, through_view
+from planner.capture.options.chunks.rules import CONSTANTS, by_rows
+from planner.capture.rewrites.layouts import drawn_in_place, read_strides
+from planner.capture.rewrites.outputs import fake
+
+aten = torch.ops.aten
+
+# Products of matrices, with the position of the first one.
+_PRODUCTS: Mapping[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
+_LONG = 1.25  # times the elements of the rows that the first product reads
+# A stretch of which no op holds a fourth of what the op holds that holds most in the step does not set the peak.
+_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Ops of one pass, row by row.
+
+    Attributes:
+        rows: how many.
+        longest: elements of a row that is short.
+        ops: by id.
+        before: the stretch of the forward pass whose values it reads; None for one of the forward pass.
+        calls: what each op is.
+    """
+
+    rows: int
+    longest: float
+    before: "Stretch | None" = None
+    ops: dict[int, fx.Node] = field(default_factory=dict)
+    calls: dict[fx.Node, ByRows] = field(default_factory=dict)
+
+    def place(self, node: fx.Node) -> Rows | None:
+        """Where the rows are in the value of `node`; None for what is made outside, or added up before.
+
+        Raises:
+            NotByRowsError: it is added up here, or a view shows rows in another way.
+        """
+        source, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+        assert isinstance(source, fx.Node) and isinstance(item, int)
+        if source in self.calls:
+            if not isinstance(made := self.calls[source].makes[item], Rows):
+                raise NotByRowsError
+            return made
+        if self.before is not None and source in self.before.calls:
+            return made if isinstance(made := self.before.calls[source].makes[item], Rows) else None
+        if not is_view(node):
+            return None
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        place = self.place(base)
+        return None if place is None else through_view(node, place, self.rows)
+
+    def makes_long(self, node: fx.Node, item: int, value: torch.Tensor) -> bool:
+        """Whether `value`, which the op `node` here makes as the `item`-th, has long rows."""
+        return value.numel() / self.rows > self.longest and isinstance(self.calls[node].makes[item], Rows)
+
+
+class Finder:
+    """Looks for stretches in what was captured."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.graph, self.capture = capture.graph, capture
+        self.op_of = {node: op.id for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if node is not None}
+
+    def find(self) -> list[tuple[Stretch, Stretch | None]]:
+        """Stretches of the forward pass, with those of the backward pass that go with them, of which none shares an op."""
+        found: list[tuple[Stretch, Stretch | None]] = []
+        taken: set[int] = set()
+        most = max(self._held(op.id) for op in self.graph.ops)
+        products = [node for node, op in self.op_of.items() if node.target in _PRODUCTS]
+        for node in sorted(products, key=lambda node: -fake(node).numel()):  # the longest rows begin a stretch of their own
+            op = self.op_of[node]
+            if op in taken or self.graph.ops[op].phase is not Phase.FORWARD:
+                continue
+            pair = self._from(node)
+            if pair is None or max(self._held(p) for stretch in pair if stretch for p in stretch.ops) < _SHARE * most:
+                continue
+            ops = {p for stretch in pair if stretch for p in stretch.ops}
+            if taken.isdisjoint(ops):
+                taken |= ops
+                found.append(pair)
+        return sorted(found, key=lambda pair: min(pair[0].ops))
+
+    def _held(self, op: int) -> int:
+        """Bytes of what `op` reads and makes that may be freed."""
+        node, tensors = self.graph.ops[op], self.graph.tensors
+        freed = {t for t in (*node.inputs, *node.outputs) if not tensors[t].static and t not in self.graph.kept}
+        return sum(tensors[t].size_bytes for t in freed)
+
+    def _from(self, node: fx.Node) -> tuple[Stretch, Stretch | None] | None:
+        """The stretch that begins at the product `node`: one with a backward pass if there is one, of as many rows as can be."""
+        forward_only = None
+        for rows, known in self._beginnings(node):
+            longest = _LONG * max(fake(arg).numel() for arg in known) / rows
+            if fake(node).numel() / rows <= longest:
+                continue
+            forward = Stretch(rows, longest)
+            try:
+                self._close(forward, self.op_of[node], known)
+            except NotByRowsError:
+                continue
+            if not (begin := self._backward_readers(forward)):
+                return forward, None
+            backward = Stretch(rows, longest, forward)
+            try:
+                for op in begin:
+                    self._close(backward, op, {})
+            except NotByRowsError:
+                forward_only = forward_only or (forward, None)
+                continue
+            return forward, backward
+        return forward_only
+
+    def _beginnings(self, node: fx.Node) -> Iterable[tuple[int, Mapping[fx.Node, Rows]]]:
+        """Numbers of rows that the product `node` may be seen to have, and where in what it reads."""
+        left, right = node.args[_PRODUCTS[node.target] :][:2]
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        batched = fake(left).dim() == 3
+        if batched and fake(left).shape[0] == 1:
+            yield fake(left).shape[1], {left: Rows(1, 1)}
+            return
+        first = int(fake(left).shape[0])
+        seen_as = [*filter(is_view, node.users), *(left.all_input_nodes if is_view(left) else ())]
+        values = [value for n in seen_as if isinstance(value := n.meta.get("val"), torch.Tensor)]
+        parts = {int(value.shape[0]) for value in values if value.dim() > 2}
+        for rows in (first, *sorted((p for p in parts if 1 < p < first and first % p == 0), reverse=True)):
+            if rows > 1:
+                yield rows, {left: Rows(0, 0), **({right: Rows(0, 0)} if batched else {})}
+
+    def _backward_readers(self, forward: Stretch) -> list[int]:
+        readers = {op for t in self.long(forward) for op in self.graph.consumers[t]}
+        return sorted(op for op in readers if self.graph.ops[op].phase is Phase.BACKWARD)
+
+    def long(self, stretch: Stretch, ops: Iterable[int] | None = None) -> list[int]:
+        """Tensors of long rows that `ops` of `stretch` make, or all its ops."""
+        found = []
+        for op in stretch.ops if ops is None else ops:
+            for item, t in enumerate(self.graph.ops[op].outputs):
+                if stretch.makes_long(stretch.ops[op], item, self._made(op, item)):
+                    found.append(t)
+        return found
+
+    def _made(self, op: int, item: int) -> torch.Tensor:
+        node = self.capture.nodes[op]
+        assert node is not None
+        value: torch.Tensor = value_of(node, self.capture.program.calls[op].outputs[item][1])
+        return value
+
+    def _close(self, stretch: Stretch, begin: int, known: Mapping[fx.Node, Rows]) -> None:
+        """Let `stretch` have the op `begin`, all that reads long rows in the same pass, and products that make those it reads.
+
+        Raises:
+            NotByRowsError: it cannot.
+        """
+        phase = self.graph.ops[begin].phase
+        waiting = [(begin, known)]
+        while waiting:
+            op, known = waiting.pop()
+            if op not in stretch.ops:
+                self._join(stretch, op, known)
+                joined = [op, *self._join_makers(stretch, op)]
+                long = self.long(stretch, joined)
+                if not self.graph.kept.isdisjoint(long):
+                    raise NotByRowsError
+                waiting += [(p, {}) for t in long for p in self.graph.consumers[t] if self.graph.ops[p].phase is phase]
+        self._check(stretch)
+
+    def _join(self, stretch: Stretch, op: int, known: Mapping[fx.Node, Rows]) -> None:
+        node, what = self.capture.nodes[op], self.graph.ops[op]
+        if node is None or not what.recomputable or what.random or what.mutates or read_strides(node) or drawn_in_place(node):
+            raise NotByRowsError
+        places = {arg: place for arg in node.all_input_nodes if (place := stretch.place(arg)) is not None}
+        call = by_rows(Asked(node, stretch.rows, {**known, **places}, frozenset(places)))
+        stretch.ops[op] = node
+        stretch.calls[node] = call
+
+    def _join_makers(self, stretch: Stretch, reader: int) -> list[int]:
+        """Let `stretch` also make the long rows that `reader` reads, where products make them, or they are all the same."""
+        joined = []
+        for arg, rows in stretch.calls[stretch.ops[reader]].reads.items():
+            value = arg
+            while is_view(value) and isinstance(value.args[0], fx.Node):
+                value = value.args[0]
+            op = self.op_of.get(value)
+            inside = value in stretch.calls or (stretch.before is not None and value in stretch.before.calls)
+            if op is None or inside or self.graph.ops[op].phase is not self.graph.ops[reader].phase:
+                continue
+            if not isinstance(value.meta["val"], torch.Tensor) or fake(value).numel() / stretch.rows <= stretch.longest:
+                continue
+            if self._join_maker(stretch, op, arg, rows):
+                joined += [op, *self._join_makers(stretch, op)]
+        return joined
+
+    def _join_maker(self, stretch: Stretch, op: int, arg: fx.Node, rows: Rows) -> bool:
+        """Let `stretch` have `op` too, if it makes the `rows` that are read as `arg`."""
+        value = self.capture.nodes[op]
+        assert value is not None
+        if value.target in CONSTANTS and value is arg:
+            stretch.ops[op], stretch.calls[value] = value, ByRows({}, (rows,))
+            return True
+        if value.target not in _PRODUCTS and not self._only_inside(stretch, op):
+            return False
+        left = value.args[_PRODUCTS.get(value.target, 0)]
+        if not isinstance(left, fx.Node) or not isinstance(left.meta["val"], torch.Tensor):
+            return False
+        try:
+            self._join(stretch, op, {left: rows_behind(tuple(fake(left).shape), 1, stretch.rows)})
+            if stretch.place(arg) == rows:
+                return True
+        except NotByRowsError:
+            pass
+        stretch.ops.pop(op, None)
+        stretch.calls.pop(value, None)
+        return False
+
+    def _only_inside(self, stretch: Stretch, op: int) -> bool:
+        """Whether what `op` makes is read in `stretch` only."""
+        return all(p in stretch.ops for t in self.graph.ops[op].outputs for p in self.graph.consumers[t])
+
+    def _check(self, stretch: Stretch) -> None:
+        """What is made by rows is read by rows, and nothing outside reads long rows, or anything before the last op is done.
+
+        Raises:
+            NotByRowsError: it is not so.
+        """
+        last = max(stretch.ops)
+        for op, node in stretch.ops.items():
+            reads = stretch.calls[node].reads
+            inside = (arg for arg in node.all_input_nodes if stretch.place(arg) is not None)
+            if node.target not in CONSTANTS and any(arg not in reads for arg in inside):
+                raise NotByRowsError
+            long = self.long(stretch, [op])
+            for t in self.graph.ops[op].outputs:
+                readers = [p for p in self.graph.consumers[t] if p not in stretch.ops]
+                readers = [p for p in readers if self.graph.ops[p].phase is self.graph.ops[op].phase]
+                if any(p < last for p in readers) or (readers and t in long):
+                    raise NotByRowsError

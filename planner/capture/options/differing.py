@@ -1,0 +1,34 @@
+"""What of a step's results differs where some of its tensors are rounded otherwise, in words."""
+
+import re
+from collections.abc import Iterable
+
+from graphs.ir import Graph
+from planner.capture.lowering.program import Program, variable
+
+_NAMED = 3  # more are counted
+
+
+def differing(graph: Graph, program: Program, tensors: Iterable[int]) -> str:
+    """``Op.differs`` of an op that rounds `tensors` otherwise: these, and the results of the step that are computed from them."""
+    first = sorted(tensors)
+    if not first:
+        return ""
+    reached = set(first)
+    for op in graph.program:
+        if not reached.isdisjoint(op.inputs):
+            reached.update(op.outputs)
+    names = {variable(t) for t in reached}
+
+    def changed(expression: str) -> bool:
+        return not names.isdisjoint(re.findall(r"\bt\d+\b", expression))
+
+    results = ["the loss"] if changed(program.loss) else []
+    results += ["what else is returned"] if any(map(changed, program.extras)) else []
+    gradients = [graph.tensors[t].name.removeprefix("model.") for t, made in program.gradients if changed(made)]
+    if len(gradients) > _NAMED:
+        results.append(f"{len(gradients)} of {len(program.gradients)} gradients")
+    else:
+        results += [f"the gradient of {name}" for name in gradients]
+    rounded = ", ".join(graph.tensors[t].name for t in first)
+    return f"rounding: {rounded} ({', '.join(results) or 'no result'})"

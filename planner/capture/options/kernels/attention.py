@@ -1,0 +1,221 @@
+"""Attention: written out, with the probabilities computed again in the backward pass, and by the other fused kernel of CUDA.
+
+What is for CUDA here has never run on a GPU.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.options.kernels.way import Asked, Bundle, Own, Result, Way
+from planner.capture.rewrites.outputs import fake
+
+aten = torch.ops.aten
+
+_HALF = (torch.bfloat16, torch.float16)
+_TILE = 32  # rows of the memory-efficient kernel's logarithms are padded to it
+
+# The ops, and what each calls its mask.
+_FORWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask",
+    aten._scaled_dot_product_flash_attention.default: None,
+    aten._scaled_dot_product_efficient_attention.default: "attn_bias",
+}
+_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "attn_mask",
+    aten._scaled_dot_product_flash_attention_backward.default: None,
+    aten._scaled_dot_product_efficient_attention_backward.default: "attn_bias",
+}
+
+
+def ways(asked: Asked) -> Iterator[Bundle]:
+    """Those of a pass of a fused kernel."""
+    if asked.node.target in _FORWARD:
+        yield from _forward_ways(asked)
+    elif asked.node.target in _BACKWARD:
+        yield from _backward_ways(asked)
+
+
+def _forward_ways(asked: Asked) -> Iterator[Bundle]:
+    query, key, value, mask = _read(asked, _FORWARD)
+    if _has_math(asked, query, key):
+        compute = partial(_math_forward, causal=asked.named("is_causal"), scale=_scale(asked, query))
+        out = tuple(result for result in asked.results if result.path == "[0]")
+        reads = (query, key, value) if mask is None else (query, key, value, mask)
+        yield (Way("math", (asked.node,), reads, out, compute),)
+
+
+def _backward_ways(asked: Asked) -> Iterator[Bundle]:
+    """Of a backward pass; with its forward pass where that makes something else for it."""
+    query, key, value, mask = _read(asked, _BACKWARD)
+    if _has_math(asked, query, key) and _gives_no_mask_gradient(asked):
+        compute = partial(_math_backward, causal=asked.named("is_causal"), scale=_scale(asked, query))
+        reads = (asked[0], query, key, value) if mask is None else (asked[0], query, key, value, mask)
+        yield (Way("math", (asked.node,), reads, asked.results, compute),)
+    before = asked.calls.maker(asked.named("out"))
+    if asked.node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return  # a CPU has one fused kernel
+    if before is None or asked.named("dropout_p") or not _gives_no_mask_gradient(asked):
+        return
+    if asked.node.target is aten._scaled_dot_product_flash_attention_backward.default:
+        if _fits_efficient(query, key, value):
+            yield _efficient(asked, before)
+    elif mask is None and _fits_flash(asked, query, key, value):
+        yield _flash(asked, before)
+
+
+def _read(asked: Asked, masks: dict[Any, str | None]) -> tuple[Any, Any, Any, Any]:
+    mask = masks[asked.node.target]
+    return (*(asked.named(name) for name in ("query", "key", "value")), None if mask is None else asked.named(mask))
+
+
+def _has_math(asked: Asked, query: fx.Node, key: fx.Node) -> bool:
+    """Without dropout, of which the fused kernels keep no mask, and with a head of keys for each of queries."""
+    return not asked.named("dropout_p") and fake(query).dim() == 4 and fake(query).shape[:2] == fake(key).shape[:2]
+
+
+def _gives_no_mask_gradient(asked: Asked) -> bool:
+    return all(result.path in ("[0]", "[1]", "[2]") for result in asked.results) and len(asked.results) == 3
+
+
+def _scale(asked: Asked, query: fx.Node) -> float:
+    scale = asked.named("scale")
+    return 1 / sqrt(fake(query).shape[-1]) if scale is None else float(scale)
+
+
+def _probabilities(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
+) -> torch.Tensor:
+    """In one quadratic tensor, in float32 at least; rows in which nothing is attended to are 0, as in the fused kernels."""
+    scores = torch.matmul(query, key.transpose(-2, -1))
+    scores = scores.float() if scores.dtype in _HALF else scores
+    scores.mul_(scale)
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(above, float("-inf"))
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(mask.logical_not(), float("-inf"))
+    elif mask is not None:
+        scores.add_(mask)
+    highest = scores.amax(-1, keepdim=True)
+    scores.sub_(highest.masked_fill_(highest == float("-inf"), 0.0)).exp_()
+    total = scores.sum(-1, keepdim=True)
+    return scores.div_(total.masked_fill_(total == 0.0, 1.0))
+
+
+def _math_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor]:
+    """softmax(Q K' scale) V, without the logarithms of the sums that the fused backward pass reads."""
+    probabilities = _probabilities(query, key, mask, causal=causal, scale=scale)
+    return (torch.matmul(probabilities.to(value.dtype), value),)
+
+
+def _math_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value from these alone.
+
+    With P the probabilities and O = P V: dV = P' dO; dP = dO V'; dS = P (dP - rowsum(P dP)); dQ = dS K scale; dK = dS' Q scale.
+    """
+    probabilities = _probabilities(query, key, mask, causal=causal, scale=scale)
+    of_value = torch.matmul(probabilities.to(value.dtype).transpose(-2, -1), gradient)
+    of_scores = torch.matmul(gradient, value.transpose(-2, -1)).to(probabilities.dtype).mul_(probabilities)
+    of_scores.addcmul_(probabilities, of_scores.sum(-1, keepdim=True), value=-1).mul_(scale)
+    del probabilities
+    of_scores = of_scores.to(query.dtype)
+    return torch.matmul(of_scores, key), torch.matmul(of_scores.transpose(-2, -1), query), of_value
+
+
+def _fits_efficient(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+    alignment = 16 // fake(query).element_size()
+    heads = {fake(node).shape[1] for node in (query, key, value)}
+    return len(heads) == 1 and fake(query).shape[3] % alignment == 0 == fake(value).shape[3] % alignment
+
+
+def _fits_flash(asked: Asked, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+    width, same_length = fake(query).shape[3], fake(query).shape[2] == fake(key).shape[2]
+    return (
+        fake(query).dtype in _HALF
+        and width == fake(value).shape[3] <= 256
+        and width % 8 == 0
+        and (same_length or not asked.named("is_causal"))
+    )
+
+
+def _efficient(asked: Asked, before: Asked) -> Bundle:
+    """Both passes by the memory-efficient kernel, which keeps rows of logarithms padded to a tile."""
+    query = asked.named("query")
+    causal, scale = asked.named("is_causal"), asked.named("scale")
+    batch, heads, rows, _ = fake(query).shape
+    logarithms = Own("logsumexp", fake(query).new_empty((batch, heads, -(-rows // _TILE) * _TILE), dtype=torch.float32))
+
+    def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = aten._scaled_dot_product_efficient_attention.default(*given, None, True, 0.0, causal, scale=scale)
+        return found[0], found[1]
+
+    def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, out, kept = given
+        seed = torch.zeros((), dtype=torch.long, device=query.device)  # nothing is dropped
+        found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_efficient_attention_backward.default(
+            gradient, query, key, value, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return found[:3]
+
+    return _both(asked, before, "efficient", logarithms, forward_by, backward_by)
+
+
+def _flash(asked: Asked, before: Asked) -> Bundle:
+    """Both passes by flash attention, which keeps a logarithm a row."""
+    query = asked.named("query")
+    causal, scale = asked.named("is_causal"), asked.named("scale")
+    batch, heads, rows, _ = fake(query).shape
+    keys = fake(asked.named("key")).shape[2]
+    logarithms = Own("logsumexp", fake(query).new_empty((batch, heads, rows), dtype=torch.float32))
+
+    def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = aten._scaled_dot_product_flash_attention.default(*given, 0.0, causal, scale=scale)
+        return found[0], found[1]
+
+    def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, out, kept = given
+        seed = torch.zeros((), dtype=torch.long, device=query.device)  # nothing is dropped
+        found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_backward.default(
+            gradient, query, key, value, out, kept, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
+        )
+        return found
+
+    return _both(asked, before, "flash", logarithms, forward_by, backward_by)
+
+
+def _both(asked: Asked, before: Asked, name: str, logarithms: Own, forward_by: Any, backward_by: Any) -> Bundle:
+    query, key, value, _ = _read(asked, _BACKWARD)
+    out = asked.named("out")
+    return (
+        Way(name, (before.node,), (query, key, value), (Result(before.node, "[0]"), logarithms), forward_by),
+        Way(
+            name,
+            (asked.node,),
+            (asked[0], query, key, value, out, logarithms),
+            asked.results,
+            backward_by,
+            repeatable=False,  # gradients are added up in no particular order
+        ),
+    )

@@ -1,0 +1,43 @@
+"""What an op of another way calls: its kernels, whose results are laid out as the program has them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.capture.options.kernels.way import Result, Way
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """Computes some tensors of the program by other kernels.
+
+    Attributes:
+        way: how.
+        fakes: what it is called with, as fake tensors.
+        bundle: name of the ops that are of use together only.
+    """
+
+    way: Way
+    fakes: tuple[Any, ...]
+    bundle: str
+
+    @property
+    def of_program(self) -> tuple[bool, ...]:
+        """Which of its results the program makes too."""
+        return tuple(isinstance(made, Result) for made in self.way.makes)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The results."""
+        return tuple(
+            _as_laid_out(value, made.value) for value, made in zip(self.way.compute(*given), self.way.makes, strict=True)
+        )
+
+
+def _as_laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`value` with the strides of `like`, in a storage of its size."""
+    strides = zip(value.shape, value.stride(), like.stride(), strict=True)
+    if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or any(s != t for n, s, t in strides if n > 1):
+        return value.new_empty_strided(like.shape, like.stride()).copy_(value)
+    # Where a dimension has one element its stride says nothing, but kernels are chosen by it.
+    return value if value.stride() == like.stride() else value.as_strided(like.shape, like.stride())

@@ -1,0 +1,164 @@
+"""Convolutions: by other libraries and algorithms, in the other memory format, and their gradients one at a time.
+
+What is for CUDA here has never run on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from planner.capture.options.kernels.way import Asked, Bundle, Way, calling, reads_of
+from planner.capture.rewrites.outputs import fake
+from planner.torch_private.core import FakeTensor
+
+aten = torch.ops.aten
+
+_NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_INPUT, _WEIGHT, _MASK = "[0]", "[1]", 10
+_STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # of what follows the tensors
+
+
+def ways(asked: Asked) -> Iterator[Bundle]:
+    """Those of a convolution, or of its backward pass."""
+    if asked.node.target is aten.convolution.default:
+        yield from _forward_ways(asked)
+    elif asked.node.target is aten.convolution_backward.default:
+        yield from _backward_ways(asked)
+
+
+def _forward_ways(asked: Asked) -> Iterator[Bundle]:
+    x, weight, bias, *geometry = (asked[i] for i in range(9))
+    stride, padding, dilation, groups = (geometry[i] for i in (_STRIDE, _PADDING, _DILATION, _GROUPS))
+    transposed = geometry[_TRANSPOSED]
+    if _has_native(x, weight, geometry):
+        yield (asked.way("native", _native, x, weight, _kernel(weight), bias, stride, padding),)
+    if asked.device == "cpu" and not transposed and fake(x).dtype == torch.float32:
+        yield (asked.way("onednn", _onednn, x, weight, bias, padding, stride, dilation, groups),)
+    if fake(x).dim() == 4:
+        target = _in_format(_other_format(fake(x)), aten.convolution.default)
+        yield (asked.way(_format_name(fake(x)), target, x, weight, bias, *geometry),)
+    if asked.device == "cuda":
+        for name, setting in _CUDNN.items():
+            call = _with_cudnn(setting, aten.convolution.default)
+            yield (asked.way(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
+
+
+def _backward_ways(asked: Asked) -> Iterator[Bundle]:
+    gradient, x, weight, bias_sizes, *geometry = (asked[i] for i in range(_MASK))
+    mask = asked[_MASK]
+    given = (gradient, x, weight, bias_sizes, *geometry)
+    # Some algorithms of cuDNN add up in no particular order.
+    repeatable = asked.device != "cuda" or torch.backends.cudnn.deterministic
+    if mask[0] and mask[1]:
+        yield _one_at_a_time(asked, given, mask, repeatable=repeatable)
+    if _has_native(x, weight, geometry):
+        arguments = (gradient, x, weight, _kernel(weight), geometry[_STRIDE], geometry[_PADDING], mask)
+        yield (asked.way("native", _native_backward, *arguments, repeatable=repeatable),)
+    if fake(x).dim() == 4:
+        target = _in_format(_other_format(fake(x)), aten.convolution_backward.default)
+        yield (asked.way(_format_name(fake(x)), target, *given, mask, repeatable=repeatable),)
+    if asked.device == "cuda":
+        for name, setting in _CUDNN.items():
+            call = _with_cudnn(setting, aten.convolution_backward.default)
+            yield (asked.way(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
+
+
+def _one_at_a_time(asked: Asked, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
+    """One op makes the gradient of the input, which reads no input; another one the rest, in place of the program's."""
+    gradient, x, weight, bias_sizes, *geometry = given
+    of_input = tuple(result for result in asked.results if result.path == _INPUT)
+    others = tuple(result for result in asked.results if result.path != _INPUT)
+
+    def input_alone(gradient: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        like = gradient.new_empty(()).expand(fake(x).shape)  # of which the kernel reads the shape alone
+        found = aten.convolution_backward.default(gradient, like, weight, bias_sizes, *geometry, [True, False, False])
+        return (found[0],)
+
+    rest = (*given, [False, *mask[1:]])
+    return (
+        Way("input", (asked.node,), (gradient, weight), of_input, input_alone, repeatable, helper=True),
+        Way(
+            "weight",
+            (asked.node,),
+            reads_of(rest),
+            others,
+            calling(aten.convolution_backward.default, rest, others),
+            repeatable,
+        ),
+    )
+
+
+def _kernel(weight: Any) -> list[int]:
+    return list(fake(weight).shape[2:])
+
+
+def _has_native(x: Any, weight: Any, geometry: list[Any]) -> bool:
+    """Whether PyTorch has a kernel of its own: rows of all windows, times the weights."""
+    plain = not geometry[_TRANSPOSED] and geometry[_GROUPS] == 1 and all(d == 1 for d in geometry[_DILATION])
+    return plain and fake(x).dim() == 4 and fake(x).dtype == fake(weight).dtype and fake(x).dtype in _NATIVE_DTYPES
+
+
+def _native(x: torch.Tensor, weight: torch.Tensor, kernel: list[int], bias: Any, stride: Any, padding: Any) -> Any:
+    """``aten._slow_conv2d_forward``, which PyTorch runs on real zeros to see what it makes of fake tensors."""
+    if isinstance(x, FakeTensor):
+        return aten.convolution.default(x, weight, bias, stride, padding, [1, 1], False, [0, 0], 1)
+    return aten._slow_conv2d_forward.default(x, weight, kernel, bias, stride, padding)
+
+
+def _native_backward(gradient: Any, x: Any, weight: Any, kernel: list[int], stride: Any, padding: Any, mask: list[bool]) -> Any:
+    """``aten._slow_conv2d_backward``, likewise."""
+    if isinstance(x, FakeTensor):
+        sizes = [weight.shape[0]] if mask[2] else None
+        return aten.convolution_backward.default(gradient, x, weight, sizes, stride, padding, [1, 1], False, [0, 0], 1, mask)
+    return aten._slow_conv2d_backward.output_mask(gradient, x, weight, kernel, stride, padding, mask)
+
+
+def _onednn(*arguments: Any) -> torch.Tensor:
+    """``aten.mkldnn_convolution``, which does not say what it makes of fake tensors."""
+    if isinstance(arguments[0], FakeTensor):
+        x, weight, bias, padding, stride, dilation, groups = arguments
+        like: torch.Tensor = aten.convolution.default(x, weight, bias, stride, padding, dilation, False, [0, 0], groups)
+        return like
+    made: torch.Tensor = aten.mkldnn_convolution.default(*arguments)
+    return made
+
+
+def _other_format(x: torch.Tensor) -> torch.memory_format:
+    return torch.contiguous_format if x.is_contiguous(memory_format=torch.channels_last) else torch.channels_last
+
+
+def _format_name(x: torch.Tensor) -> str:
+    return "contiguous" if _other_format(x) is torch.contiguous_format else "channels_last"
+
+
+def _in_format(memory_format: torch.memory_format, target: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `target` with all images in `memory_format`."""
+
+    def call(*arguments: Any) -> Any:
+        return target(*(a.contiguous(memory_format=memory_format) if _is_image(a) else a for a in arguments))
+
+    return call
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4
+
+
+# How cuDNN chooses: the algorithm that is fastest where it is tried first, or one that makes the same bits each time.
+_CUDNN = {
+    "benchmark": {"enabled": True, "benchmark": True, "deterministic": False},
+    "deterministic": {"enabled": True, "benchmark": False, "deterministic": True},
+}
+_REPEATABLE = ("deterministic",)
+
+
+def _with_cudnn(setting: dict[str, bool], target: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `target` while cuDNN is told to choose so."""
+
+    def call(*arguments: Any) -> Any:
+        cudnn = torch.backends.cudnn
+        with cudnn.flags(benchmark_limit=cudnn.benchmark_limit, allow_tf32=cudnn.allow_tf32, **setting):
+            return target(*arguments)
+
+    return call

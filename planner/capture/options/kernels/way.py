@@ -1,0 +1,173 @@
+"""Another way to compute an op of the program: what it reads, what it makes, and what it calls."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Op
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.added import value_of
+from planner.capture.rewrites.layouts import drawn_in_place, read_strides
+from planner.capture.rewrites.outputs import storage
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tensor that the program makes: the value of `node` at `path`, as in ``Call.outputs``."""
+
+    node: fx.Node
+    path: str
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Fake."""
+        found: torch.Tensor = value_of(self.node, self.path)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A tensor that only optional ops make and read.
+
+    Attributes:
+        name: unique in a bundle.
+        value: fake.
+    """
+
+    name: str
+    value: torch.Tensor
+
+
+Made = Result | Own
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """An op that is added.
+
+    Attributes:
+        name: what it does otherwise, such as ``native``.
+        nodes: the ops of the program that it stands for; of a helper, the one that it is a part of.
+        reads: values of the program, or tensors that another op of the bundle makes.
+        makes: in the order in which `compute` returns them.
+        compute: called with what `reads` says.
+        repeatable: whether it makes the same bits each time, as the ops do that it stands for.
+        helper: it makes a part of what the program makes and stands for nothing: what stands for the op makes the rest.
+        always_exact: it makes the bits of the program, or is wrong.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node | Own, ...]
+    makes: tuple[Made, ...]
+    compute: Callable[..., Sequence[torch.Tensor]]
+    repeatable: bool = True
+    helper: bool = False
+    always_exact: bool = False
+
+
+Bundle = tuple[Way, ...]  # of use together only, or one by itself
+
+
+class Calls:
+    """The ops of a captured step, to be asked about.
+
+    Attributes:
+        capture: the step.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self._asked = {
+            op.id: Asked(node, op, tuple(Result(node, path) for _, path in call.outputs), self)
+            for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True)
+            if node is not None
+        }
+        self._makers = {storage(result.value): asked for asked in self._asked.values() for result in asked.results}
+
+    def __iter__(self) -> Iterator["Asked"]:
+        return iter(self._asked.values())
+
+    def __getitem__(self, op: int) -> "Asked | None":
+        """The op of this id; None for one that saves the generator's state."""
+        return self._asked.get(op)
+
+    def of(self, node: fx.Node) -> "Asked":
+        """The op that was captured as `node`."""
+        return next(asked for asked in self if asked.node is node)
+
+    def maker(self, value: fx.Node) -> "Asked | None":
+        """The op that makes the memory of `value`, an argument; None where none does."""
+        made = value.meta["val"]
+        return self._makers.get(storage(made)) if isinstance(made, torch.Tensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An op of the program, of which other ways are looked for.
+
+    Attributes:
+        node: as it was captured.
+        op: the same in the graph.
+        results: what it makes that the program has as tensors.
+        calls: it and all others.
+    """
+
+    node: fx.Node
+    op: Op
+    results: tuple[Result, ...]
+    calls: Calls
+
+    def __getitem__(self, position: int) -> Any:
+        """The argument at `position`, or what the operator takes where it is left out."""
+        if position < len(self.node.args):
+            return self.node.args[position]
+        argument = self.node.target._schema.arguments[position]  # type: ignore[union-attr]
+        return self.node.kwargs.get(argument.name, argument.default_value)
+
+    def named(self, name: str) -> Any:
+        """The argument called `name`."""
+        names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
+        return self[names.index(name)]
+
+    @property
+    def device(self) -> str:
+        """The type of the device that it runs on."""
+        return self.results[0].value.device.type
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it must be executed as it is: it draws, writes, reads what is written, or reads what it has laid out first."""
+        op = self.op
+        return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or drawn_in_place(self.node))
+
+    def way(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Way:
+        """One that calls `target` with `arguments`, values of the program among them, and makes all that the op makes.
+
+        Args:
+            more: of ``Way``.
+        """
+        return Way(name, (self.node,), reads_of(arguments), self.results, calling(target, arguments, self.results), **more)
+
+
+def reads_of(arguments: Any) -> tuple[fx.Node, ...]:
+    """The values of the program among `arguments`, each once."""
+    found: dict[fx.Node, None] = {}
+    fx.map_arg(arguments, lambda node: found.setdefault(node))
+    return tuple(found)
+
+
+def calling(target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[Result]) -> Callable[..., list[torch.Tensor]]:
+    """Calls `target` with `arguments`, values of the program replaced by what it is given for them; returns what `makes` says."""
+    reads = reads_of(arguments)
+    positions = [int(made.path[1:-1]) if made.path else None for made in makes]
+
+    def compute(*given: torch.Tensor) -> list[torch.Tensor]:
+        value = dict(zip(reads, given, strict=True))
+        result = target(*fx.map_arg(arguments, value.__getitem__))
+        return [result if position is None else result[position] for position in positions]
+
+    return compute

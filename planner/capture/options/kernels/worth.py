@@ -1,0 +1,88 @@
+"""Which of the ops that are added are of any use: those that are faster than others for the same ops, or hold less."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from graphs.ir import Graph, Op
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.kernels.called import Called
+
+FASTER = 0.1  # of the time of what is replaced: times are measured, and the best of many is better by chance
+_SHARE_S = 1e-4  # of the step
+_SHARE_BYTES = 0.01  # of what the op holds that holds most
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Ops that are of use together, or the program's own.
+
+    Attributes:
+        ops: ids.
+        time_s: of all.
+        held_bytes: what the largest has in memory while it is executed.
+        exact: whether they make the bits of the program.
+    """
+
+    ops: tuple[int, ...]
+    time_s: float
+    held_bytes: int
+    exact: bool
+
+    def beats(self, other: "_Offer", margin_s: float, margin_bytes: float) -> bool:
+        """Whether it is better in time or memory by more than is noise."""
+        faster = self.time_s < (1 - FASTER) * other.time_s and other.time_s - self.time_s > margin_s
+        return faster or self.held_bytes < other.held_bytes - margin_bytes or (self.exact and not other.exact)
+
+
+def needless(capture: Capture) -> frozenset[int]:
+    """Ids of the ops of ``with_kernels`` that are neither faster nor smaller than another offer for the same ops.
+
+    Args:
+        capture: with times and workspaces, measured or modelled.
+    """
+    graph = capture.graph
+    found: set[int] = set()
+    margin_s = _SHARE_S * graph.time_s
+    margin_bytes = _SHARE_BYTES * max(_held(graph, op) for op in graph.program)
+    measured = graph.provenance.get("times") == "measured"
+    for op, call in zip(graph.ops, capture.program.calls, strict=True):
+        if measured and isinstance(call.composed, Called) and call.composed.way.always_exact and not op.exact:
+            found.add(op.id)  # a kernel that does not read before it writes: its result is wrong
+    for replaced, offers in _offers(capture, found):
+        taken = [_offer(graph, replaced)]
+        for offer in sorted(offers, key=lambda offer: (offer.time_s, offer.held_bytes)):
+            if all(offer.beats(other, margin_s, margin_bytes) for other in taken):
+                taken.append(offer)
+            else:
+                found.update(offer.ops)
+    return frozenset(found)
+
+
+def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[_Offer]]]:
+    """For ops of the program that are replaced together: what they may be replaced by, without the ops that are `wrong`."""
+    graph = capture.graph
+    bundles: dict[str, list[int]] = {}
+    for op, call in zip(graph.ops, capture.program.calls, strict=True):
+        if isinstance(call.composed, Called) and op.id not in wrong:
+            bundles.setdefault(call.composed.bundle, []).append(op.id)
+    replaced: dict[tuple[int, ...], list[_Offer]] = {}
+    for ops in bundles.values():
+        stood_for = tuple(sorted({p for op in ops for p in graph.ops[op].replaces}))
+        replaced.setdefault(stood_for, []).append(_offer(graph, ops))
+    yield from replaced.items()
+
+
+def _offer(graph: Graph, ids: Iterable[int]) -> _Offer:
+    ops = [graph.ops[i] for i in ids]
+    return _Offer(
+        tuple(op.id for op in ops),
+        sum(op.time_s for op in ops),
+        max(_held(graph, op) for op in ops),
+        all(op.exact for op in ops),
+    )
+
+
+def _held(graph: Graph, op: Op) -> int:
+    """Bytes in memory while `op` is executed, besides those that are there throughout."""
+    tensors = {t for t in (*op.inputs, *op.outputs) if not graph.tensors[t].static}
+    return op.workspace_bytes + sum(graph.tensors[t].size_bytes for t in tensors)

@@ -1,0 +1,108 @@
+"""Batch norms: the kernels that eager PyTorch calls, and the running statistics that they update and do not need.
+
+The kernel of cuDNN updates the running statistics, and its schema does not say so. PyTorch therefore captures its own kernel in
+its place, which rounds otherwise, takes another time and keeps other tensors. ``_batch_norm_with_update`` has a schema that says
+all, calls the kernel of cuDNN under the same conditions as eager PyTorch, and returns its reserve tensor
+(ATen/native/cuda/Normalization.cu, ATen/native/cudnn/BatchNorm.cpp).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from planner.torch_private.core import DispatchKey, OpOverload, disable_python_dispatcher, python_kernels
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchNorm:
+    """An op of batch norm, by positions among its arguments.
+
+    Attributes:
+        statistics: of the running mean and variance.
+        training: of the flag; None where the op always trains.
+        backward: True for an op of the backward pass.
+        updated: the paths of the new running statistics among the results.
+        without: for a forward op, the op that returns the other results, under the same paths, and reads no running statistics.
+    """
+
+    statistics: tuple[int, int]
+    training: int | None = None
+    backward: bool = False
+    updated: tuple[str, ...] = ()
+    without: Callable[..., tuple[OpOverload, tuple[Any, ...]]] | None = None
+
+
+def _native(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten._native_batch_norm_legit.no_stats, (x, weight, bias, *rest)
+
+
+def _cudnn(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.cudnn_batch_norm.default, (x, weight, bias, None, None, True, *rest)
+
+
+_OPS: dict[object, _BatchNorm] = {
+    aten._native_batch_norm_legit_functional.default: _BatchNorm((3, 4), training=5, updated=("[3]", "[4]"), without=_native),
+    aten._batch_norm_with_update_functional.default: _BatchNorm((3, 4), updated=("[4]", "[5]"), without=_cudnn),
+    aten.native_batch_norm_backward.default: _BatchNorm((3, 4), training=7, backward=True),
+    aten.batch_norm_backward.default: _BatchNorm((3, 4), training=7, backward=True),
+}
+
+
+@contextmanager
+def batch_norms_as_eager() -> Iterator[None]:
+    """Inside, what eager PyTorch computes by the kernel of cuDNN is captured as such."""
+    with python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: cudnn_batch_norm}):
+        yield
+
+
+def cudnn_batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,  # noqa: FBT001  # the signature of the operator
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Call what updates the running statistics by a schema that says so; without such an update the op itself."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor]
+    if training and mean is not None and variance is not None:
+        results = aten._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
+        return results
+    with disable_python_dispatcher():  # or it would come back here
+        results = aten.cudnn_batch_norm.default(x, weight, bias, mean, variance, training, momentum, eps)
+        return results
+
+
+def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
+    """Return the inputs that do not influence what `node` is recomputed for: running statistics in training mode.
+
+    The forward op updates them, though: those that another op has made are inputs of its first execution.
+    """
+    op = _OPS.get(node.target)
+    if op is None or (op.training is not None and not node.args[op.training]):
+        return frozenset()
+    given = (node.args[i] for i in op.statistics)
+    return frozenset(arg for arg in given if isinstance(arg, fx.Node) and (op.backward or arg.op == "placeholder"))
+
+
+def without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...], tuple[str, ...]]:
+    """Return what to call for `node` when the forward pass has ended: target, arguments, and the paths of results left out.
+
+    The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a second
+    execution needs them.
+    """
+    ignored = ignored_inputs(node)
+    if not ignored:
+        return node.target, node.args, ()
+    op = _OPS[node.target]
+    if op.without is not None:
+        return *op.without(*node.args), op.updated
+    return node.target, tuple(None if arg in ignored else arg for arg in node.args), ()

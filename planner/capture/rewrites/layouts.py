@@ -1,0 +1,177 @@
+"""The layouts that tensors have in eager PyTorch, for the ops that round by them.
+
+A captured graph is functional: what eager PyTorch writes in place into a part of a tensor (a gate of ``nn.GRU``, a
+slice) is a tensor of its own there, without the gaps between its rows. Kernels go over memory that has no gaps in one
+piece and over other memory row by row, with vector instructions as far as a row goes and one by one for what is left,
+which rounds otherwise.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.torch_private.core import (
+    PROXY_MODE,
+    FakeTensorMode,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    OpOverload,
+    detect_fake_mode,
+    from_functional_tensor,
+    get_dispatch_mode,
+    pytree,
+)
+
+aten = torch.ops.aten
+
+_WRITTEN = "written_strides"
+_WRITER = "written_by"
+_READ = "read_strides"
+
+# Each element of the result is an element of an input, or one rounding of one operation: no order can change it.
+_EXACT = {
+    aten.add,
+    aten.sub,
+    aten.mul,
+    aten.div,
+    aten.neg,
+    aten.relu,
+    aten.threshold_backward,
+    aten.where,
+    aten.masked_fill,
+    aten.clone,
+    aten.copy,
+    aten.copy_,
+    aten._to_copy,
+    aten.cat,
+    aten.slice_scatter,
+    aten.select_scatter,
+    aten.diagonal_scatter,
+    aten.as_strided_scatter,
+}
+
+
+# What they write depends on no value that was there.
+_FILLING = {
+    aten.bernoulli_,
+    aten.cauchy_,
+    aten.exponential_,
+    aten.geometric_,
+    aten.log_normal_,
+    aten.normal_,
+    aten.random_,
+    aten.uniform_,
+}
+
+
+@contextmanager
+def writes_noted() -> Iterator[None]:
+    """Inside, what is captured for an op in place carries the strides of the tensor that the op writes."""
+    dispatch = FunctionalTensorMode.__torch_dispatch__
+
+    def noting(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(self, func, types, args, kwargs)
+        if isinstance(func, OpOverload) and _writes_first(func) and isinstance(args[0], FunctionalTensor):
+            _note(func, args[0])
+        return result
+
+    FunctionalTensorMode.__torch_dispatch__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+
+
+def _writes_first(op: OpOverload) -> bool:
+    alias = op._schema.arguments[0].alias_info if op._schema.arguments else None
+    return alias is not None and alias.is_write
+
+
+def _note(op: OpOverload, written: FunctionalTensor) -> None:
+    proxies = get_dispatch_mode(PROXY_MODE)
+    value = from_functional_tensor(written.elem)
+    if proxies is None or value not in proxies.tracer.tensor_tracker or value.stride() == written.stride():
+        return
+    node = proxies.tracer.tensor_tracker[value].proxy.node
+    if isinstance(node.target, OpOverload) and node.target._opname == op._opname.removesuffix("_"):
+        node.meta[_WRITTEN] = written.stride()
+        node.meta[_WRITER] = op
+
+
+def layouts_as_eager(graph: fx.Graph) -> None:
+    """Note at each op of `graph` which of its inputs eager PyTorch has in another layout, where the result may depend on it."""
+    eager: dict[fx.Node, Any] = {}
+    nodes: Iterable[fx.Node] = graph.nodes
+    for node in nodes:
+        differing = {arg: eager[arg] for arg in node.all_input_nodes if arg in eager}
+        if node.op != "call_function" or not (differing or _WRITTEN in node.meta):
+            continue
+        if isinstance(node.target, OpOverload) and not node.target.is_view and not _is_exact(node):
+            values = {arg: value for arg, value in differing.items() if isinstance(value, torch.Tensor)}
+            node.meta[_READ] = {arg: value.stride() for arg, value in values.items() if _is_writable(value)}
+        value = _eager_value(node, differing)
+        if _strides(value) != _strides(node.meta["val"]):
+            eager[node] = value
+
+
+def read_strides(node: fx.Node) -> Mapping[fx.Node, Sequence[int]]:
+    """The inputs of `node` that it should read with other strides than they have, and those strides."""
+    found: Mapping[fx.Node, Sequence[int]] = node.meta.get(_READ, {})
+    return found
+
+
+def drawn_in_place(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None:
+    """The random op in place that `node` was captured for, and the strides of what it fills; None where there is no such op.
+
+    Which number of the generator comes where depends on the layout of what is filled, on some processors.
+    """
+    op = node.meta.get(_WRITER)
+    return (op, node.meta[_WRITTEN]) if op is not None and op.overloadpacket in _FILLING else None
+
+
+def to_be_filled(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Memory like that of `value`, with `strides`, for what fills it."""
+    return value.new_empty_strided(value.shape, strides)
+
+
+def laid_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy of `value` with `strides`, gaps between its rows included; strides of 0 stay expanded."""
+    whole = value.shape
+    for dim, stride in enumerate(strides):
+        value = value.narrow(dim, 0, 1) if stride == 0 else value
+    return to_be_filled(value, strides).copy_(value).expand(whole)
+
+
+def _is_exact(node: fx.Node) -> bool:
+    return node.target.overloadpacket in _EXACT and "alpha" not in node.kwargs  # type: ignore[union-attr]
+
+
+def _eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
+    """What stands for the result of `node` in eager PyTorch, given what stands for its inputs where that differs."""
+    captured = node.meta["val"]
+    if _WRITTEN in node.meta:
+        with _fake_mode(captured):
+            return to_be_filled(captured, node.meta[_WRITTEN])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: eager[arg] if arg in eager else arg.meta["val"])
+    with _fake_mode(captured), torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _fake_mode(value: Any) -> FakeTensorMode:
+    mode = detect_fake_mode(pytree.tree_leaves(value))
+    assert mode is not None
+    return mode
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [leaf.stride() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_writable(value: torch.Tensor) -> bool:
+    """Whether no two elements share a place, but for those of expanded dimensions."""
+    dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if stride and size > 1)
+    return all(stride * size <= larger for (stride, size), (larger, _) in pairwise(dims))

@@ -1,0 +1,319 @@
+"""Rewrites of a joint graph that turn its outputs into what a training step does with them.
+
+AOTAutograd's joint graph is functional: a mutated buffer is one more output, a gradient may be a
+view of another tensor, and a parameter that is used under two names may get two gradients. What
+PyTorch's runtime would do with these outputs becomes nodes, so that it is planned and counted.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.errors import TraceError
+from planner.capture.rewrites.batch_norms import ignored_inputs
+from planner.torch_private.capture import (
+    AOTInput,
+    AOTOutput,
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from planner.torch_private.core import OpOverload, auto_functionalized, detect_fake_mode, pytree, with_effects
+
+aten = torch.ops.aten
+
+# Namespaces of operators whose tags say whether they draw random numbers.
+KNOWN_NAMESPACES = {"aten", "inductor", "mkldnn", "onednn", "planner", "prims", "quantized"}
+
+# Raise an error by what they read, as eager PyTorch does, and return nothing.
+CHECKS = (aten._linalg_check_errors.default,)
+
+
+def fix_outputs(graph: fx.Graph) -> None:
+    """Make mutations, the layout of gradients and dead code explicit in `graph`, and drop needless copies, in place.
+
+    Afterwards the output node lists the loss, the extra outputs and one gradient per input, each
+    gradient a storage of its own with the strides that ``AccumulateGrad`` keeps without a copy.
+
+    Raises:
+        TraceError: the loss is no scalar, or no trainable parameter reaches it; a tensor is sparse; or the step writes to a
+            parameter that it trains.
+    """
+    plain_checks(graph)
+    check_outputs(graph)
+    _drop_needless_copies(graph)
+    _write_back_mutations(graph, first_backward(graph))
+    _own_gradients(graph)
+    remove_dead_code(graph)
+
+
+def plain_checks(graph: fx.Graph) -> None:
+    """Let ops that check what is computed be plain calls in `graph`, in place, where they pass on tokens that order effects.
+
+    They run where they are, once, as all ops that are not recomputed: nothing else orders them. Before torch 2.13 they are
+    plain calls anyway.
+    """
+    effects = graph.find_nodes(op="call_function", target=with_effects)
+    if not effects or any(node.args[1] not in CHECKS for node in effects):
+        return
+    for node in effects:
+        token, check, *given = node.args
+        with graph.inserting_before(node):
+            plain = graph.call_function(check, tuple(given), node.kwargs)
+        plain.meta = {**node.meta, "val": None}
+        for item in list(node.users):
+            item.replace_all_uses_with(token)
+            graph.erase_node(item)
+        graph.erase_node(node)
+    kinds = ForwardTokenAOTOutput | BackwardTokenAOTOutput
+    _set_outputs(graph, [(value, desc) for value, desc in outputs(graph) if not isinstance(desc, kinds)])
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
+            graph.erase_node(node)
+
+
+def check_outputs(graph: fx.Graph) -> None:
+    """Refuse a joint graph that is no training step.
+
+    Raises:
+        TraceError: as ``fix_outputs``.
+    """
+    _check_layouts(graph)
+    _check_writes(graph)
+    _check_loss(graph)
+
+
+def outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
+    """The values that `graph` returns, each with its descriptor."""
+    node = graph.output_node()
+    values: list[object] = list(node.args[0])  # type: ignore[arg-type]
+    return list(zip(values, node.meta["desc"], strict=True))
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that stands for the value of `node`."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def storage(value: torch.Tensor) -> int:
+    """Identity of the storage of a (fake) tensor."""
+    identity: int = value.untyped_storage()._cdata
+    return identity
+
+
+def items(node: fx.Node, path: str) -> Iterator[fx.Node]:
+    """The nodes that pick the item at `path`, as in ``[1]`` or ``[0][2]``, out of the value of `node`."""
+    if not path:
+        yield node
+        return
+    for user in node.users:
+        if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
+            yield from items(user, path[len(step) :])
+
+
+def operator_of(node: fx.Node) -> OpOverload | None:
+    """The operator that `node` calls, though it be on copies of what it writes to; None if it calls none."""
+    called = node.args[0] if node.target is auto_functionalized else node.target
+    return called if isinstance(called, OpOverload) else None
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether `node` draws from the generator."""
+    called = operator_of(node)
+    if called is None or torch.Tag.nondeterministic_seeded not in called.tags:
+        return False
+    if "scaled_dot_product" not in called.name():
+        return True
+    position = [argument.name for argument in called._schema.arguments].index("dropout_p")
+    dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    # The CPU kernels draw nothing at 0; what those of other devices do is theirs to change.
+    return bool(dropout) or fake(node.all_input_nodes[0]).device.type != "cpu"
+
+
+def _check_loss(graph: fx.Graph) -> None:
+    losses = [value for value, desc in outputs(graph) if isinstance(desc, PlainAOTOutput) and desc.idx == 0]
+    if not losses or not isinstance(losses[0], fx.Node):
+        raise TraceError("the loss is not a tensor computed from the model: return a scalar tensor first")
+    shape = tuple(fake(losses[0]).shape)
+    if fake(losses[0]).numel() != 1:
+        raise TraceError(f"the loss has shape {shape}, not one element: reduce it (for example with .mean()) before returning it")
+    supported = PlainAOTOutput | GradAOTOutput | InputMutationAOTOutput
+    others = [desc for value, desc in outputs(graph) if value is not None and not isinstance(desc, supported)]
+    if any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
+        effects = ", ".join({str(node.args[1]) for node in graph.find_nodes(op="call_function", target=with_effects)})
+        raise TraceError(
+            f"the step has an op whose effects no graph can hold ({effects}): call it before or after the step, on what the "
+            "step returns"
+        )
+    if others:
+        raise TraceError(f"the step returns {others[0]!r}, a kind of output that is not supported: return plain tensors")
+
+
+def _check_layouts(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if any(value.layout is not torch.strided for value in tensors_in(node.meta.get("val"))):
+            gradients = [desc.grad_of for value, desc in outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]
+            what = f"the gradient of {_name(gradients[0])}" if gradients else f"the result of {node.target}"
+            raise TraceError(
+                f"{what} is sparse, which cannot be planned: leave out sparse=True of nn.Embedding and the like (the gradient "
+                "is then dense, for any optimizer), or make the tensor dense"
+            )
+
+
+def _check_writes(graph: fx.Graph) -> None:
+    """A joint graph takes the new value of a trained parameter for one more result, with a gradient of its own."""
+    values = {desc: value for value, desc in outputs(graph)}
+    for node in graph.find_nodes(op="placeholder"):
+        written = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
+        if isinstance(written, InputMutationAOTOutput):
+            maker = str(getattr(values[written], "target", ""))
+            how, instead = f" by {maker}", "do that after optimizer.step(), under torch.no_grad()"
+            if "embedding" in maker:
+                how, instead = ", to keep within max_norm= of its embedding", f"leave out max_norm=, and {instead}"
+            raise TraceError(f"the step itself writes to {_name(written.mutated_input)}{how}, which cannot be planned: {instead}")
+
+
+def _name(desc: AOTInput) -> str:
+    return repr(desc.target).replace("model.", "", 1) if isinstance(desc, ParamAOTInput) else "an input"
+
+
+def first_backward(graph: fx.Graph) -> fx.Node:
+    """The first node that depends on the gradient of the loss; all nodes from there on are the backward pass."""
+    seen = {node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["desc"], TangentAOTInput)}
+    if not seen:
+        raise TraceError("the loss does not depend on any parameter with requires_grad=True: there is nothing to train")
+    nodes: Iterable[fx.Node] = graph.nodes
+    for node in nodes:
+        if node.op == "call_function" and any(arg in seen for arg in node.all_input_nodes):
+            return node
+    raise TraceError("no parameter with requires_grad=True gets a gradient from the loss: there is nothing to train")
+
+
+def _drop_needless_copies(graph: fx.Graph) -> None:
+    """Let readers of a copy read what was copied.
+
+    Autograd copies what its backward pass needs before an operation in place overwrites it (``hardtanh_``); nothing is
+    overwritten here but the step's inputs. A copy of a part of a storage, or in another layout, has its use.
+    """
+    static = {storage(fake(n)) for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)}
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        copied = node.args[0]
+        assert isinstance(copied, fx.Node)
+        value, result = fake(copied), fake(node)
+        same = value.untyped_storage().nbytes() == result.untyped_storage().nbytes() and value.stride() == result.stride()
+        # A view of the copy, or one that is returned, is what others know by its storage.
+        shared = any(storage(result) in map(storage, tensors_in(user.meta.get("val"))) for user in node.users)
+        if same and not shared and graph.output_node() not in node.users and storage(value) not in static:
+            node.replace_all_uses_with(copied)
+            graph.erase_node(node)
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors in the value of a node."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
+    """Replace each returned new value of an input by a ``copy_`` into it, once the old value is read for the last time."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    kept = []
+    for value, desc in outputs(graph):
+        if not isinstance(desc, InputMutationAOTOutput):
+            kept.append((value, desc))
+            continue
+        assert isinstance(value, fx.Node)
+        target = next(n for n in graph.find_nodes(op="placeholder") if n.meta["desc"] == desc.mutated_input)
+        late = [user for user in target.users if position[user] >= position[boundary] and target not in ignored_inputs(user)]
+        if late:
+            _keep_old_value(graph, target, late)
+        readers = [user for user in _readers(target) if position.get(user, 0) < position[boundary]]
+        last = max((*readers, value), key=lambda node: position.get(node, 0))
+        with graph.inserting_after(last):
+            write = graph.call_function(aten.copy_.default, (target, value))
+        write.meta = {"val": target.meta["val"]}
+        position[write] = position[last]
+    _set_outputs(graph, kept)
+
+
+def _keep_old_value(graph: fx.Graph, target: fx.Node, late: list[fx.Node]) -> None:
+    """Give the backward pass a copy of an input that the forward pass overwrites."""
+    copy = call_before(list(graph.find_nodes(op="placeholder"))[-1].next, aten.clone.default, target)
+    for user in late:
+        user.replace_input_with(target, copy)
+
+
+def _readers(node: fx.Node) -> Iterable[fx.Node]:
+    """The users of `node` and of its views."""
+    for user in node.users:
+        yield user
+        value = user.meta.get("val")
+        if isinstance(value, torch.Tensor) and storage(value) == storage(fake(node)) and user.target is not aten.copy_.default:
+            yield from _readers(user)
+
+
+def _own_gradients(graph: fx.Graph) -> None:
+    """Give each gradient a storage of its own in the layout of its input, as ``AccumulateGrad`` would by cloning."""
+    inputs = {node.meta["desc"]: node for node in graph.find_nodes(op="placeholder")}
+    taken = {storage(fake(node)) for node in inputs.values() if isinstance(node.meta.get("val"), torch.Tensor)}
+    taken |= {storage(fake(v)) for v, desc in outputs(graph) if isinstance(v, fx.Node) and not isinstance(desc, GradAOTOutput)}
+    fixed: list[tuple[object, AOTOutput]] = []
+    for value, desc in outputs(graph):
+        if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
+            if storage(fake(value)) in taken or not keeps_layout(fake(value), fake(inputs[desc.grad_of])):
+                layout = memory_format(fake(inputs[desc.grad_of]))
+                value = call_before(graph.output_node(), aten.clone.default, value, memory_format=layout)
+            taken.add(storage(fake(value)))
+        fixed.append((value, desc))
+    _set_outputs(graph, fixed)
+
+
+def keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
+    """``AccumulateGrad``'s layout contract: strides of the variable if it is dense, else contiguous."""
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(variable):
+        return gradient.is_contiguous()
+    strides = zip(gradient.shape, gradient.stride(), variable.stride(), strict=True)
+    return all(size == 1 or own == wanted for size, own, wanted in strides)
+
+
+def memory_format(variable: torch.Tensor) -> torch.memory_format:
+    """What a clone is given to have the layout of a gradient of `variable`."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = formats.get(variable.dim(), torch.contiguous_format)
+    return wanted if variable.is_contiguous(memory_format=wanted) else torch.contiguous_format
+
+
+def call_before(place: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node before `place` that calls `target`, with its fake value."""
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args, kwargs)
+    values = [fake(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+    mode = detect_fake_mode(values)
+    assert mode is not None
+    with mode:
+        node.meta = {"val": target(*values, **kwargs)}
+    return node
+
+
+def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, AOTOutput]]) -> None:
+    node = graph.output_node()
+    node.args = ([value for value, _ in pairs],)  # type: ignore[misc]
+    node.meta["desc"] = [desc for _, desc in pairs]
+
+
+def remove_dead_code(graph: fx.Graph) -> None:
+    """Remove what no output needs, except writes, checks and random ops (which move the generator on)."""
+    for node in reversed(list(graph.nodes)):
+        needed = node.users or node.target in (aten.copy_.default, *CHECKS) or is_random(node)
+        if node.op == "call_function" and not needed:
+            graph.erase_node(node)

@@ -1,0 +1,196 @@
+"""How a training step is called and what it returns: nests of tensors, taken apart and put together."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphs.errors import MismatchError, TraceError
+from planner.torch_private.core import pytree
+
+# What a step is called with: by position, or by name.
+Batch = Sequence[object] | Mapping[str, object]
+
+
+def arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the positional and keyword arguments of the step.
+
+    Raises:
+        TraceError: `batch` is neither a sequence nor a mapping.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, torch.Tensor | str) or not isinstance(batch, Iterable):
+        given = "None" if batch is None else f"a {type(batch).__name__}"
+        raise TraceError(
+            f"the batch is {given}: give what the step is called with, as in (inputs, targets), or by name in a dict"
+        )
+    return tuple(batch), {}
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise a TraceError if there is something in `batch` that no step is captured with."""
+    given = arguments(batch)
+    for name, leaf in zip(_names(given), pytree.tree_leaves(given), strict=True):
+        if isinstance(leaf, np.ndarray | np.generic):
+            raise TraceError(
+                f"{name} is a numpy.{type(leaf).__name__}, which no step takes: pass a tensor (torch.as_tensor) or a plain number"
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise TraceError(
+                f"{name} is a sparse tensor, which no step takes: give a matrix that does not change to the model "
+                "(register_buffer), and pass others as dense tensors"
+            )
+
+
+def leaves(batch: Batch) -> list[object]:
+    """The tensors and other values in `batch`, in the order in which the step's inputs are numbered."""
+    return pytree.tree_leaves(arguments(batch))
+
+
+def call(step: Callable[..., Any], batch: Batch) -> Any:
+    """What `step` returns for `batch`."""
+    args, kwargs = arguments(batch)
+    return step(*args, **kwargs)
+
+
+def as_leaves(batch: Batch) -> Batch:
+    """`batch` with tensors of its own, on the same memory, for those that require grad.
+
+    What is measured on it leaves no gradient in the caller's tensors, and does not run backward through what made them.
+    """
+    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(batch)):
+        return batch
+
+    made: dict[int, torch.Tensor] = {}
+
+    def own(value: object) -> object:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        return made.setdefault(id(value), value.detach().requires_grad_())  # one tensor that is given twice stays one
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    args, kwargs = pytree.tree_map(own, arguments(batch))
+    return kwargs or args
+
+
+def target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:
+    """What a loss function takes by name, besides the model's output."""
+    try:
+        function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+        parameters = list(inspect.signature(function).parameters.values())[1:]  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # none, or written in C
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def take_apart(returned: object) -> tuple[torch.Tensor, object]:
+    """The loss, and what else is returned.
+
+    A tuple begins with the loss, a mapping has it as "loss". Of an object with an attribute ``loss`` only that
+    is taken: to hold all its outputs (logits, say) would cost memory that nobody asked for.
+
+    Raises:
+        TraceError: it is none of these, or something in it is no tensor.
+    """
+    loss: object = returned
+    rest: object = ()
+    if isinstance(returned, tuple | list) and returned:
+        loss, rest = returned[0], tuple(returned[1:])
+    elif hasattr(returned, "loss"):
+        loss = returned.loss
+    elif isinstance(returned, Mapping):
+        loss = returned.get("loss")
+        rest = {name: value for name, value in returned.items() if name != "loss"}
+    for value in (loss, *pytree.tree_leaves(rest)):
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"the step returns a {type(value).__name__} where the loss or another tensor is expected: "
+                "return a scalar tensor, a tuple of tensors that begins with it, or a dict of tensors with a 'loss'"
+            )
+    assert isinstance(loss, torch.Tensor)
+    return loss, rest
+
+
+def put_together(loss: torch.Tensor, rest: object) -> object:
+    """What ``take_apart`` took apart; a loss alone where there was nothing else."""
+    if isinstance(rest, tuple):
+        return (loss, *rest) if rest else loss
+    assert isinstance(rest, dict)
+    return {"loss": loss, **rest}
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a captured step is called with, and what it returns.
+
+    Attributes:
+        given: structure of positional and keyword arguments.
+        names: of each leaf, for messages.
+        values: for each leaf None if it is a tensor, else itself in a tuple: it is part of the graph.
+        trained: for each leaf whether it is a tensor that requires grad, and gets a gradient.
+        returned: structure of the loss and what else is returned, as ``take_apart`` gives them.
+    """
+
+    given: pytree.TreeSpec
+    names: tuple[str, ...]
+    values: tuple[tuple[object] | None, ...]
+    trained: tuple[bool, ...]
+    returned: pytree.TreeSpec
+
+    @staticmethod
+    def of(batch: Batch, returned: pytree.TreeSpec) -> "Signature":
+        """The signature of a step that was captured on `batch`."""
+        flat, given = pytree.tree_flatten(arguments(batch))
+        values = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat)
+        trained = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
+        return Signature(given, _names(arguments(batch)), values, trained, returned)
+
+    def flatten(self, *args: object, **kwargs: object) -> list[object]:
+        """The leaves of a call, in the order of the captured one.
+
+        Raises:
+            MismatchError: the call is built otherwise, or a value that is no tensor differs.
+        """
+        try:
+            flat, given = pytree.tree_flatten((args, kwargs))
+            if given != self.given:  # dicts in another order will do
+                flat = self.given.flatten_up_to((args, kwargs))
+        except ValueError:
+            names = ", ".join(_names((args, kwargs))) or "nothing"
+            raise MismatchError(
+                f"the batch has {names}, but the step was planned for {', '.join(self.names)}: pass what it was planned with"
+            ) from None
+        for name, value, leaf in zip(self.names, self.values, flat, strict=True):
+            if value is not None and not _is_same(leaf, value[0]):
+                raise MismatchError(
+                    f"{name} is {leaf!r}, but the step was planned for {value[0]!r}, which is part of its graph: "
+                    "make another plan for this value, or pass it as a tensor"
+                )
+        return flat
+
+    def unflatten(self, results: Sequence[torch.Tensor]) -> object:
+        """What the step returns, from the loss and the other tensors."""
+        return put_together(*pytree.tree_unflatten(results, self.returned))
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Return whether both are one value; NaN is one, though it equals nothing."""
+    return type(value) is type(other) and bool(value == other or (value != value and other != other))
+
+
+def _names(given: tuple[tuple[object, ...], dict[str, object]]) -> tuple[str, ...]:
+    paths, _ = pytree.tree_flatten_with_path(given)
+    return tuple(f"input {_path(path)}" for path, _ in paths)
+
+
+def _path(path: tuple[pytree.KeyEntry, ...]) -> str:
+    """`0` for the first positional argument, `'mask'` for one that is named, then where in it the leaf is."""
+    _, first, *inner = path
+    name = repr(first.key) if isinstance(first, pytree.MappingKey) else str(first).strip("[]")
+    return name + pytree.keystr(tuple(inner))

@@ -1,0 +1,103 @@
+"""What is captured: one training step of a model, from a batch to its loss."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from graphs.errors import TraceError
+from planner.capture.signature import Batch, arguments, take_apart, target_names
+from planner.torch_private.core import pytree
+
+LossFn = Callable[..., object]
+
+
+def check_module(model: object) -> None:
+    """Raise a TraceError unless `model` is a module that can be called."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        given = "None" if model is None else kind
+        raise TraceError(f"the model is {given}, and must be a torch.nn.Module: give an object of such a class")
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Raise a TraceError if `model` has parameters or buffers that cannot be trained as they are."""
+    for path, module in model.named_modules():
+        name = f"{path or 'the model'} ({type(module).__name__})"
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if is_lazy(tensor):
+                raise TraceError(
+                    f"{name} has no values before the model is called for the first time: call the model once on a batch, and "
+                    "plan it then"
+                )
+            if isinstance(tensor, nn.Parameter) and tensor.is_inference():
+                raise TraceError(f"{name} was made under torch.inference_mode(), and cannot be trained: make it outside")
+
+
+class TrainingStep(nn.Module):
+    """One step's loss, and whatever else the loss function returns, detached.
+
+    Called by position, the last item is the loss function's target: ``loss_fn(model(*inputs), target)``. Called by
+    name, the loss function gets what it names, the model the others: ``loss_fn(model(**inputs), **targets)``.
+    Without a loss function the model gets all, and returns the loss itself, a tuple that begins with it, a dict
+    with a "loss", or an object with an attribute ``loss``.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self._target_names = target_names(loss_fn)
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
+        """The loss, and what else is returned (``take_apart``)."""
+        if self.loss_fn is None:
+            returned = self.model(*args, **kwargs)
+        elif args:
+            returned = self.loss_fn(self.model(*args[:-1]), args[-1])
+        else:
+            inputs, targets = self._by_name(kwargs)
+            returned = self.loss_fn(self.model(**inputs), **targets)
+        loss, rest = take_apart(returned)
+        return loss, pytree.tree_map(torch.Tensor.detach, rest)
+
+    def wrong_call(self, batch: Batch) -> str | None:
+        """Return what is said where the model or the loss function does not take what `batch` gives it; None if they do."""
+        args, kwargs = arguments(batch)
+        names = [f"input {i}" for i in range(len(args))]
+        if self.loss_fn is None:
+            return _wrong_call("the model", self.model, names, list(kwargs))
+        if args:
+            return _wrong_call("the model", self.model, names[:-1], []) or _wrong_call(
+                "the loss function", self.loss_fn, ["the model's output", names[-1]], []
+            )
+        inputs, targets = self._by_name(kwargs)
+        return _wrong_call("the model", self.model, [], list(inputs)) or _wrong_call(
+            "the loss function", self.loss_fn, ["the model's output"], list(targets)
+        )
+
+    def _by_name(self, kwargs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+        """Return what the model and the loss function get of a batch by name."""
+        targets = {name: value for name, value in kwargs.items() if name in self._target_names}
+        return {name: value for name, value in kwargs.items() if name not in targets}, targets
+
+
+def _wrong_call(what: str, function: Callable[..., object], positional: Sequence[str], by_name: Sequence[str]) -> str | None:
+    """Return what is said where `function` does not take so many arguments, or not by these names; None if it does."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # written in C
+        return None
+    try:
+        signature.bind(*positional, **dict.fromkeys(by_name))
+    except TypeError as error:
+        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        takes = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        given = " and ".join([*positional, *(f"{name}=" for name in by_name)]) or "nothing"
+        return (
+            f"{what} takes {takes}, and is given {given} ({error}): a batch is (*inputs, target), for loss_fn(model(*inputs), "
+            "target), or a dict of what model and loss_fn take by name; without a loss_fn the model gets all of it"
+        )
+    return None

@@ -1,0 +1,155 @@
+"""Capture of a model's training step as a static graph with the program that executes it.
+
+Dynamo captures the step as one graph, AOTAutograd adds the backward pass (the *joint graph*);
+``planner.capture.lowering.lower`` turns that into ops and storages. Nothing is executed: on fake tensors a
+model of any size is captured without allocating it.
+"""
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from graphs.errors import TraceError
+from graphs.ir import Kind
+from graphs.optimizers import OPTIMIZERS
+from planner.capture.frontend.eager_ops import refuse_kernels_of_the_cpu, separate_biases
+from planner.capture.frontend.joint import compiled_graph, device_of, joint_graph
+from planner.capture.lowering.lower import Capture, lower
+from planner.capture.lowering.statics import StaticTensors, allocated_bytes
+from planner.capture.rewrites.dropout import dropout_as_eager
+from planner.capture.rewrites.layouts import layouts_as_eager
+from planner.capture.rewrites.outputs import fix_outputs
+from planner.capture.rewrites.redraw import generator_of
+from planner.capture.signature import Batch, Signature, check_batch, leaves
+from planner.capture.step import LossFn, TrainingStep, check_module, check_tensors
+
+if TYPE_CHECKING:
+    from planner.capture.kernels.variants import Variant
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    optimizer: str = "none",
+    accumulate: bool = False,
+    as_on_cuda: bool = False,
+    name: str = "",
+) -> Capture:
+    """Capture one training step of `model` on `batch`.
+
+    Args:
+        loss_fn: what makes the loss of the model's output, or None if the model returns it: see ``TrainingStep``.
+        batch: tensors (or nested lists, tuples and dicts of them), real or fake: a sequence of what is given by
+            position, or a mapping of what is given by name.
+        optimizer: a name in ``graphs.optimizers``: its state counts as static bytes.
+        accumulate: gradients of earlier batches are in memory as well.
+        as_on_cuda: choose the kernels that CUDA would (attention), for planning without it.
+        name: of the model, for the provenance.
+
+    Raises:
+        TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
+    """
+    step = _step(model, loss_fn, batch, optimizer)
+    device = device_of(model, batch)
+    joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    graph = joint.graph_module.graph
+    conditions = branches.guards(graph, step, batch) if branches else None
+    if as_on_cuda:
+        refuse_kernels_of_the_cpu(graph)
+    separate_biases(graph)
+    layouts_as_eager(graph)
+    fix_outputs(graph)
+    if not as_on_cuda:
+        dropout_as_eager(graph)
+    planned_device = torch.device("cuda") if as_on_cuda else device
+    statics = _statics(step, batch, planned_device, optimizer, accumulate=accumulate)
+    provenance = _provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
+    signature = Signature.of(batch, joint.out_spec)
+    lowered = lower(graph, statics, signature, generator=generator_of(device), provenance=provenance)
+    return replace(lowered, guards=guards, conditions=conditions)
+
+
+def capture_kernels(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    *,
+    variant: "Variant",
+    optimizer: str = "none",
+    accumulate: bool = False,
+    name: str = "",
+) -> Capture:
+    """Capture one training step of `model` as the kernels that Inductor compiles it to.
+
+    Args:
+        model, loss_fn, batch, optimizer, accumulate, name: as in ``capture``; nothing is fake.
+        variant: how.
+
+    Raises:
+        TraceError: as in ``capture``; or Inductor does not compile the step, or its code is none that can be planned.
+    """
+    from planner.capture.kernels.halves import compile_halves  # importing Inductor takes a second
+    from planner.capture.kernels.lower import lower_step
+
+    step = _step(model, loss_fn, batch, optimizer)
+    begin = time.perf_counter()
+    halves, guards, conditions = compiled_graph(
+        step, batch, lambda export: partial(compile_halves, variant=variant, export=export)
+    )
+    device = device_of(model, batch)
+    statics = _statics(step, batch, device, optimizer, accumulate=accumulate)
+    provenance = _provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
+    provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
+    signature = Signature.of(batch, halves.joint.out_spec)
+    lowered = lower_step(halves, statics, signature, generator=generator_of(device), provenance=provenance)
+    return replace(lowered, guards=guards, conditions=conditions, whole=halves.called_as(step))
+
+
+def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str) -> TrainingStep:
+    check_module(model)
+    check_tensors(model)
+    check_batch(batch)
+    if optimizer not in OPTIMIZERS:
+        raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+    if torch.is_inference_mode_enabled():
+        raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
+    return TrainingStep(model, loss_fn)
+
+
+def _statics(step: TrainingStep, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool) -> StaticTensors:
+    """What is there throughout; `device` is the one that is planned for."""
+    statics = StaticTensors(step, batch, device)
+    trained = [allocated_bytes(p.nbytes, device) for p in step.parameters() if p.requires_grad]
+    trained_bytes = sum(trained)
+    state = OPTIMIZERS[optimizer]
+    counted_bytes = state.counter_bytes * len(trained) if device.type == "cpu" else 0
+    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, state.copies * trained_bytes + counted_bytes)
+    statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * trained_bytes)
+    return statics
+
+
+def _provenance(
+    model: nn.Module, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool, name: str
+) -> dict[str, object]:
+    return {
+        "model": name or type(model).__name__,
+        "inputs": [_describe(leaf) for leaf in leaves(batch)],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameter_dtype": "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        "device": device.type,
+        "optimizer": optimizer,
+        "accumulate": accumulate,
+        "torch": torch.__version__,
+    }
+
+
+def _describe(leaf: object) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf)

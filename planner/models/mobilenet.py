@@ -1,0 +1,70 @@
+"""MobileNetV2 (Sandler et al. 2018): inverted residuals around depthwise convolutions."""
+
+import torch
+from torch import Tensor, nn
+
+from planner.models import Workload
+from planner.models.common import class_loss, creating, images, init_convolutions
+
+# Table 2 of the paper: expansion, channels, repetitions, stride of the first repetition.
+STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+
+
+def to_multiple_of_8(channels: float) -> int:
+    """Nearest multiple of 8, at least 8, and never more than a tenth below `channels`."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded
+
+
+def convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1, relu: bool = True) -> nn.Sequential:
+    """Convolution without bias, its BatchNorm, and ReLU6 unless the output is to stay linear."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
+    return nn.Sequential(*layers, nn.ReLU6(inplace=True)) if relu else nn.Sequential(*layers)
+
+
+class InvertedResidual(nn.Module):
+    """Widen by 1x1, filter each channel by 3x3, narrow by 1x1; added to the input where the shape allows."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        wide = inputs * expansion
+        self.adds = stride == 1 and inputs == outputs
+        self.branch = nn.Sequential(
+            *([convolution(inputs, wide, 1)] if expansion > 1 else []),
+            convolution(wide, wide, 3, stride=stride, groups=wide),
+            convolution(wide, outputs, 1, relu=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The branch of `x`, added to it where the shapes agree."""
+        branch: Tensor = self.branch(x)
+        return x + branch if self.adds else branch
+
+
+def mobilenet_v2(
+    *,
+    batch: int = 64,
+    size: int = 224,
+    multiplier: float = 1.0,
+    classes: int = 1000,
+    dropout: float = 0.2,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Workload:
+    """MobileNetV2; all channels but those of the narrow classifiers are scaled by `multiplier`."""
+    with creating(dtype, device):
+        channels = to_multiple_of_8(32 * multiplier)
+        layers: list[nn.Module] = [convolution(3, channels, 3, stride=2)]
+        for expansion, width, repetitions, first_stride in STAGES:
+            outputs = to_multiple_of_8(width * multiplier)
+            for repetition in range(repetitions):
+                layers.append(InvertedResidual(channels, outputs, first_stride if repetition == 0 else 1, expansion))
+                channels = outputs
+        last = to_multiple_of_8(1280 * max(1.0, multiplier))
+        layers += [convolution(channels, last, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(last, classes))
+        init_convolutions(model)
+        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))

@@ -1,0 +1,111 @@
+"""Residual networks (He et al. 2016), the stride of a bottleneck on its 3x3 convolution."""
+
+import torch
+from torch import Tensor, nn
+
+from planner.models import Workload
+from planner.models.common import class_loss, creating, images, init_convolutions
+
+
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    """Convolution without bias, and its BatchNorm."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(outputs)
+    )
+
+
+class Residual(nn.Module):
+    """relu(branch(x) + shortcut(x)); the shortcut is a 1x1 convolution where the shape changes."""
+
+    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
+        super().__init__()
+        outputs = 4 * width if bottleneck else width
+        if bottleneck:
+            layers = [convolution(inputs, width, 1), convolution(width, width, 3, stride), convolution(width, outputs, 1)]
+        else:
+            layers = [convolution(inputs, width, 3, stride), convolution(width, width, 3)]
+        parts: list[nn.Module] = []
+        for layer in layers:
+            parts += [layer, nn.ReLU(inplace=True)]
+        self.branch = nn.Sequential(*parts[:-1])
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else convolution(inputs, outputs, 1, stride)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output for `x` ``(batch, channels, height, width)``."""
+        joined: Tensor = self.relu(self.branch(x) + self.shortcut(x))
+        return joined
+
+
+def residual_network(blocks: tuple[int, ...], width: int, classes: int, *, bottleneck: bool) -> nn.Sequential:
+    """Stem, one stage for each of `blocks`, pooling, classifier; each stage halves the image and doubles the width."""
+    stem = nn.Sequential(convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
+    stages: list[nn.Module] = []
+    inputs = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
+        layers = []
+        for block in range(count):
+            layers.append(Residual(inputs, inner, 2 if stage > 0 and block == 0 else 1, bottleneck=bottleneck))
+            inputs = 4 * inner if bottleneck else inner
+        stages.append(nn.Sequential(*layers))
+    model = nn.Sequential(stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    init_convolutions(model)
+    return model
+
+
+def _workload(
+    *, batch: int, size: int, blocks: tuple[int, ...], width: int, classes: int, dtype: str, device: str, bottleneck: bool
+) -> Workload:
+    with creating(dtype, device):
+        model = residual_network(tuple(blocks), width, classes, bottleneck=bottleneck)
+        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+
+
+def resnet18(
+    *,
+    batch: int = 64,
+    size: int = 224,
+    blocks: tuple[int, ...] = (2, 2, 2, 2),
+    width: int = 64,
+    classes: int = 1000,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Workload:
+    """ResNet-18; ResNet-34 is ``blocks=(3, 4, 6, 3)``."""
+    return _workload(
+        batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=False
+    )
+
+
+def resnet50(
+    *,
+    batch: int = 64,
+    size: int = 224,
+    blocks: tuple[int, ...] = (3, 4, 6, 3),
+    width: int = 64,
+    classes: int = 1000,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Workload:
+    """ResNet-50; ResNet-101 is ``blocks=(3, 4, 23, 3)``."""
+    return _workload(
+        batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=True
+    )
+
+
+def resnet152(
+    *,
+    batch: int = 64,
+    size: int = 224,
+    blocks: tuple[int, ...] = (3, 8, 36, 3),
+    width: int = 64,
+    classes: int = 1000,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Workload:
+    """ResNet-152."""
+    return _workload(
+        batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=True
+    )

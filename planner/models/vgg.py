@@ -1,0 +1,110 @@
+"""VGG (Simonyan and Zisserman 2015): plain 3x3 convolutions and a large classifier with dropout."""
+
+import torch
+from torch import nn
+
+from planner.models import Workload
+from planner.models.common import class_loss, creating, images, init_convolutions, refuse_if
+
+STAGE_WIDTHS = (1, 2, 4, 8, 8)
+
+
+def plain_network(
+    convolutions: tuple[int, ...], *, width: int, hidden: int, classes: int, bn: bool, dropout: float
+) -> nn.Sequential:
+    """Five stages, each with as many convolutions as `convolutions` says and then a halving, and three linear layers."""
+    features: list[nn.Module] = []
+    channels = 3
+    for count, factor in zip(convolutions, STAGE_WIDTHS, strict=True):
+        for _ in range(count):
+            features.append(nn.Conv2d(channels, factor * width, 3, padding=1))
+            channels = factor * width
+            if bn:
+                features.append(nn.BatchNorm2d(channels))
+            features.append(nn.ReLU(inplace=True))
+        features.append(nn.MaxPool2d(2))
+    classifier = nn.Sequential(
+        nn.Linear(channels * 49, hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, classes),
+    )
+    model = nn.Sequential(nn.Sequential(*features), nn.AdaptiveAvgPool2d(7), nn.Flatten(), classifier)
+    init_convolutions(model)
+    return model
+
+
+def _workload(
+    convolutions: tuple[int, ...],
+    *,
+    batch: int,
+    size: int,
+    width: int,
+    hidden: int,
+    classes: int,
+    bn: bool,
+    dropout: float,
+    dtype: str,
+    device: str,
+) -> Workload:
+    refuse_if(size < 32, f"option size of vgg is {size}: five halvings need at least 32")
+    with creating(dtype, device):
+        model = plain_network(convolutions, width=width, hidden=hidden, classes=classes, bn=bn, dropout=dropout)
+        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+
+
+def vgg16(
+    *,
+    batch: int = 64,
+    size: int = 224,
+    width: int = 64,
+    hidden: int = 4096,
+    classes: int = 1000,
+    bn: bool = False,
+    dropout: float = 0.5,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Workload:
+    """VGG-16, configuration D; with BatchNorm if `bn`."""
+    return _workload(
+        (2, 2, 3, 3, 3),
+        batch=batch,
+        size=size,
+        width=width,
+        hidden=hidden,
+        classes=classes,
+        bn=bn,
+        dropout=dropout,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def vgg19(
+    *,
+    batch: int = 64,
+    size: int = 224,
+    width: int = 64,
+    hidden: int = 4096,
+    classes: int = 1000,
+    bn: bool = False,
+    dropout: float = 0.5,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Workload:
+    """VGG-19, configuration E; with BatchNorm if `bn`."""
+    return _workload(
+        (2, 2, 4, 4, 4),
+        batch=batch,
+        size=size,
+        width=width,
+        hidden=hidden,
+        classes=classes,
+        bn=bn,
+        dropout=dropout,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,55 @@
+"""Comparison of optional ops with the ops of the program that they stand for, bit for bit, on real tensors."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graphs.ir import Op
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Call, variable
+from planner.capture.options.traced import may_be_exact, settled
+from planner.profiling.replay import RealStep
+
+
+def needs_comparison(capture: Capture) -> bool:
+    """Return whether an optional op of `capture` may make the bits of the program."""
+    return any(may_be_exact(op) for op in capture.graph.ops if op.optional)
+
+
+def with_exactness(capture: Capture, real: RealStep | None) -> Capture:
+    """Return `capture`, where optional ops whose outputs are equal to the program's, bit for bit, count as exact.
+
+    Args:
+        real: the step on real tensors, which is executed once with everything kept; None if it does not fit: ops that may differ
+            then count as rounding.
+    """
+    if not needs_comparison(capture):
+        return capture
+    equal = {} if real is None else _equal_outputs(real)
+
+    def compared(op: Op) -> Op:
+        if not (op.optional and may_be_exact(op)):
+            return op
+        return settled(capture, op, equal.get(op.id, (False,) * len(op.outputs)))
+
+    return replace(capture, graph=replace(capture.graph, ops=tuple(map(compared, capture.graph.ops))))
+
+
+def _equal_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
+    """Return for each optional op that may be exact whether each of its outputs is equal to the program's."""
+    calls = real.capture.program.calls
+    found: dict[int, tuple[bool, ...]] = {}
+
+    def compare(op: int, made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+        found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))
+
+    def look(op: Op) -> str | None:
+        call = calls[op.id]
+        if not may_be_exact(op) or not isinstance(call, Call):
+            return None
+        return f"{op.id}, {call.expression}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
+
+    with real.running():
+        real.compile(look=look, at_end=False)(compare)
+    return found

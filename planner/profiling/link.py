@@ -1,0 +1,130 @@
+"""The link between a device and the host: what was measured of it, and what makers publish.
+
+Rates are bytes a second in one direction. A step reaches a part of what is published, and it is the part that is planned
+with: on an H100, whose PCIe 5 carries 64 GB/s, copies reach 50 to 54 GB/s alone and 23 to 32 GB/s inside a training step; on
+an A100, whose PCIe 4 carries 32 GB/s, 25 GB/s alone and 11 GB/s in the slower direction where both are busy. Hence 0.4, and
+what is measured on the device itself goes before it.
+
+Published, in each direction:
+
+- PCIe 5, 16 lanes: 64 GB/s (NVIDIA H100 and H200 datasheets: 128 GB/s of both)
+- PCIe 4, 16 lanes: 32 GB/s (NVIDIA A100 and L4 datasheets: 64 GB/s of both; Ada whitepaper for the RTX 4090)
+- NVLink-C2C: 450 GB/s (NVIDIA GH200 datasheet: 900 GB/s of both)
+- a CPU is its own host: half of its memory's bandwidth, for a copy reads and writes
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from graphs.errors import GraphError, MismatchError
+from graphs.options.surroundings import Link
+from graphs.units import format_bytes, format_seconds
+from planner.profiling.devices import DEVICES, device_called
+
+MEASURED_LINK = "link_to_host"  # in the provenance of a graph
+_SLOWED = 0.9  # of what a direction carries alone: where both at once carry less, they slow each other
+
+_REACHED = 0.4
+_LATENCY_S = 1e-5  # from no document: what starting and awaiting an asynchronous copy commonly takes
+_PCIE_4, _PCIE_5, _NVLINK_C2C = 32e9, 64e9, 450e9
+_INTERFACES: Mapping[str, float] = MappingProxyType(
+    {
+        "gh200": _NVLINK_C2C,
+        "h200": _PCIE_5,
+        "h100": _PCIE_5,
+        "a100": _PCIE_4,
+        "l4": _PCIE_4,
+        "rtx4090": _PCIE_4,
+        "cpu": DEVICES["cpu"].bandwidth_bytes_per_s / 2,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes a second: out and in while the other direction is idle, and of each where both are busy.
+
+    Raises:
+        GraphError: a rate that no machine has.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    both_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        Link(self.out_bytes_per_s, self.in_bytes_per_s)
+        Link.even(self.both_bytes_per_s)
+
+    def __str__(self) -> str:
+        out, back, both = (format_rate(rate) for rate in (self.out_bytes_per_s, self.in_bytes_per_s, self.both_bytes_per_s))
+        return f"{out} out, {back} in, {both} each at once"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """What was measured of a link.
+
+    Attributes:
+        alone: while nothing is computed.
+        beside: beside the computation of the step.
+        latency_s: of a copy besides its bytes, beside the computation.
+
+    Raises:
+        GraphError: a latency that no machine has.
+    """
+
+    alone: Rates
+    beside: Rates
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        Link.even(self.beside.both_bytes_per_s, self.latency_s)
+
+    @property
+    def link(self) -> Link:
+        """What to plan with: what is reached beside the computation; one figure for both directions if they slow each other."""
+        beside = self.beside
+        if beside.both_bytes_per_s < _SLOWED * min(beside.out_bytes_per_s, beside.in_bytes_per_s):
+            return Link.even(beside.both_bytes_per_s, self.latency_s)
+        return Link(beside.out_bytes_per_s, beside.in_bytes_per_s, self.latency_s)
+
+    @property
+    def recorded(self) -> dict[str, object]:
+        """As the provenance of a graph has it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.beside} beside the step; {self.alone} alone; {format_seconds(self.latency_s)} a copy"
+
+
+def measured_link(provenance: Mapping[str, object]) -> LinkProfile | None:
+    """What the provenance of a graph says was measured; None where nothing was.
+
+    Raises:
+        MismatchError: it says what cannot be measured.
+    """
+    said = provenance.get(MEASURED_LINK)
+    if said is None:
+        return None
+    try:
+        return msgspec.convert(said, LinkProfile)
+    except (msgspec.ValidationError, GraphError) as error:
+        raise MismatchError(
+            f"the graph's provenance says of its link to the host what no trace measures ({error}): its file was edited; trace "
+            "it again, or say what the link carries, as link='25GB/s' (--link 25GB/s)"
+        ) from None
+
+
+def published_link(device: str) -> Link | None:
+    """What a step reaches of what the maker of `device` publishes, by a name as in a graph's provenance; None of others."""
+    known = device_called(device)
+    return None if known is None else Link.even(_REACHED * _INTERFACES[known.name], _LATENCY_S)
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """``25.00 GB/s``."""
+    return f"{format_bytes(bytes_per_s)}/s"

@@ -1,0 +1,86 @@
+"""One op of a captured step as a function of the tensors that it reads, to execute it alone."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from graphs.ir import Op
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Call, Program, load, variable
+from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.torch_private.core import OpOverload
+
+_VARIABLE = re.compile(r"\bt(\d+)\b")
+_NAME = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+
+Run = Callable[..., tuple[torch.Tensor | None, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """The source of one op, with variables numbered in order of appearance, so that equal ops have equal source.
+
+    Attributes:
+        op: the op.
+        reads: ids of the tensors that the function takes, in order.
+        source: defines the function ``run``, which returns the outputs of the op.
+        identity: tells apart what the names in the source stand for.
+        is_shared: True if other captures that have the same source and identity call the same.
+    """
+
+    op: Op
+    reads: tuple[int, ...]
+    source: str
+    identity: tuple[str, ...]
+    is_shared: bool
+
+    @classmethod
+    def of(cls, capture: Capture, op: Op) -> "OpCall | None":
+        """Return the call of `op`; None where nothing is called: to save the state of a generator that is never set."""
+        program = capture.program
+        call = program.calls[op.id]
+        if isinstance(call, Call) and call.expression == "None":
+            return None
+        lines = call.bind(op.outputs)
+        available = {*op.inputs, *op.mutates, *(source.tensor for source in program.sources)} - set(op.outputs)
+        reads = tuple(t for t in dict.fromkeys(map(int, _VARIABLE.findall("\n".join(lines)))) if t in available)
+        source = _function(program, lines, reads, op.outputs)
+        tokens = [_token(program.namespace[name]) for name in _names(source, program.namespace)]
+        return cls(op, reads, source, tuple(text for text, _ in tokens), all(shared for _, shared in tokens))
+
+    def load(self, program: Program) -> Run:
+        """Return the function ``run(*tensors)``."""
+        return load(program, self.source, f"op {self.op.name} alone")["run"]
+
+
+def _function(program: Program, lines: Sequence[str], reads: Sequence[int], outputs: Sequence[int]) -> str:
+    known = set(reads)
+    setup = [line for line in program.setup if known.issuperset(map(int, _VARIABLE.findall(line)))]
+    body = [*setup, *lines, f"return ({''.join(f'{variable(t)}, ' for t in outputs)})"]
+    if program.guard:
+        body = [f"with {program.guard}:", *(f"    {line}" for line in body)]
+    text = f"def run({', '.join(map(variable, reads))}):\n" + "".join(f"    {line}\n" for line in body)
+    numbers: dict[str, int] = {}
+    return _VARIABLE.sub(lambda found: variable(numbers.setdefault(found[1], len(numbers))), text)
+
+
+def _names(source: str, namespace: Mapping[str, object]) -> list[str]:
+    """Return the names of the namespace that the source uses, in order of appearance."""
+    return [name for name in dict.fromkeys(_NAME.findall(source)) if name in namespace]
+
+
+def _token(value: Any) -> tuple[str, bool]:
+    """Return a text that tells `value` from others, and whether it does so in other captures too."""
+    if isinstance(value, OpOverload) and value.namespace not in KNOWN_NAMESPACES:
+        return f"{value} {id(value)}", False  # another one may be defined in its place
+    if isinstance(value, OpOverload | torch.dtype | torch.device | torch.layout | torch.memory_format | float | complex):
+        return str(value), True
+    if isinstance(value, torch.Generator):
+        return "generator", True
+    if isinstance(value, FunctionType) and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}", True
+    return f"{type(value).__name__} {id(value)}", False

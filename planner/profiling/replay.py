@@ -1,0 +1,136 @@
+"""A captured step on real tensors: executed op by op with everything kept, to look at each op."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from graphs.ir import Op
+from graphs.schedule import Compute, Schedule, schedule_of
+from planner.capture.frontend.random_states import random_states_kept
+from planner.capture.frontend.unchanged import kept
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import load
+from planner.capture.lowering.writer import Writer
+from planner.capture.rewrites.own_generators import states_kept
+from planner.capture.signature import Batch, leaves
+
+
+class RealStep:
+    """A captured step on real tensors.
+
+    Attributes:
+        static: the static tensors, in the order of the program's sources.
+        device: where it runs.
+        order: ids of the ops as they are executed: in program order, with optional ops where their inputs are at hand, but for
+            those that are calls of the program on other tensors (``same_as``).
+    """
+
+    def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """What was captured, on its `static` tensors in the order of its program's sources; it writes to those `written`."""
+        self.capture = capture
+        self.static = list(static)
+        self._written = written
+        self.device: torch.device = self.static[0].device
+        self.order, self._schedule = _replay(capture)
+
+    @classmethod
+    def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
+        """A whole step with its model's parameters.
+
+        Args:
+            capture: what it was captured as.
+            step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
+            batch: real tensors of the captured shapes.
+        """
+        return cls(capture, real_static(capture, step, batch), written_by(capture, step, batch))
+
+    def compile(self, *, look: Callable[[Op], str | None], at_end: bool) -> Callable[[Callable[..., object]], None]:
+        """``run(hook)``: executes the step and the source line ``hook(<look(op)>)`` for each op.
+
+        Args:
+            look: source of the hook's arguments; None where it is not called.
+            at_end: call the hook when the frees behind the op are done, instead of before them.
+        """
+        graph, program = self.capture.graph, self.capture.program
+        writer = Writer(graph, program)
+        lines: list[str] = []
+        hooks: list[str] = []
+        for step in self._schedule.steps:
+            if isinstance(step, Compute):
+                lines += hooks if at_end else ()
+                arguments = look(graph.ops[step.op])
+                hooks = [] if arguments is None else [f"hook({arguments})"]
+            lines += writer.write([step])
+            if isinstance(step, Compute) and not at_end:
+                lines += hooks
+        source = program.define("run", "static, hook", [*lines, *(hooks if at_end else ())])
+        run = load(program, source, f"profile of {graph.fingerprint}")["run"]
+        return lambda hook: run(self.static, hook)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run inside: nothing is recorded or cast, and parameters, buffers and random state are afterwards as before."""
+        gpus = [self.device.index or 0] if self.device.type == "cuda" else []
+        with ExitStack() as stack:
+            for tensor in self._written:
+                stack.enter_context(kept(tensor))
+            stack.enter_context(random_states_kept(gpus))
+            stack.enter_context(states_kept(self.capture.program))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            yield
+
+
+def same_as(capture: Capture) -> dict[int, int]:
+    """For each optional op that calls what an op of the program calls, with other tensors of the same kind, that op."""
+    program = len(capture.graph.program)
+    number = {node: op for op, node in enumerate(capture.nodes[:program]) if node is not None}
+    return {op: number[node] for op, node in enumerate(capture.nodes) if op >= program and node is not None}
+
+
+def _replay(capture: Capture) -> tuple[list[int], Schedule]:
+    """Each op once, and the program's tensors held as if there were no others.
+
+    An optional op comes behind the last op that it stands for, or that makes what it reads or makes as well. What it makes
+    again is dropped.
+    """
+    graph, left_out = capture.graph, same_as(capture)
+    made_at = {t: op.id for op in graph.program for t in op.outputs}
+    behind: dict[int, list[int]] = {}
+    place = {op.id: op.id for op in graph.program}
+    for op in graph.ops[len(graph.program) :]:
+        if op.id in left_out:
+            continue
+        place[op.id] = max(op.replaces or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
+        behind.setdefault(place[op.id], []).append(op.id)
+        for t in op.outputs:
+            made_at.setdefault(t, place[op.id])
+    order = [op for program_op in graph.program for op in (program_op.id, *behind.get(program_op.id, ()))]
+    first = {t: position for position in reversed(range(len(order))) for t in graph.ops[order[position]].outputs}
+    again = {p: [t for t in graph.ops[op].outputs if first[t] < p] for p, op in enumerate(order)}
+    return order, schedule_of(graph, order, again)
+
+
+def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """The static tensors of `capture`, as it is called with; the gradient of the loss is one.
+
+    Args:
+        step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
+        batch: real tensors of the captured shapes.
+    """
+    static = capture.program.gather(step, leaves(batch))
+    device = next(tensor.device for tensor in static if tensor is not None)
+    for i, source in enumerate(capture.program.sources):
+        if source.is_tangent:
+            tangent = capture.graph.tensors[source.tensor]
+            static[i] = torch.ones(tangent.shape, dtype=getattr(torch, tangent.dtype), device=device)
+    return static
+
+
+def written_by(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """Buffers, inputs and parameters that the step overwrites; arguments as in ``real_static``."""
+    written = {t for op in capture.graph.ops for t in op.mutates}
+    static = zip(capture.program.sources, capture.program.gather(step, leaves(batch)), strict=True)
+    return [tensor for source, tensor in static if source.tensor in written]

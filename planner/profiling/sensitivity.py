@@ -1,0 +1,122 @@
+"""How much the gradients change when what the backward pass reads is kept compressed, measured on real tensors.
+
+As in GACT (Liu et al., ICML 2022, section 4): roundings are unbiased and independent, so the squared errors of the gradients
+that they cause add up, and the one that a tensor causes is found by rounding it alone. GACT does so in one form, and takes it
+that the error goes with the square of the rounding; the gradient of a ReLU, which is there or not, does not. So each form is
+tried here.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphs.ir import Graph, Phase
+from graphs.options.variance import SENSITIVITY, modelled_variance
+from graphs.schedule import Compute, schedule_of
+from planner.capture.frontend.random_states import random_states_kept
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import load, variable
+from planner.capture.lowering.writer import Writer
+from planner.capture.options.compression import Kept, kept_tensors
+from planner.profiling.replay import RealStep
+
+
+def with_modelled_variances(capture: Capture, graph: Graph) -> Graph:
+    """`graph`, of `capture`, where nothing is run: each tensor changes its part of the gradients as much as itself.
+
+    Numbers are taken as normal, and the parts as equal.
+    """
+    found = kept_tensors(capture)
+    modelled = {op: modelled_variance(form) / len(found) for kept in found for form, (_, op) in kept.ops.items()}
+    return _with_variances(graph, modelled, "modelled") if found else graph
+
+
+def with_measured_variances(real: RealStep, graph: Graph) -> Graph:
+    """`graph`, of the step `real`, with measured ``Op.variance``.
+
+    The forward pass is run once, and the backward pass once more for each rounding that is tried, with all that it reads held
+    meanwhile. Parameters, buffers and random state are afterwards as they were. Where the gradients are all zero, or not
+    finite, nothing can be said, and what is modelled counts.
+    """
+    capture = real.capture
+    if not (found := kept_tensors(capture)):
+        return graph
+    with real.running():
+        passes = _Passes(real, found)
+        exact = passes.gradients({})
+        norm = _squared(exact)
+        if not (0 < norm < math.inf):
+            return with_modelled_variances(capture, graph)
+        measured: dict[int, float] = {}
+        for kept in found:
+            for form, (_, restore) in kept.ops.items():
+                measured[restore] = passes.squared_error(kept, form, exact) / norm
+    if not all(map(math.isfinite, measured.values())):
+        return with_modelled_variances(capture, graph)
+    return _with_variances(graph, measured, "measured")
+
+
+def _with_variances(graph: Graph, variance: dict[int, float], how: str) -> Graph:
+    ops = tuple(replace(op, variance=variance.get(op.id, 0.0)) for op in graph.ops)
+    return replace(graph, ops=ops, provenance={**graph.provenance, SENSITIVITY: how})
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    forward: Callable[[Sequence[Any]], list[Any]]
+    backward: Callable[[Sequence[Any], Sequence[Any]], tuple[torch.Tensor, ...]]
+    alive: tuple[int, ...]
+
+
+class _Passes:
+    """The step's forward pass, done, and its backward pass, to be run with some tensors replaced."""
+
+    def __init__(self, real: RealStep, found: Sequence[Kept]) -> None:
+        self._capture, self._static, self._device = real.capture, real.static, real.device
+        self._code = _compiled(real.capture, {kept.tensor for kept in found})
+        self._alive = self._code.forward(self._static)
+        self._place = {t: i for i, t in enumerate(self._code.alive)}
+
+    def gradients(self, instead: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Of the parameters, with some tensors replaced in the backward pass."""
+        alive = [instead.get(t, value) for t, value in zip(self._code.alive, self._alive, strict=True)]
+        with random_states_kept([self._device.index or 0] if self._device.type == "cuda" else []):
+            return self._code.backward(self._static, alive)
+
+    def squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:
+        """Of the gradients, where the tensor is kept in this form."""
+        keep, restore = (self._capture.program.calls[op].composed for op in kept.ops[form])
+        assert keep is not None and restore is not None
+        (restored,) = restore(*keep(self._alive[self._place[kept.tensor]]))
+        return _squared(a.to(torch.float32) - b for a, b in zip(self.gradients({kept.tensor: restored}), exact, strict=True))
+
+
+def _squared(tensors: Iterable[torch.Tensor]) -> float:
+    """The sum of the squares of all elements."""
+    return math.fsum(torch.linalg.vector_norm(t.detach(), dtype=torch.float64).item() ** 2 for t in tensors)
+
+
+def _compiled(capture: Capture, needed: set[int]) -> _Code:
+    """Both passes of the program with everything kept; what is alive between them goes from one to the other in a list."""
+    graph, program = capture.graph, capture.program
+    steps = schedule_of(graph, [op.id for op in graph.program]).steps
+    last = max(op.id for op in graph.program if op.phase is Phase.FORWARD)
+    cut = steps.index(Compute(last)) + 1
+    writer = Writer(graph, program)
+    forward = writer.write(steps[:cut])
+    alive = tuple(writer.live)
+    assert needed.issubset(alive)  # the backward pass reads it
+    names = "".join(f"{variable(t)}, " for t in alive)
+    backward = [f"{names} = alive" if names else "", *writer.write(steps[cut:])]
+    gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
+    source = "\n\n".join(
+        (
+            program.define("forward", "static", [*forward, f"return [{names}]"]),
+            program.define("backward", "static, alive", [*backward, f"return ({gradients})"]),
+        )
+    )
+    functions = load(program, source, f"sensitivity of {graph.fingerprint}")
+    return _Code(functions["forward"], functions["backward"], alive)

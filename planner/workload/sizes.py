@@ -1,0 +1,58 @@
+"""The training graph of a model at any batch size, or another of its sizes."""
+
+from dataclasses import replace
+
+import torch
+
+from graphs.errors import UnknownOptionError, UsageError
+from graphs.ir import Graph
+from planner.workload.tracing import Tracing
+from planner.workload.workload import ModelSpec
+
+
+class Sizes:
+    """A model one of whose sizes is an option of the function that builds it.
+
+    Args:
+        model: what is trained; where it gives the size, the search begins there.
+        option: name of the option.
+        tracing: how graphs are made.
+        unit: sizes are counted in it.
+        way_out: what to change where the model has no such option.
+
+    Attributes:
+        first: the size that the model gives, in units; 1 where it gives none.
+
+    Raises:
+        UsageError: the size that the model gives is no whole number above 0.
+    """
+
+    def __init__(self, model: ModelSpec, option: str, tracing: Tracing, *, unit: int = 1, way_out: str) -> None:
+        given = dict(model.options).get(option, str(unit))
+        if not given.isdecimal() or int(given) < 1:
+            raise UsageError(f"option {option!r} of {model} is {given!r}: a size that varies is a whole number above 0")
+        self.first = max(1, int(given) // unit)
+        self._model = model
+        self._option = option
+        self._tracing = tracing
+        self._unit = unit
+        self._way_out = way_out
+
+    def graph(self, units: int) -> Graph:
+        """The graph of the training step at a size of so many units.
+
+        Raises:
+            UsageError: the model has no such option, or cannot be built.
+            TraceError: the step cannot be captured.
+            MemoryError: it was to be measured, and the device has not enough memory.
+        """
+        options = {**dict(self._model.options), self._option: str(units * self._unit)}
+        spec = replace(self._model, options=tuple(options.items()))
+        try:
+            return self._tracing.graph(spec)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        except UnknownOptionError as error:
+            if error.option == self._option:
+                raise UsageError(f"{error}; {self._way_out}") from error
+            raise

@@ -1,0 +1,284 @@
+"""What is to be trained, named in one line: ``zoo:gpt2,layers=4`` or ``my_model.py:build,batch=8``."""
+
+import importlib.util
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import ModelError, UnknownOptionError, UsageError
+
+if TYPE_CHECKING:
+    from planner.models import Workload
+
+ZOO_SOURCE = "zoo"
+_SPEC = re.compile(r"(?P<source>.+?):(?P<function>[A-Za-z_]\w*)(?P<options>,.*)?", re.DOTALL)
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_READABLE: tuple[type, ...] = (bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A function that returns what is trained, and what to call it with.
+
+    Attributes:
+        source: ``zoo``, or the path of a Python file.
+        function: its name there.
+        options: names and values as written; their types are the function's.
+    """
+
+    source: str
+    function: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return ",".join((f"{self.source}:{self.function}", *(f"{name}={value}" for name, value in self.options)))
+
+
+def parse_spec(text: str) -> ModelSpec:
+    """Read ``zoo:NAME[,option=value...]`` or ``path/to/file.py:function[,option=value...]``.
+
+    A value may hold commas: what follows one and has no ``=`` belongs to the value before.
+
+    Raises:
+        ModelError: of neither form, an option without a name, or one given twice.
+    """
+    match = _SPEC.fullmatch(text)
+    if match is None:
+        raise ModelError(
+            f"model {text!r} names no function: write zoo:NAME or path/to/file.py:function, options after commas "
+            "(zoo:gpt2,layers=4)"
+        )
+    options: dict[str, str] = {}
+    last = ""
+    for part in match["options"].split(",")[1:] if match["options"] else ():
+        name, equals, value = part.partition("=")
+        if not equals and last:
+            options[last] += f",{part}"
+        elif equals and name.strip().isidentifier():
+            last = name.strip()
+            if last in options:
+                raise ModelError(f"model {text!r} gives the option {last!r} twice")
+            options[last] = value.strip()
+        else:
+            raise ModelError(f"model {text!r} has the option {part!r}: write name=value")
+    return ModelSpec(match["source"], match["function"], tuple(options.items()))
+
+
+def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = False, as_on_cuda: bool = False) -> "Workload":
+    """Call the function that `spec` names. Imports torch, and for a file all that the file imports.
+
+    Args:
+        spec: what to call.
+        device: where model and batch are put, ``cpu`` or ``cuda``.
+        seed: of torch's generators, so that weights and batch are the same every time.
+        fake: build fake tensors, on the CPU: shapes without memory.
+        as_on_cuda: with `fake`, let code that names CUDA devices run as on a machine that has one
+            (``planner.workload.fake_build``).
+
+    Raises:
+        ModelError: no such device, file or function; an option that is unknown, missing or of the
+            wrong type; an error inside the function; a return value that is not
+            ``(model, loss_fn, batch)``.
+        TraceError: the same, of a model in the zoo; an option that it does not have is a ModelError there too.
+    """
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("there is no CUDA device on this machine: use --device cpu, or plan for one with --roofline")
+    torch.manual_seed(seed)
+    with ExitStack() as stack:
+        if fake:
+            from planner.workload.fake_build import fake_build
+
+            stack.enter_context(fake_build(as_on_cuda=as_on_cuda))
+        workload = _from_zoo(spec) if spec.source == ZOO_SOURCE else _from_file(spec)
+        return workload if fake else _moved(workload, device)
+
+
+def _from_zoo(spec: ModelSpec) -> "Workload":
+    from planner.models import build, parse_options
+
+    return build(spec.function, **parse_options(spec.function, [f"{name}={value}" for name, value in spec.options]))
+
+
+def _from_file(spec: ModelSpec) -> "Workload":
+    path = Path(spec.source)
+    with _neighbours_importable(path):
+        return _built(path, spec)
+
+
+def _built(path: Path, spec: ModelSpec) -> "Workload":
+    module = _import_file(path)
+    function = getattr(module, spec.function, None)
+    if not callable(function):
+        there = [name for name, value in vars(module).items() if _is_own_function(value, module)]
+        choice = f"its functions are {', '.join(there)}" if there else "it defines no function"
+        raise ModelError(f"{path} has no function {spec.function!r}: {choice}")
+    options = _typed_options(function, spec)
+    try:
+        returned = function(**options)
+    except Exception as error:
+        raise ModelError(f"{spec.function} of {path} failed: {_one_line(error, path)}") from error
+    return _checked(returned, f"{spec.function} of {path}")
+
+
+@contextmanager
+def _neighbours_importable(path: Path) -> Iterator[None]:
+    """As when `path` is run as a script; later what is installed comes first, since processes started then take sys.path over."""
+    folder = str(path.resolve().parent)
+    if folder in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)  # for what the model imports only when it runs
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ModelError(
+            f"{path} is {'a folder' if path.is_dir() else 'not there'}: name a Python file, path/to/file.py:function"
+        )
+    # A name of its own: the user's file may be called like a package.
+    name = f"_planner_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
+    file_spec = importlib.util.spec_from_file_location(name, path)
+    if file_spec is None or file_spec.loader is None:
+        raise ModelError(f"{path} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(file_spec)
+    sys.modules[name] = module
+    try:
+        file_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ModelError(f"{path} cannot be imported: {_one_line(error, path)}") from error
+    return module
+
+
+def _typed_options(function: Callable[..., object], spec: ModelSpec) -> dict[str, object]:
+    """The options of `spec` with the types of the function's parameters."""
+    what = f"{spec.function} of {spec.source}"
+    try:
+        parameters = inspect.signature(function).parameters
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError, ValueError):
+        # Annotations that cannot be evaluated say nothing; defaults may.
+        parameters, hints = inspect.signature(function).parameters, {}
+    named = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options: dict[str, object] = {}
+    for name, text in spec.options:
+        if name not in named and not takes_any:
+            raise UnknownOptionError(what, name, _listed(named))
+        options[name] = _read(text, _option_type(named.get(name), hints.get(name)), f"option {name!r} of {what}")
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in options]
+    if missing:
+        raise UsageError(f"{what} needs a value for {', '.join(missing)}: {spec.source}:{spec.function},{missing[0]}=...")
+    return options
+
+
+def _option_type(parameter: inspect.Parameter | None, hint: object) -> object:
+    """What a parameter takes: its annotation, or the type of its default, or None if neither says."""
+    if hint is not None:
+        return hint
+    if parameter is None or parameter.default is parameter.empty or parameter.default is None:
+        return None
+    return type(parameter.default)
+
+
+def _read(text: str, wanted: object, what: str) -> object:
+    """`text` as a value of the type `wanted`; of a union, the first member it can be read as."""
+    members = (
+        typing.get_args(wanted) if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union else (wanted,)
+    )
+    if type(None) in members and text.lower() == "none":
+        return None
+    known = [member for member in _READABLE if member in members]
+    if wanted is None or wanted is Any:
+        known = [int, float, bool, str] if text not in ("0", "1") else [int]
+    if not known:
+        name = getattr(wanted, "__name__", wanted)
+        raise UsageError(f"{what} is of type {name}: only int, float, bool and str can be given on the command line")
+    for member in known:
+        try:
+            return _BOOLEANS[text.lower()] if member is bool else member(text)
+        except (KeyError, ValueError):
+            continue
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    raise UsageError(f"{what} is {text!r}: must be {' or '.join(names[member] for member in known)}")
+
+
+def _checked(returned: object, what: str) -> "Workload":
+    from torch import nn
+
+    from planner.models import Workload
+
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        count = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+        raise ModelError(f"{what} returned a {type(returned).__name__}{count}: must return (model, loss_fn, batch)")
+    model, loss_fn, batch = returned
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{what} returned a {type(model).__name__} as the model: must be a torch.nn.Module")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ModelError(f"{what} returned a {type(loss_fn).__name__} as the loss function: must be callable, or None")
+    if isinstance(batch, Mapping):
+        return Workload(model, loss_fn, dict(batch))
+    if not isinstance(batch, tuple | list):
+        raise ModelError(
+            f"{what} returned a {type(batch).__name__} as the batch: must be a tuple, such as (inputs, targets), or a dict"
+        )
+    return Workload(model, loss_fn, tuple(batch))
+
+
+def _moved(workload: "Workload", device: str) -> "Workload":
+    import torch
+
+    from planner.torch_private.core import pytree
+
+    def move(leaf: object) -> object:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return workload._replace(model=workload.model.to(device), batch=pytree.tree_map(move, workload.batch))
+
+
+def _is_own_function(value: object, module: ModuleType) -> bool:
+    return inspect.isfunction(value) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
+
+
+def _listed(parameters: dict[str, inspect.Parameter]) -> str:
+    if not parameters:
+        return "it has none"
+    texts = [name if p.default is p.empty else f"{name}={p.default}" for name, p in parameters.items()]
+    return f"its options are {', '.join(texts)}"
+
+
+def _one_line(error: BaseException, path: Path) -> str:
+    """The error in one line, with the last line of the user's file that led to it."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    place = ""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        said, place = error.msg, f" ({error.filename}, line {error.lineno})"
+    else:
+        line = _last_line_in(error.__traceback__, path)
+        if line is not None:
+            place = f" ({path}, line {line})"
+    return f"{type(error).__name__}{f': {said}' if said else ''}{place}"
+
+
+def _last_line_in(traceback: TracebackType | None, path: Path) -> int | None:
+    line = None
+    while traceback is not None:
+        if Path(traceback.tb_frame.f_code.co_filename).resolve() == path.resolve():
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line

@@ -1,0 +1,56 @@
+"""Both passes of a step, as Inductor compiles them."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
+
+from planner.capture.kernels.variants import Variant
+from planner.capture.signature import as_leaves
+from planner.capture.trace import capture_kernels
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compilers"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
+]
+
+
+class Step(nn.Module):
+    """A product that two kernels read, and a table that is part of what is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.tensor([0.5, 2.0, 1.0, 4.0] * 8)
+        return ((x @ self.weight).sin() @ self.weight * table).square().sum()
+
+
+def test_kernels_are_those_that_the_compiled_step_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that tunes itself must be one for both, or two copies of it may make other bits."""
+    loaded: list[str] = []
+    called: list[str] = []
+    load = AsyncCompile.cpp_pybinding
+
+    def kernel(self: AsyncCompile, *args: Any, **options: Any) -> Any:
+        made, number = load(self, *args, **options), len(loaded)
+        loaded.append(f"kernel {number}")
+
+        def run(*given: Any) -> None:
+            called.append(f"kernel {number}")
+            (made.result() if hasattr(made, "result") else made)(*given)
+
+        return run
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", kernel)
+    model, batch = Step(), as_leaves((torch.randn(32, 32),))
+    captured = capture_kernels(model, None, batch, variant=Variant.DEFAULT)
+    assert captured.whole is not None
+    captured.whole(*batch).backward()
+    assert set(called) == set(loaded)
+    kernels = [value for value in captured.program.namespace.values() if getattr(value, "__name__", "") == "run"]
+    assert len(kernels) == len(loaded)

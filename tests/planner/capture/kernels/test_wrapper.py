@@ -1,0 +1,348 @@
+"""What the code around Inductor's kernels does, read as launches: executed, they return what the code returns."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphs.errors import TraceError
+from graphs.ir import Phase
+from planner.capture.kernels.wrapper import Launch, Value, Wrapper
+from tests.support.wrapper_code import call, cpp, execute, module, namespace, read
+from tests.support.wrapper_code import triton as triton_kernel
+
+KERNELS = {
+    "cpp_add": cpp("const float*", "const float*", "float*"),
+    "cpp_both": cpp("const float*", "float*", "float*"),
+    "cpp_ones": cpp("float*"),
+    "triton_scale": triton_kernel("in_out_ptr0", "in_ptr0", "out_ptr0", "xnumel"),
+}
+
+
+def cpp_add(a: Tensor, b: Tensor, out: Tensor) -> None:
+    out.copy_(a + b)
+
+
+def cpp_both(a: Tensor, doubled: Tensor, halved: Tensor) -> None:
+    doubled.copy_(2 * a)
+    halved.copy_(a / 2)
+
+
+def cpp_ones(out: Tensor) -> None:
+    out.fill_(1.0)
+
+
+class TritonScale:
+    @staticmethod
+    def run(in_out: Tensor, a: Tensor, out: Tensor, numel: int, *, stream: int) -> None:
+        assert (numel, stream) == (4, 70)
+        out.copy_(in_out)
+        in_out.mul_(a)
+
+
+NAMES = namespace(
+    cpp_add=cpp_add,
+    cpp_both=cpp_both,
+    cpp_ones=cpp_ones,
+    triton_scale=TritonScale,
+    get_raw_stream=lambda device: 70 + device,
+    assert_size_stride=lambda *_: None,
+    copy_if_misaligned=lambda value: value,
+)
+
+
+def launches(body: str, *inputs: Tensor) -> list[Launch]:
+    """What the code `body` launches; executed, they return what it returns."""
+    source = module(body, KERNELS)
+    wanted = call(source, NAMES, [value.clone() for value in inputs])
+    wrapper, returned = read(source, NAMES, len(inputs))
+    found = execute(wrapper, returned, [value.clone() for value in inputs])
+    for a, b in zip(wanted, found, strict=True):
+        assert (a is b is None) or torch.equal(a, b)
+    return wrapper.launches
+
+
+X, Y = torch.arange(4.0), torch.arange(4.0) + 10
+
+
+def test_a_kernel_makes_the_buffer_that_it_writes_first() -> None:
+    body = """
+primals_1, primals_2 = args
+args.clear()
+assert_size_stride(primals_1, (4, ), (1, ))
+buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+# Topologically Sorted Source Nodes: [add], Original ATen: [aten.add]
+cpp_add(primals_1, primals_2, buf0)
+del primals_1
+return (buf0, primals_2, None, )
+"""
+    (launch,) = launches(body, X, Y)
+    lines = ["_v2 = empty_strided_cpu((4,), (1,), torch.float32)", "cpp_add(_v0, _v1, _v2)"]
+    assert launch == Launch("cpp_add", Phase.FORWARD, lines, makes=[2], reads={0, 1})
+
+
+def test_a_buffer_may_have_room_behind_each_row() -> None:
+    """As for the product of a matrix that is padded where it lies."""
+    body = """
+primals_1, = args
+buf0 = empty_strided_cpu((2, 4), (5, 1), torch.float32).as_strided((2, 2), (5, 1))
+cpp_add(reinterpret_tensor(primals_1, (2, 2), (2, 1), 0), reinterpret_tensor(primals_1, (2, 2), (2, 1), 0), buf0)
+cpp_ones(reinterpret_tensor(buf0, (2, 2), (5, 1), 2))
+buf1 = empty_strided_cpu((2, 2), (2, 1), torch.float32)
+extern_kernels.mm(reinterpret_tensor(buf0, (2, 4), (5, 1), 0), reinterpret_tensor(buf0, (4, 2), (1, 5), 0), out=buf1)
+return (buf1, )
+"""
+    first, second, _ = launches(body, X)
+    assert first.lines[0] == "_v1 = empty_strided_cpu((2, 4), (5, 1), torch.float32).as_strided((2, 2), (5, 1))"
+    assert (first.makes, second.makes, second.writes) == ([1], [], {1})
+
+
+def test_a_kernel_with_several_outputs_makes_them_all() -> None:
+    body = """
+primals_1, = args
+buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+buf1 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_both(primals_1, buf0, buf1)
+buf2 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(buf1, buf1, buf2)
+del buf1
+return (buf0, buf2)
+"""
+    first, second = launches(body, X)
+    assert (first.makes, first.reads, first.writes) == ([1, 2], {0}, set())
+    assert (second.makes, second.reads, second.writes) == ([3], {2}, set())
+
+
+def test_a_second_kernel_writes_to_what_is_there() -> None:
+    body = """
+primals_1, = args
+buf0 = empty_strided_cpu((8, ), (1, ), torch.float32)
+cpp_ones(reinterpret_tensor(buf0, (4, ), (1, ), 0))
+cpp_add(primals_1, primals_1, reinterpret_tensor(buf0, (4, ), (1, ), 4))
+return (buf0, )
+"""
+    first, second = launches(body, X)
+    assert (first.makes, first.reads, first.writes) == ([1], set(), set())
+    assert (second.makes, second.reads, second.writes) == ([], {0, 1}, {1})
+
+
+def test_extern_kernels_write_where_out_says() -> None:
+    body = """
+primals_1, primals_2 = args
+buf0 = empty_strided_cpu((2, 2), (2, 1), torch.float32)
+extern_kernels.mm(reinterpret_tensor(primals_1, (2, 2), (2, 1), 0), reinterpret_tensor(primals_2, (2, 2), (1, 2), 0), out=buf0)
+return (buf0, )
+"""
+    (launch,) = launches(body, X, Y)
+    assert (launch.target, launch.makes, launch.reads) == ("extern_kernels.mm", [2], {0, 1})
+
+
+def test_a_call_that_allocates_makes_what_it_returns() -> None:
+    body = """
+primals_1, = args
+buf0 = torch.ops.aten.relu.default(primals_1)
+buf1 = buf0
+del buf0
+buf2 = extern_kernels.mm(reinterpret_tensor(buf1, (2, 2), (2, 1), 0), reinterpret_tensor(buf1, (2, 2), (2, 1), 0))
+return (buf2, )
+"""
+    first, second = launches(body, X)
+    assert (first.lines, first.makes, first.reads) == (["_v1 = torch.ops.aten.relu.default(_v0)"], [1], {0})
+    assert (second.target, second.makes, second.reads) == ("extern_kernels.mm", [2], {1})
+
+
+def test_each_item_of_a_tuple_is_a_value_of_its_own() -> None:
+    body = """
+primals_1, = args
+buf0 = torch.ops.aten.sort.stable(primals_1, stable=False, dim=0, descending=True)
+buf1 = buf0[0]
+assert_size_stride(buf1, (4, ), (1, ))
+buf2 = buf0[1]
+del buf0
+return (buf2, buf1)
+"""
+    (launch,) = launches(body, X)
+    assert launch.makes == [1, 2]
+    assert launch.lines[1:] == ["_v1 = _[0]", "_v2 = _[1]", "del _"]
+
+
+def test_views_are_part_of_what_reads_them() -> None:
+    body = """
+primals_1, = args
+buf0 = empty_strided_cpu((8, ), (1, ), torch.float32)
+buf1 = reinterpret_tensor(buf0, (6, ), (1, ), 2)
+cpp_add(primals_1, primals_1, reinterpret_tensor(buf1, (4, ), (1, ), 1))
+buf2 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(reinterpret_tensor(buf1, (4, ), (1, ), 1), primals_1, buf2)
+return (buf2, reinterpret_tensor(buf0, (4, ), (1, ), 3), )
+"""
+    first, second = launches(body, X)
+    view = "reinterpret_tensor(reinterpret_tensor(_v1, (6,), (1,), 2), (4,), (1,), 1)"
+    assert first.lines[-1] == f"cpp_add(_v0, _v0, {view})"
+    assert second.lines[-1] == f"cpp_add({view}, _v0, _v2)"
+    assert (first.makes, second.reads) == ([1], {0, 1})
+
+
+def test_an_op_writes_as_its_schema_says() -> None:
+    body = """
+primals_1, primals_2 = args
+buf0 = torch.ops.aten.clone.default(primals_1)
+aten.copy_(reinterpret_tensor(buf0, (2, ), (1, ), 2), reinterpret_tensor(primals_2, (2, ), (1, ), 0))
+buf1 = torch.ops.aten.mul_.Tensor(buf0, primals_2)
+buf2 = torch.ops.aten.view.default(buf1, [2, 2])
+return (buf2, )
+"""
+    made, copied, scaled = launches(body, X, Y)
+    assert (made.makes, made.reads) == ([2], {0})
+    assert (copied.target, copied.reads, copied.writes) == ("aten.copy_", {1, 2}, {2})
+    assert (scaled.lines, scaled.reads, scaled.writes) == (["torch.ops.aten.mul_.Tensor(_v2, _v1)"], {1, 2}, {2})
+
+
+def test_what_draws_is_random() -> None:
+    body = """
+primals_1, = args
+buf0 = empty_strided_cpu((1, ), (1, ), torch.int64)
+aten.randint.low_out(-9223372036854775808, 9223372036854775807, [1], out=buf0)
+buf1 = torch.ops.aten.relu.default(primals_1)
+return (buf1, )
+"""
+    drawn, plain = launches(body, X)
+    assert (drawn.random, drawn.makes, drawn.reads) == (True, [1], set())
+    assert not plain.random
+
+
+def test_code_for_a_device() -> None:
+    body = """
+primals_1, primals_2 = args
+args.clear()
+with torch.cuda._DeviceGuard(0):
+    torch.cuda.set_device(0)
+    buf0 = torch.ops.aten.clone.default(primals_1)
+    buf1 = empty_strided_cuda((4, ), (1, ), torch.float32)
+    stream0 = get_raw_stream(0)
+    triton_scale.run(buf0, primals_2, buf1, 4, stream=stream0)
+    buf2 = empty_strided_cuda((4, ), (1, ), torch.float32)
+    stream0 = get_raw_stream(0)
+    triton_scale.run(buf2, primals_2, buf1, 4, stream=stream0)
+return (buf0, )
+"""
+    names = {**NAMES, "empty_strided_cuda": NAMES["empty_strided_cpu"]}
+    wrapper, returned = read(module(body, KERNELS), names, 2)
+    assert wrapper.setup == ["stream0 = get_raw_stream(0)"]  # once, before all launches
+    _, scaled, again = wrapper.launches
+    assert (scaled.target, scaled.makes, scaled.reads, scaled.writes) == ("triton_scale", [3], {1, 2}, {2})
+    # What in_out_ptr0 points to need not have been written before.
+    assert (again.makes, again.reads, again.writes) == ([4], {1, 3}, {3})
+    (scale,) = execute(wrapper, returned, [X, Y])
+    assert torch.equal(scale, X * Y)
+
+
+def test_an_input_that_kernels_expect_aligned_is_bound_to_the_tensor_itself() -> None:
+    """Static tensors are aligned before all launches; see ``lower.aligned``."""
+    body = """
+primals_1, primals_2 = args
+primals_1 = copy_if_misaligned(primals_1)
+buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(primals_1, primals_2, buf0)
+primals_2_orig = primals_2
+primals_2 = copy_if_misaligned(primals_2_orig)
+buf1 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(primals_2, buf0, buf1)
+del primals_2_orig
+return (buf1, primals_1, primals_2, )
+"""
+    first, second = launches(body, X, Y)
+    assert (first.lines[-1], first.reads) == ("cpp_add(_v0, _v1, _v2)", {0, 1})
+    assert (second.lines[-1], second.reads) == ("cpp_add(_v1, _v2, _v3)", {1, 2})
+
+
+def test_a_view_that_kernels_expect_aligned_is_refused() -> None:
+    body = """
+primals_1, = args
+view = reinterpret_tensor(primals_1, (2, ), (1, ), 1)
+view = copy_if_misaligned(view)
+return (view, )
+"""
+    with pytest.raises(TraceError, match=r"^Inductor's code aligns 'view', a view of another tensor, .* kernels='eager'"):
+        read(module(body, KERNELS), NAMES, 1)
+
+
+def test_a_method_in_place_writes_to_its_tensor() -> None:
+    body = """
+workspace_0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+workspace_0.zero_()
+buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(workspace_0, workspace_0, buf0)
+return (buf0, )
+"""
+    zeroed, added = launches(body)
+    assert zeroed == Launch(
+        "zero_", Phase.FORWARD, ["_v0 = empty_strided_cpu((4,), (1,), torch.float32)", "_v0.zero_()"], makes=[0], reads=set()
+    )
+    assert (added.reads, added.makes) == ({0}, [1])
+
+
+def test_parts_of_a_workspace_are_summed() -> None:
+    """As where Inductor reduces rows and columns of a matrix by one kernel."""
+    body = """
+primals_1, = args
+workspace_0 = empty_strided_cpu((8, ), (1, ), torch.float32)
+cpp_add(reinterpret_tensor(primals_1, (8, ), (1, ), 0), reinterpret_tensor(primals_1, (8, ), (1, ), 0), workspace_0)
+buf0 = workspace_0[0 * (2) * (2) : (0 + 1) * (2) * (2)].view(2, 2).sum(dim=0).view([2])
+buf1 = workspace_0[1 * (2) * (2) : (1 + 1) * (2) * (2)].view(2, 2).amax(dim=0).view([1, 2]).to(torch.float16)
+del workspace_0
+return (buf0, buf1, )
+"""
+    filled, summed, greatest = launches(body, torch.arange(8.0))
+    assert (filled.makes, filled.reads) == ([1], {0})
+    assert (summed.target, summed.makes, summed.reads, summed.writes) == ("sum", [2], {1}, set())
+    assert (greatest.target, greatest.makes, greatest.reads) == ("amax", [3], {1})
+
+
+def test_two_modules_may_use_one_name_for_two_things() -> None:
+    body = "primals_1, = args\nbuf0 = empty_strided_cpu((4, ), (1, ), torch.float32)\ncpp_ones(buf0)\nreturn (buf0, )"
+    other = {**NAMES, "cpp_ones": lambda out: out.fill_(5.0)}
+    wrapper, first = read(module(body, KERNELS), NAMES, 1)
+    value = wrapper.new(Value())
+    second = wrapper.read(module(body, KERNELS), other, [value], {}, Phase.BACKWARD)
+    third = wrapper.read(module(body, KERNELS), NAMES, [value], {}, Phase.BACKWARD)
+    assert [launch.lines[-1].partition("(")[0] for launch in wrapper.launches] == ["cpp_ones", "cpp_ones_2", "cpp_ones"]
+    assert [launch.phase for launch in wrapper.launches] == [Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD]
+    found = execute(wrapper, [*first, *second, *third], [X])
+    assert [each.tolist() for each in found] == [[1.0] * 4, [5.0] * 4, [1.0] * 4]
+
+
+def test_constants_are_values_that_are_there_before() -> None:
+    wrapper = Wrapper()
+    constant = wrapper.new(Value())
+    body = """
+primals_1, = args
+buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
+cpp_add(primals_1, _frozen0, buf0)
+return (buf0, )
+"""
+    value = wrapper.new(Value())
+    returned = wrapper.read(module(body, KERNELS), NAMES, [value], {"_frozen0": constant}, Phase.FORWARD)
+    (launch,) = wrapper.launches
+    assert launch.reads == {0, 1}
+    assert torch.equal(execute(wrapper, returned, [Y, X])[0], X + Y)
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("if buf0.item():\n    pass", "the statement 'if buf0.item"),
+        ("for i in range(3):\n    cpp_ones(buf0)", "the statement 'for i in range"),
+        ("u0 = buf0.item()", "the statement 'buf0.item()'"),
+        ("s0 = 3 + 4", "the statement 's0 = 3 + 4'"),
+        ("buf1 = buf0[0:2].view(2)", "the statement 'buf0[0:2].view(2)'"),
+        ("buf1 = buf0[0:2].sum().tolist()", "the statement 'buf0[0:2].sum().tolist()'"),
+        ("unknown_kernel(buf0)", "calls unknown_kernel, of which it is not known what it writes to"),
+        ("buf1 = torch.relu(buf0)", "calls torch.relu, of which it is not known"),
+    ],
+)
+def test_what_a_static_graph_cannot_hold_is_refused(statement: str, said: str) -> None:
+    body = f"primals_1, = args\nbuf0 = torch.ops.aten.relu.default(primals_1)\n{statement}\nreturn (buf0, )"
+    with pytest.raises(TraceError, match=f"^Inductor's code (has )?{re.escape(said)}.* plan with kernels='eager'"):
+        read(module(body, KERNELS), NAMES, 1)

@@ -1,0 +1,79 @@
+"""Which arguments calls of Inductor's wrapper write to: by the types, the source or the schema of what is called."""
+
+import ast
+import re
+from typing import Any
+
+import pytest
+
+from graphs.errors import TraceError
+from planner.capture.kernels.writes import Kernels, Writes
+from tests.support.wrapper_code import cpp, module, namespace, triton
+
+TRITON = ("in_out_ptr0", "in_ptr0", "in_ptr1", "out_ptr0", "out_ptr12", "ws_ptr", "output", "xnumel")
+KERNELS = {
+    "cpp_two": cpp("const float*", "bool*", "const int64_t*", "float*", "const int64_t"),
+    "triton_all": triton(*TRITON, mutated=["in_out_ptr0", "in_ptr1"]),
+    "triton_plain": triton(*TRITON),
+}
+
+
+def called(call: str, kernels: dict[str, str] = KERNELS, **names: Any) -> tuple[str, Writes]:
+    expression = ast.parse(call, mode="eval").body
+    assert isinstance(expression, ast.Call)
+    return Kernels(ast.parse(module("return ()", kernels)), namespace(**names)).called(expression)
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "writes"),
+    [
+        ("cpp_two(a, b, c, d, 4)", "cpp_two", Writes(positions=frozenset({1, 3}))),
+        ("triton_all.run(a, b, c, d, e, f, g, 4, stream=stream0)", "triton_all", Writes(positions=frozenset({0, 2, 3, 4, 5}))),
+        ("triton_plain.run(a, b, c, d, e, f, g, 4)", "triton_plain", Writes(positions=frozenset({0, 3, 4, 5}))),
+        ("extern_kernels.mm(a, b, out=c)", "extern_kernels.mm", Writes(keywords=frozenset({"out"}))),
+        ("torch.ops.aten.sort.stable(a, stable=False)", "aten.sort.stable", Writes()),
+        ("torch.ops.aten.add_.Tensor(a, b)", "aten.add_.Tensor", Writes(frozenset({0}), frozenset({"self"}), returns=0)),
+        ("torch.ops.aten.view.default(a, [4])", "aten.view.default", Writes(returns=0)),
+        ("torch.ops.aten.bernoulli.default(a)", "aten.bernoulli.default", Writes(random=True)),
+        (
+            "aten.randint.low_out(0, 9, [1], out=a)",
+            "aten.randint.low_out",
+            Writes(keywords=frozenset({"out"}), returns=3, random=True),
+        ),
+        # Names of ops without their overloads, which all write to the same argument.
+        ("aten.copy_(a, b)", "aten.copy_", Writes(frozenset({0}), frozenset({"self"}), returns=0)),
+        ("aten.index_put_(a, [b], c, True)", "aten.index_put_", Writes(frozenset({0}), frozenset({"self"}), returns=0)),
+    ],
+)
+def test_what_is_written_to(call: str, target: str, writes: Writes) -> None:
+    assert called(call) == (target, writes)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["somebodys_kernel(a, b)", "torch.relu(a)", "torch.ops.aten.no_such_op(a)", "aten.add(a, b)", "relu(a).add_(b)"],
+)
+def test_what_is_not_known_is_refused(call: str) -> None:
+    """Nothing of what is called is evaluated."""
+    name = call.rpartition("(")[0]
+    said = f"Inductor's code calls {re.escape(name)}, of which it is not known what it writes to: plan with kernels='eager'"
+    with pytest.raises(TraceError, match=f"^{said}"):
+        called(call, somebodys_kernel=lambda *_: None, relu=lambda _: pytest.fail("it is called"))
+
+
+def test_a_kernel_that_scans_comes_with_what_combines_two_elements() -> None:
+    combine = "@triton.jit\ndef _triton_helper_fn_add0(arg0_0, arg1_0):\n    return arg0_0 + arg1_0\n"
+    scan = triton("in_ptr0", "out_ptr0", "ws_ptr", "xnumel", before=combine)
+    writes = Writes(positions=frozenset({1, 2}))
+    assert called("scan.run(a, b, c, 4, stream=stream0)", {"scan": scan}) == ("scan", writes)
+
+
+def test_a_kernel_that_a_model_brings_along_is_refused() -> None:
+    source = "@triton_heuristics.user_autotune(custom_kernel=True)\n@triton.jit\ndef add_(in_ptr0, out_ptr0, y_ptr):\n    pass\n"
+    with pytest.raises(TraceError, match=r"^Inductor compiled add_0 by async_compile\.triton, of which it is not known"):
+        called("add_0.run(a, b, c)", {"add_0": f"async_compile.triton('add_0', {source!r}, device_str='cuda')"})
+
+
+def test_another_way_to_compile_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"^Inductor compiled cuda_gemm by async_compile\.cuda, of which it is not known"):
+        called("cuda_gemm.run(a)", {"cuda_gemm": "async_compile.cuda(r'''extern''', 'so')"})

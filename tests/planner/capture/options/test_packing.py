@@ -1,0 +1,274 @@
+"""Packed tensors come back to the last bit, whatever they hold and however they lie; and what is found to be packed."""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.ir import Graph
+from graphs.options import with_options, without_options
+from planner.capture.options.packing import bits, finder, pooling, ranges
+from planner.capture.options.packing.comparisons import COMPARISONS, Ask, FromBits
+from planner.capture.options.packing.masks import PackBits, UnpackBits
+from planner.capture.options.packing.shapes import OfShape
+from planner.capture.options.traced import with_traced
+from planner.capture.trace import capture
+from planner.models import Workload
+from planner.profiling.devices import get_device
+from planner.profiling.roofline import model_times
+from planner.torch_private.core import FakeTensorMode
+from tests.support.packing import mixed
+
+aten = torch.ops.aten
+NAN, INF = float("nan"), float("inf")
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_identical(made: torch.Tensor | tuple[torch.Tensor, ...], wanted: torch.Tensor) -> None:
+    """Bits, strides and storage."""
+    (found,) = made if isinstance(made, tuple) else (made,)
+    assert (found.dtype, found.shape, found.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+    assert found.untyped_storage().nbytes() == wanted.untyped_storage().nbytes()
+    if found.is_floating_point():
+        found, wanted = (value.view(_WHOLE[value.element_size()]) for value in (found, wanted))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (8,), (65,), (3, 5, 7), (2, 0, 3), (4, 3, 9, 11)])
+def test_a_mask_comes_back_from_its_bits(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    mask = torch.rand(shape) > 0.5
+    masks = [mask]
+    if len(shape) > 1:
+        masks.append(mask.transpose(0, 1).contiguous().transpose(0, 1))
+    if len(shape) == 4:
+        masks.append(mask.to(memory_format=torch.channels_last))
+    for mask, size in product(masks, (8, 64, 4096)):
+        (packed,) = PackBits(mask, size)(mask)
+        assert packed.numel() == bits.bytes_of(mask.numel())
+        assert_identical(UnpackBits(mask, packed, size)(packed), mask)
+
+
+_NUMBERS = (NAN, -0.0, 0.0, INF, -INF, 6.0, 7.0, -1.0, 3.0, -3.0, 0.5, -0.5, 1e-30, -1e-30, 2.984375, -2.984375)
+_RELU = aten.threshold_backward.default
+_KERNELS = [
+    (_RELU, (0,)),
+    (_RELU, (0.5,)),
+    (aten.leaky_relu_backward.default, (0.01, False)),
+    (aten.leaky_relu_backward.default, (-0.2, False)),
+    (aten.leaky_relu_backward.default, (0.0, False)),
+    (aten.hardsigmoid_backward.default, ()),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_from_bits_are_those_of_the_kernels(dtype: torch.dtype) -> None:
+    """Of numbers at the borders, infinite ones and none, where kernels compute in vectors and where not."""
+    assert {kernel for kernel, _ in _KERNELS} == set(COMPARISONS)
+    torch.manual_seed(0)
+    numbers = torch.tensor(_NUMBERS, dtype=dtype)
+    x = torch.cat([numbers.repeat_interleave(len(numbers)), 4 * torch.randn(701).to(dtype)])
+    gradient = torch.cat([numbers.repeat(len(numbers)), torch.randn(701).to(dtype)])
+    kernels = [(kernel, also) for kernel, also in _KERNELS if dtype is torch.float32 or kernel is _RELU]
+    for (kernel, arguments), count in product(kernels, (0, 1, 17, len(x))):
+        given = gradient[:count].clone(), x[:count].clone()
+        wanted, comparison = kernel(*given, *arguments), COMPARISONS[kernel]
+        (packed,) = Ask(given[1], comparison, arguments, 64)(given[1])
+        assert packed.numel() == bits.bytes_of(count)
+        called = FromBits(given[0], packed, wanted, comparison, arguments, 64)
+        assert_identical(called(given[0], packed), wanted)
+
+
+@pytest.mark.parametrize(
+    ("backward", "forward", "arguments", "also"),
+    [
+        (aten.hardtanh_backward, aten.hardtanh, (0.0, 6.0), ()),
+        (aten.hardtanh_backward, aten.hardtanh, (-1.0, 1.0), ()),
+        (aten.leaky_relu_backward, aten.leaky_relu, (0.01,), (False,)),
+    ],
+)
+def test_gradients_from_a_result_are_those_from_what_it_is_of(
+    backward: object, forward: object, arguments: tuple, also: tuple
+) -> None:
+    torch.manual_seed(0)
+    numbers = torch.tensor(_NUMBERS)
+    x = torch.cat([numbers.repeat_interleave(len(numbers)), 4 * torch.randn(701)])
+    gradient = torch.cat([numbers.repeat(len(numbers)), torch.randn(701)])
+    for count in (1, 17, len(x)):  # by itself and in vectors, where these kernels differ for what is no number
+        g, read = gradient[:count].clone(), x[:count].clone()
+        assert_identical(backward(g, forward(read, *arguments), *arguments, *also), backward(g, read, *arguments, *also))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("plane", [(9, 9), (7, 12), (16, 5)])
+def test_indices_of_pooling_come_back_from_places_in_windows(layout: torch.memory_format, plane: tuple[int, int]) -> None:
+    """Also of windows that hold nothing but -inf, or what is no number, and of those beyond the plane."""
+    torch.manual_seed(0)
+    x = torch.randn(11, 3, *plane).to(memory_format=layout)
+    x[0, 0, 0], x[1] = NAN, -INF
+    tried = 0
+    choices = product(([3, 3], [2, 2], [3, 1], [2]), ([2, 2], [1, 3], []), ([0, 0], [1, 1]), ([1, 1], [2, 2]), (False, True))
+    for kernel, stride, padding, dilation, ceil in choices:
+        if padding == [1, 1] and 1 in kernel:
+            continue
+        pooled, indices = aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil)
+        gradient, rest = torch.randn_like(pooled), (kernel, stride, padding, dilation, ceil)
+        target = aten.max_pool2d_with_indices_backward.default
+        wanted = target(gradient, x, *rest, indices)
+        windows = pooling.Windows.of(plane[1], kernel, stride, padding, dilation)
+        assert windows is not None
+        like = torch.empty_strided(indices.shape, indices.stride(), dtype=torch.uint8)
+        (places,) = pooling.ToPlaces(indices, like, windows)(indices)
+        assert places.stride() == indices.stride()
+        assert_identical(windows.decode(places, windows.first(places)), indices)
+        whole = OfShape(gradient, wanted, target, rest, indices)
+        assert_identical(pooling.FromPlaces(whole, like, windows)(gradient, places), wanted)
+        assert_identical(whole(gradient, indices), wanted)
+        tried += 1
+    assert tried > 60
+
+
+def test_windows_whose_places_a_byte_does_not_tell_apart_are_left_alone() -> None:
+    assert pooling.Windows.of(32, 15, 2, 0, 1) is not None
+    assert pooling.Windows.of(32, 17, 2, 0, 1) is None
+    assert pooling.Windows.of(4, [3, 3], 2, 1, [1, 2]) is None  # a row of the window would reach into the next
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        (aten.avg_pool2d_backward.default, ([2, 3], [2, 1], [0, 1], False, True, None)),
+        (aten._adaptive_avg_pool2d_backward.default, ()),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pooling_without_what_it_pools(target: Callable[..., torch.Tensor], arguments: Any, layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x = torch.full((3, 4, 8, 9), NAN).to(memory_format=layout)
+    pooled = aten.avg_pool2d(x, *arguments) if arguments else aten._adaptive_avg_pool2d(x, [3, 2])
+    gradient = torch.randn_like(pooled)
+    wanted = target(gradient, x, *arguments)
+    assert_identical(OfShape(gradient, wanted, target, arguments)(gradient), wanted)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(255, torch.uint8), (32767, torch.int16), (40000, torch.int32)])
+def test_positions_come_back_from_the_narrowest_type(largest: int, dtype: torch.dtype) -> None:
+    positions = torch.tensor([[0, 1, largest], [7, largest - 1, 3]]).t()
+    (narrow,) = ranges.Cast(positions, torch.empty_strided(positions.shape, positions.stride(), dtype=dtype))(positions)
+    assert narrow.dtype is dtype
+    assert_identical(ranges.Cast(narrow, positions)(narrow), positions)
+
+
+def packed(workload: Workload) -> Graph:
+    return with_traced(capture(*workload), ["pack"]).graph
+
+
+def offers(graph: Graph) -> Counter[str]:
+    return Counter(op.target.removeprefix("pack.") for op in graph.ops if op.optional)
+
+
+def test_each_kind_is_found() -> None:
+    graph = packed(mixed())
+    assert offers(graph) == {
+        "to_bits": 5,  # dropout, where, ReLU, leaky ReLU, hardsigmoid
+        "from_bits": 5,
+        "mask_drawn_again": 1,
+        "to_narrow": 1,  # the positions of the largest
+        "from_narrow": 1,
+        "to_places": 1,
+        "from_places": 1,
+        "of_shape": 2,
+        "from_result": 1,  # ReLU6
+    }
+    assert all(op.exact for op in graph.ops)
+    names = {t.name: t for t in graph.tensors}
+    assert names["native_dropout[1]@bits"].size_bytes == -(-names["native_dropout[1]"].size_bytes // 8)
+    assert names["max_pool2d_with_indices_backward@places"].size_bytes * 8 == names["max_pool2d_with_indices[1]"].size_bytes
+    assert names["max_1[1]@narrow"].size_bytes * 8 == names["max_1[1]"].size_bytes
+    assert names["threshold_backward@bits"].size_bytes == -(-names["relu"].size_bytes // 32)
+    assert with_options(graph, ()).ops == capture(*mixed()).graph.ops
+    assert with_options(graph, ()).fingerprint == without_options(graph).fingerprint != graph.fingerprint
+
+
+class Chained(nn.Module):
+    """Convolutions that read what activations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [
+            [nn.Conv2d(3, 3, 3), activation] for activation in (nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(), nn.Hardtanh(-0.1, 0.1))
+        ]
+        self.layers = nn.Sequential(*(layer for pair in layers for layer in pair), nn.Conv2d(3, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(x)
+        return made.square().mean()
+
+
+def test_what_is_needed_anyway_is_not_packed() -> None:
+    """The gradient of the next weight needs the result of the activation: signs would only come on top of it.
+
+    No number of float32 is 0.1, so that the clamp might round to it in another way than its gradient.
+    """
+    graph = packed(Workload(Chained(), None, (torch.randn(2, 3, 16, 16),)))
+    assert offers(graph) == {"from_result": 2}
+    stood_for = {graph.ops[p].target for op in graph.ops for p in op.replaces}
+    assert stood_for == {"aten.hardtanh_backward.default", "aten.leaky_relu_backward.default"}
+    assert all(graph.tensors[op.inputs[1]].name in ("hardtanh", "leaky_relu") for op in graph.ops if op.optional)
+
+
+class Dropping(nn.Module):
+    """Draws masks for its two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x * self.weight, 0.5).sum() + F.dropout(y * self.weight, 0.5).sum()
+
+
+def test_of_large_steps_small_tensors_are_left_alone() -> None:
+    graph = packed(Workload(Dropping(), None, (torch.ones(finder.LEAST_BYTES), torch.ones(finder.LEAST_BYTES - 8))))
+    assert offers(graph) == {"to_bits": 1, "from_bits": 1, "mask_drawn_again": 1}
+
+
+@pytest.mark.parametrize(("cuda", "device"), [(False, "cpu"), (True, "h200")])
+def test_a_roofline_gives_times_and_workspaces_and_no_mask_of_cuda_is_drawn_again(cuda: bool, device: str) -> None:
+    with FakeTensorMode():
+        batch = torch.empty(2**24), torch.empty(2**23)
+        found = with_traced(capture(Dropping(), None, batch, as_on_cuda=cuda), ["pack"])
+    assert offers(found.graph) == {"to_bits": 2, "from_bits": 2} | ({} if cuda else {"mask_drawn_again": 2})
+    graph = model_times(found, get_device(device))
+    for op in graph.ops[len(graph.program) :]:
+        assert op.time_s > 0
+        assert op.workspace_bytes <= 2**24 // 8 + 512, op  # of a mask, a byte each
+
+
+def test_batch_norm_has_no_exact_gradient_from_its_output() -> None:
+    """So none is offered: shares of the gradient's elements with other bits, by the kernel and by the formula."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(8, 16, 14, 14), torch.rand(16) + 0.5, torch.randn(16)
+    gradient, mean, variance = torch.randn_like(x), torch.zeros(16), torch.ones(16)
+    y, mean_here, scale = aten.native_batch_norm(x, weight, bias, mean, variance, True, 0.1, 1e-5)
+
+    def differing(found: torch.Tensor) -> float:
+        return float((found != of(x)).float().mean())
+
+    def of(given: torch.Tensor) -> torch.Tensor:
+        rest = (weight, mean, variance, mean_here, scale, True, 1e-5, [True, False, False])
+        made: torch.Tensor = aten.native_batch_norm_backward(gradient, given, *rest)[0]
+        return made
+
+    def over_channels(value: torch.Tensor) -> torch.Tensor:
+        return value.view(1, -1, 1, 1)
+
+    normal = (y - over_channels(bias)) / over_channels(weight)
+    means = [over_channels(value.mean((0, 2, 3))) for value in (gradient, gradient * normal)]
+    assert 0.05 < differing(of(normal / over_channels(scale) + over_channels(mean_here))) < 0.2
+    assert 0.3 < differing(over_channels(weight * scale) * (gradient - means[0] - normal * means[1])) < 0.6

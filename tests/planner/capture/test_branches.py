@@ -1,0 +1,280 @@
+"""Branches on data: taken as on the given batch, guarded, or refused with the line that is to blame."""
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import planner
+from graphs.errors import MismatchError, TraceError
+from planner.capture.signature import call
+from planner.capture.trace import capture
+from tests.support.budgets import between
+from tests.support.three_steps import check_three_steps, executor
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Step(nn.Module):
+    """A layer behind a function that branches."""
+
+    def __init__(self, before: Callable[..., torch.Tensor], after: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.before, self.after = before, after
+
+    def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        self.calls += 1
+        hidden = F.dropout(self.layer(self.before(x, *more)), 0.2, self.training)
+        return (hidden if self.after is None else self.after(hidden, *more)).square().sum()
+
+
+def if_all(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if mask.all():
+        return x * 2
+    return x - 1
+
+
+def number_compared(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    count = mask.sum().item()
+    return x * 3 if count > 5 else x
+
+
+def asserted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    assert mask.any(), "all is masked"
+    return x
+
+
+def two_equal(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x + 1 if torch.equal(mask, mask.t()) else x * 2
+
+
+def counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    width = int(mask.sum(1).max())
+    return F.pad(x[:, :width], (0, x.shape[1] - width))
+
+
+def either(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x * (mask.all() or mask.float().mean())
+
+
+def listed(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x * 2 if max(mask.sum(1).tolist()) >= 3 else x
+
+
+def selected(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return hidden[mask]
+
+
+MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 1]]) > 0
+ALL, NONE = torch.ones(4, 4) > 0, torch.zeros(4, 4) > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "other", "text"),
+    [
+        (if_all, None, ALL, r"if mask.all\(\):\) gives True for this batch, but gave False for the one"),
+        (number_compared, None, NONE, r"count > 5 else x\) gives False \(of 0\) for this batch, but gave True \(of 9\)"),
+        (asserted, None, NONE, r"assert mask.any\(\)"),
+        (two_equal, None, ALL, r"torch.equal\(mask, mask.t\(\)\)"),
+        (counted, None, ALL, r"width = int\(mask.sum\(1\).max\(\)\)\) gives 4 for this batch, but gave 3"),
+        (either, None, ALL, r"mask.all\(\) or mask"),
+        (listed, None, NONE, r"tolist\(\)"),
+        (lambda x, mask: x, selected, ALL, r"return hidden\[mask\]\) gives \(16,\) for this batch, but gave \(9,\)"),
+    ],
+    ids=["if", "number", "assertion", "equal", "size", "or", "list", "selection"],
+)
+def test_a_branch_is_taken_as_eager_takes_it_and_guarded(before: Any, after: Any, other: torch.Tensor, text: str) -> None:
+    torch.manual_seed(0)
+    model, x = Step(before, after), torch.randn(4, 4)
+    step = check_three_steps(model, (x, MASK))
+    state = torch.get_rng_state()
+    with pytest.raises(MismatchError, match=rf"test_branches.py:\d+ .*{text}") as caught:
+        step(x, other)
+    assert "make another plan" in str(caught.value)
+    # Nothing has run.
+    assert model.calls.item() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    step(x, MASK)
+    assert model.calls.item() == 1
+
+
+def test_what_the_condition_needs_and_no_more_is_guarded() -> None:
+    model, x = Step(number_compared), torch.randn(4, 4)
+    step = executor(model, (x, MASK))
+    for mask in (ALL, MASK.t().contiguous()):  # 16, 9 > 5
+        torch.manual_seed(3)
+        planned = step(torch.ones(4, 4), mask)
+        torch.manual_seed(3)
+        assert torch.equal(planned, model(torch.ones(4, 4), mask))
+
+
+def test_a_buffer_that_the_step_changes_is_read_as_it_is_before_the_step() -> None:
+    class WarmUp(Step):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return (self.layer(x) if self.calls > 2 else self.layer(x) * 0.5).sum()
+
+    model, x = WarmUp(lambda x: x), torch.randn(4, 4)
+    step = executor(model, (x,))
+    assert [step(x).item() for _ in range(2)] == [0.5 * model.layer(x).sum().item()] * 2
+    with pytest.raises(MismatchError, match=r"if self.calls > 2 else .* gives True for this batch, but gave False"):
+        step(x)
+    assert model.calls.item() == 2
+
+
+def test_an_earlier_guard_speaks_where_a_later_one_cannot_be_computed() -> None:
+    def picked(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        assert ids.max() < 4
+        return x * 2 if torch.arange(4)[ids].sum() > 3 else x
+
+    model, x = Step(picked), torch.randn(4, 4)
+    step = executor(model, (x, torch.tensor([1, 3])))
+    with pytest.raises(MismatchError, match=r"assert ids.max\(\) < 4"):
+        step(x, torch.tensor([1, 9]))
+
+
+def test_models_without_branches_have_no_guards() -> None:
+    assert capture(nn.Linear(4, 4), lambda y, x: (y - x).sum(), (torch.randn(2, 4), torch.randn(2, 4))).conditions is None
+
+
+def of_activations(hidden: torch.Tensor) -> torch.Tensor:
+    if hidden.isnan().any():
+        return hidden * 0
+    return hidden
+
+
+def of_chance(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden if torch.rand(()) < 0.5 else hidden * 2
+
+
+def of_sizes(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden[hidden > 0]
+
+
+def of_items(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * hidden.max().item()
+
+
+@pytest.mark.parametrize(
+    ("after", "text", "reason"),
+    [
+        (of_activations, "if hidden.isnan().any():", "parameters or activations"),
+        (of_chance, "torch.rand(()) < 0.5", "random numbers"),
+        (of_sizes, "return hidden[hidden > 0]", "parameters or activations"),
+        (of_items, "hidden.max().item()", "parameters or activations"),
+    ],
+    ids=["activations", "chance", "sizes", "items"],
+)
+def test_what_differs_from_step_to_step_is_refused_with_its_line(after: Any, text: str, reason: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        capture(Step(lambda x: x, after).eval(), None, (torch.randn(4, 4),))
+    message = str(caught.value)
+    assert re.search(r"test_branches.py:\d+ \(", message)
+    for part in (text, reason, 'torch.compile(model, backend="planner"', "torch.where"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_random_number_that_decides_nothing_is_drawn_all_the_same() -> None:
+    model = Step(lambda x: x, lambda hidden: hidden * 0 if torch.rand([]) < 0.0 else hidden)
+    step = check_three_steps(model, (torch.randn(4, 4),))
+    torch.manual_seed(0)
+    step(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.random(),
+        lambda: random.randint(1, 3),
+        lambda: random.uniform(0.0, 1.0),
+        lambda: random.Random(0).random(),
+        lambda: float(np.random.rand()),  # noqa: NPY002
+        lambda: int(np.random.randint(0, 5)),  # noqa: NPY002
+        lambda: torch.from_numpy(np.random.rand(4)).float(),  # noqa: NPY002
+    ],
+    ids=["random", "randint", "uniform", "instance", "numpy", "numpy integers", "numpy array"],
+)
+def test_random_numbers_of_python_are_refused(draw: Callable[[], Any]) -> None:
+    state = random.getstate()
+    with pytest.raises(TraceError, match=r"test_branches.py:\d+ .* draws a random number outside PyTorch"):
+        capture(Step(lambda x: x, lambda hidden: hidden * draw()), None, (torch.randn(4, 4),))
+    assert random.getstate() == state
+
+
+def encoded(**options: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+
+        def forward(self, source: torch.Tensor, target: torch.Tensor, **masks: Any) -> torch.Tensor:
+            return self.inner(source, target, **masks).square().mean()
+
+    return Translator(), {"source": torch.randn(2, 5, 16), "target": torch.randn(2, 4, 16), **options}
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(4)
+PADDED = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]) > 0
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"tgt_mask": CAUSAL},
+        {"tgt_mask": CAUSAL < 0, "src_key_padding_mask": PADDED, "memory_key_padding_mask": PADDED},
+        {"tgt_mask": torch.zeros(4, 4), "tgt_is_causal": False},
+    ],
+    ids=["causal", "bool and padded", "open"],
+)
+def test_transformers_with_masks_train_as_eager(masks: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, batch = encoded(**masks)
+    step = check_three_steps(model, batch)
+    if masks["tgt_mask"] is CAUSAL:
+        with pytest.raises(MismatchError, match="gives False for this batch, but gave True"):
+            call(step, batch | {"tgt_mask": torch.zeros(4, 4)})
+
+
+def test_a_masked_transformer_is_planned_within_its_budget() -> None:
+    torch.manual_seed(0)
+    model, batch = encoded(tgt_mask=CAUSAL)
+    graph = planner.trace(model, None, batch, passes=1)
+    budget = between(graph)
+    step = planner.compile(model, None, batch, budget=budget, passes=1, tolerance=0.1, time_limit_s=20.0)
+    assert (step.plan.measured_peak_bytes or 0) <= budget
+    torch.manual_seed(1)
+    planned = step(**batch)
+    torch.manual_seed(1)
+    assert torch.equal(planned, model(**batch))
+
+
+def test_sizes_may_vary_beside_a_mask() -> None:
+    torch.manual_seed(0)
+    model, mask = Step(if_all), torch.ones(16, 4) > 0
+    x = torch.randn(16, 4)
+    step = planner.compile(model, None, (x, mask), budget="100%", passes=1, dynamic=True)
+    for size in (16, 12):
+        torch.manual_seed(1)
+        planned = step(x[:size], mask[:size])
+        torch.manual_seed(1)
+        assert torch.equal(planned, model(x[:size], mask[:size]))
+    with pytest.raises(MismatchError, match=r"if mask.all\(\):\) gives False"):
+        step(x, ~mask)
+
+
+def test_fake_batches_have_no_values() -> None:
+    with FakeTensorMode():
+        model, batch = Step(if_all), (torch.randn(4, 4), torch.ones(4, 4) > 0)
+    with pytest.raises(TraceError, match=r"if mask.all\(\):.* plan with real tensors"):
+        capture(model, None, batch)

@@ -1,0 +1,51 @@
+"""Convolutions are not recomputed where cuDNN chooses their algorithm by timing."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.ir import Graph
+from planner.capture.kernels.variants import Variant
+from planner.capture.rewrites import convolutions
+from planner.capture.trace import capture, capture_kernels
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3))
+
+
+def _captured() -> Graph:
+    return capture(_model(), F.mse_loss, (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4))).graph
+
+
+def _recomputable(graph: Graph) -> list[bool]:
+    return [op.recomputable for op in graph.ops if op.target == "aten.convolution.default"]
+
+
+def test_convolutions_chosen_by_timing_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with pytest.warns(UserWarning, match=r"cudnn.benchmark is True: .* 2 convolutions are not recomputed"):
+        assert _recomputable(_captured()) == [False, False]
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert _recomputable(_captured()) == [True, True]
+
+
+def test_on_the_cpu_the_flag_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert _recomputable(_captured()) == [True, True]
+
+
+@pytest.mark.slow
+def test_convolutions_between_kernels_of_inductor_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "_DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    batch = (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4))
+    with pytest.warns(UserWarning, match="2 convolutions are not recomputed"):
+        graph = capture_kernels(_model(), F.mse_loss, batch, variant=Variant.DEFAULT).graph
+    assert not any(op.recomputable for op in graph.ops if op.target == "extern_kernels.convolution")

@@ -1,0 +1,173 @@
+"""What stops a capture: the user's own exceptions as they are, and one line with a way out for all else."""
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributions, nn
+
+from graphs.errors import TraceError
+from planner.capture.trace import capture
+from tests.support.norms import Call
+
+X, Y = torch.randn(6, 4), torch.randn(6, 4)
+
+
+class LossError(Exception):
+    """Of the user's own."""
+
+
+def complain(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise LossError(f"no loss for {list(y.shape)}")
+
+
+def chained(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    try:
+        return {"loss": y.sum()}["l"]
+    except KeyError as error:
+        raise LossError("which loss?") from error
+
+
+def of_values(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if target.min() < 5:
+        raise LossError(f"the least target is {target.min().item():.1f}")
+    return y.sum()
+
+
+def no_name(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return y.sum() * undefined  # noqa: F821
+
+
+def no_attribute(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return y.total()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "said"),
+    [
+        (complain, LossError, r"^no loss for \[6, 4\]$"),
+        (chained, LossError, r"^which loss\?$"),
+        (of_values, LossError, r"^the least target is -3.0$"),
+        (no_name, NameError, r"^name 'undefined' is not defined$"),
+        (no_attribute, AttributeError, r"^'Tensor' object has no attribute 'total'$"),
+    ],
+    ids=lambda given: getattr(given, "__name__", None),
+)
+def test_the_users_own_exception_is_raised_as_it_is(
+    loss_fn: Callable[..., Any], kind: type[Exception], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(kind, match=said) as raised:
+        capture(nn.Linear(4, 4), loss_fn, (X, torch.full((6,), -3.0)))
+    assert raised.traceback[-1].name == loss_fn.__name__
+    assert isinstance(raised.value.__cause__, KeyError) is (loss_fn is chained)
+    assert "torch._dynamo.exc" not in "".join(traceback.format_exception(raised.value))
+    assert capfd.readouterr() == ("", "")
+
+
+def three(y: torch.Tensor, target: torch.Tensor, *, weight: torch.Tensor) -> torch.Tensor:
+    return (weight * (y - target)).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "batch", "said"),
+    [
+        (
+            three,
+            (X, Y),
+            r"the loss function takes \(y, target, \*, weight\), and is given the model's output and input 1 \(missing",
+        ),
+        (
+            F.mse_loss,
+            (X,),
+            r"the model takes \(input\), and is given nothing \(missing a required argument: 'input'\): a batch is",
+        ),
+        (F.mse_loss, (), r"the model takes \(input\), and is given nothing"),
+        (F.mse_loss, (X, X, Y), r"the model takes \(input\), and is given input 0 and input 1 \(too many positional arguments\)"),
+        (None, (X, Y), r"the model takes \(input\), and is given input 0 and input 1 .*; without a loss_fn the model gets all"),
+        (F.mse_loss, {"x": X, "target": Y}, r"the model takes \(input\), and is given x= \(missing"),
+        (lambda y: y.sum(), (X, Y), r"the loss function takes \(y\), and is given the model's output and input 1"),
+    ],
+)
+def test_a_batch_that_is_not_taken_names_what_is_and_what_was_given(loss_fn: Any, batch: Any, said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        capture(nn.Linear(4, 4), loss_fn, batch)
+
+
+def seeded(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.inner(x) * torch.initial_seed()
+
+
+def listed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.inner(x) * m.inner(x).tolist()[0][0]
+
+
+def checked(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return distributions.Normal(m.inner(x), 1.0, validate_args=True).rsample()
+
+
+def solved(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.lstsq(m.inner(x), x).solution
+
+
+def packed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(m.inner(x).unsqueeze(0), torch.tensor([6]), batch_first=True)
+    return packed.data
+
+
+SCRIPTED = torch.jit.script(nn.Linear(4, 4))
+
+
+def scripted(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.inner(SCRIPTED(x))
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (
+            seeded,
+            r"\(return m.inner\(x\) \* torch.initial_seed\(\)\) asks PyTorch for a value that is no tensor \(initial_seed: int\)",
+        ),
+        (listed, r"cannot be captured as one graph: Tensor.tolist\(\) with .*\(return m.inner\(x\) \* m.inner\(x\).tolist\(\)"),
+        (checked, r"\(return distributions.Normal.* checks the values it is given, .*: leave out validate_args=True"),
+        (packed, r"\(packed = nn.utils.rnn.pack.* packs a sequence, .*: give the padded batch to the layer, and take"),
+        (
+            scripted,
+            r"\(return m.inner\(SCRIPTED\(x\)\)\) calls a module of torch.jit, .*: give the nn.Module that it was made of",
+        ),
+        (solved, r"\(return torch.linalg.lstsq.* calls aten.linalg_lstsq.default, whose result has a size"),
+    ],
+    ids=lambda given: getattr(given, "__name__", None),
+)
+def test_what_no_graph_holds_is_named_with_its_line_and_a_way_out(forward: Callable[..., Any], said: str) -> None:
+    with pytest.raises(TraceError, match=said) as refused:
+        capture(Call(forward, inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
+    assert f"test_failures.py:{forward.__code__.co_firstlineno + 1}" in str(refused.value)
+    assert 'torch.compile(model, backend="planner"' in str(refused.value)
+
+
+def test_an_op_that_fails_is_named_with_its_line_and_nothing_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Call(lambda m, x: m.inner(x) @ x, inner=nn.Linear(4, 4))
+    with pytest.raises(TraceError, match=r"an op of the step fails on this batch: RuntimeError: .*, at .*test_failures.py:\d+"):
+        capture(model, F.mse_loss, (X, Y))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_plan_made_while_an_earlier_error_is_handled_is_made_without_it() -> None:
+    """As where a loop has run out of memory: the error is the context of whatever is raised in the capture."""
+
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x if x.sum() > 0 else -x
+
+    model, batch = nn.Sequential(nn.Linear(4, 4), Branching()), (torch.ones(3, 4), torch.ones(3, 4))
+    try:
+        raise TraceError("an earlier error")
+    except TraceError:
+        with pytest.raises(TraceError, match=r"\(return 2 \* x if x.sum\(\) > 0 else -x\) does depends on the data"):
+            capture(model, F.mse_loss, batch)
+        first = nn.Sequential(Branching(), nn.Linear(4, 4))
+        assert len(capture(first, F.mse_loss, batch).graph.ops) > 3

@@ -1,0 +1,220 @@
+"""Capture: what the graph says of a training step, and what cannot be captured."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.errors import TraceError
+from graphs.ir import Graph, Kind, Op, Phase
+from graphs.simulate import simulate
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload
+from planner.runtime.executor import Executor
+from planner.runtime.measure import loss_of, outcome
+from planner.tracing import profiled
+from solvers.policies.keep_everything import keep_everything
+from tests.support.steps import STEPS, capture_of, make, random_schedule
+
+
+def ops_called(graph: Graph, target: str) -> list[Op]:
+    return [op for op in graph.ops if op.target == target]
+
+
+def test_a_perceptron_op_by_op() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    graph = capture(model, F.mse_loss, (torch.randn(3, 4), torch.randn(3, 2))).graph
+    forward = [(op.target, op.module) for op in graph.ops if op.phase is Phase.FORWARD]
+    assert forward == [
+        ("aten.addmm.default", "model.0"),
+        ("aten.relu.default", "model.1"),
+        ("aten.addmm.default", "model.2"),
+        ("aten.mse_loss.default", ""),
+    ]
+    assert len(ops_called(graph, "aten.mm.default")) == 3  # two weight gradients, one activation gradient
+    assert {graph.tensors[t].kind for t in graph.kept} == {Kind.OUTPUT, Kind.GRADIENT}
+    parameters = 4 * (4 * 8 + 8 + 8 * 2 + 2)
+    assert graph.static_bytes_by_kind == {Kind.PARAMETER: parameters, Kind.INPUT: 4 * (3 * 4 + 3 * 2 + 1)}
+    assert sum(graph.tensors[t].size_bytes for t in graph.kept) == parameters + 4
+
+
+def test_copies_that_only_protect_from_writes_in_place_are_dropped() -> None:
+    layers = (nn.Linear(4, 8), nn.Hardtanh(inplace=True), nn.Linear(8, 2))
+    workload = Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(3, 4), torch.randn(3, 2)))
+    captured = capture(*workload)
+    assert ops_called(captured.graph, "aten.clone.default") == []
+    planned = Executor(captured, random_schedule(captured.graph, 3), workload.model, workload.loss_fn)
+    eager = TrainingStep(workload.model, workload.loss_fn)
+    wanted = outcome(eager, workload.model, workload.batch, seed=1)
+    assert wanted.differences(outcome(planned, workload.model, workload.batch, seed=1)) == ()
+
+
+def test_copies_that_are_returned_or_keep_what_is_overwritten_stay() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("calls", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            before = self.calls.clone()
+            self.calls += 1
+            hidden = x * self.weight
+            return (hidden.sin() * before).sum(), hidden.clone()
+
+    model, x = Counter(), torch.randn(4)
+    captured = capture(model, None, (x,))
+    assert len(ops_called(captured.graph, "aten.clone.default")) == 2
+    step = Executor(captured, keep_everything(captured.graph), model, None)
+    assert [step(x)[0].item() == 0 for _ in range(2)] == [True, False]
+
+
+def test_views_are_neither_ops_nor_tensors() -> None:
+    model = nn.Linear(6, 6)
+    batch = (torch.randn(2, 6),)
+    plain = capture(nn.Sequential(model), lambda y, x: (y * x).sum(), (*batch, *batch)).graph
+    viewed = capture(nn.Sequential(model), lambda y, x: (y.t().reshape(6, 2).t() * x).sum(), (*batch, *batch)).graph
+    assert [op.target for op in viewed.ops] == [op.target for op in plain.ops]
+
+
+def test_outputs_of_one_op_are_tensors_of_their_own() -> None:
+    graph = capture_of("resnet18").graph
+    (first, *_) = ops_called(graph, "aten._native_batch_norm_legit_functional.default")
+    assert len(first.outputs) == 5
+    assert first.recomputable
+
+
+def test_what_reads_an_overwritten_buffer_is_not_recomputed() -> None:
+    graph = capture_of("mutated").graph
+    mean = next(t.id for t in graph.tensors if t.name.endswith("mean"))
+    assert any(mean in op.mutates for op in graph.ops)
+    readers = [op for op in graph.ops if mean in op.inputs]
+    assert len(readers) > 1
+    assert not any(op.recomputable for op in readers)
+
+
+def test_random_ops_are_marked_and_their_states_are_tensors() -> None:
+    graph = capture_of("gpt2_sdpa").graph
+    dropouts = ops_called(graph, "aten.native_dropout.default")
+    assert dropouts
+    for op in dropouts:
+        assert op.random
+        (state,) = [t for t in op.inputs if graph.tensors[t].kind is Kind.RANDOM_STATE]
+        assert graph.tensors[state].size_bytes == torch.get_rng_state().numel()
+        (producer,) = graph.tensors[state].producers
+        assert not graph.ops[producer].recomputable
+
+
+def test_tied_weights_are_counted_once() -> None:
+    workload = make("tied")
+    graph = capture(*workload).graph
+    assert graph.static_bytes_by_kind[Kind.PARAMETER] == sum(p.nbytes for p in workload.model.parameters())
+
+
+OPTIMIZERS = {
+    "none": None,
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_and_old_gradients_are_static(name: str) -> None:
+    workload = make("tied")
+    state_bytes = 0
+    if OPTIMIZERS[name] is not None:
+        optimizer = OPTIMIZERS[name](workload.model.parameters(), lr=1e-3)
+        loss_of(TrainingStep(*workload[:2])(*workload.batch)).backward()
+        optimizer.step()
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        state_bytes = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
+    sizes = capture(*workload, optimizer=name, accumulate=True).graph.static_bytes_by_kind
+    assert sizes.get(Kind.OPTIMIZER_STATE, 0) == state_bytes
+    assert sizes[Kind.ACCUMULATED_GRADIENT] == sum(p.nbytes for p in workload.model.parameters())
+
+
+def test_the_fingerprint_is_of_structure_and_sizes() -> None:
+    workload = make("tied")
+    captured = capture_of("tied")
+    again = capture(*make("tied"), optimizer="adamw")
+    timed = profiled(captured, *workload, passes=1).graph
+    assert captured.graph.fingerprint == again.graph.fingerprint == timed.fingerprint
+    assert captured.graph.fingerprint != capture_of("frozen").graph.fingerprint
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_profiling_leaves_the_model_as_it_was(name: str) -> None:
+    workload = make(name)
+    captured = capture_of(name)
+    before = {key: value.clone() for key, value in workload.model.state_dict().items()}
+    state = torch.get_rng_state()
+    graph = profiled(captured, *workload, passes=2).graph
+    assert all(torch.equal(before[key], value) for key, value in workload.model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in workload.model.parameters())
+    assert all(op.time_s > 0 for op in graph.ops)
+    assert graph.provenance["times"] == "measured"
+    assert simulate(graph, keep_everything(graph)).peak_bytes >= simulate(captured.graph, keep_everything(graph)).peak_bytes
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y if y.sum() > 0 else -y
+
+
+class Dynamic(Branches):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y[y > 0].sum()
+
+
+X = torch.randn(3, 4)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_full_backward_hook(lambda module, given, returned: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "message"),
+    [
+        (nn.Linear(4, 4), None, r"the loss has shape \(3, 4\), not one element"),
+        (nn.Linear(4, 4).requires_grad_(requires_grad=False), lambda y, x: y.sum(), "requires_grad=True"),
+        (Branches(), lambda y, x: y.sum(), "cannot be captured as one graph"),
+        (Dynamic(), None, "depends on the data"),
+        (nn.Linear(5, 4), lambda y, x: y.sum(), "an op of the step fails on this batch: RuntimeError: a and b must have same"),
+        (nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float"),
+        (nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType"),
+        (nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'"),
+        (hooked(nn.Linear(4, 4)), lambda y, x: y.sum(), "hooks of modules on gradients .register_full_backward_hook."),
+    ],
+    ids=[
+        *("no scalar", "nothing trained", "control flow", "shapes by data", "wrong shapes", "a number", "none", "dictionary"),
+        "backward hooks",
+    ],
+)
+def test_what_cannot_be_captured_is_one_clear_error(model: nn.Module, loss_fn, message: str) -> None:
+    batch = (X,) if loss_fn is None else (X, X)
+    with pytest.raises(TraceError, match=message) as caught:
+        capture(model, loss_fn, batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_optimizers_are_refused() -> None:
+    with pytest.raises(TraceError, match="unknown optimizer 'adam42'"):
+        capture(*make("frozen"), optimizer="adam42")
+
+
+def test_a_capture_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    capture(nn.Linear(4, 4), lambda y, x: y.sum(), (X, X))
+    assert capfd.readouterr() == ("", "")

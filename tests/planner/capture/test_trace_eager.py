@@ -1,0 +1,188 @@
+"""What is captured is what eager PyTorch runs: the same ops, and loss and gradients equal to the last bit."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphs.errors import TraceError
+from planner.capture.rewrites.layouts import laid_out
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.runtime.executor import Executor
+from planner.runtime.measure import measure_memory, outcome
+from solvers.policies.keep_everything import keep_everything
+from tests.support.eager_ops import Function, captured_as_eager, weighted
+
+RESIZES = [
+    ("linear", (2, 3, 7), {"size": 5, "align_corners": True}, torch.float32),
+    ("bilinear", (2, 3, 7, 9), {"scale_factor": 2}, torch.float32),
+    ("bilinear", (2, 3, 7, 9), {"size": 5, "align_corners": True}, torch.bfloat16),
+    ("bilinear", (2, 3, 9, 9), {"size": 5, "antialias": True}, torch.float32),
+    ("bicubic", (2, 3, 7, 9), {"scale_factor": 1.7}, torch.float32),
+    ("trilinear", (1, 2, 4, 5, 6), {"scale_factor": 2}, torch.float32),
+    ("nearest", (2, 3, 7, 9), {"scale_factor": 1.7}, torch.float32),
+    ("nearest-exact", (2, 3, 7), {"size": 12}, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("mode", "shape", "kwargs", "dtype"), RESIZES)
+def test_interpolation_is_one_kernel(mode: str, shape: tuple[int, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Function(lambda x: F.interpolate(x, mode=mode, **kwargs), *shape).to(dtype)
+    _, eager, captured = captured_as_eager(weighted_alone(model), None, ())
+    assert captured == eager
+    assert any("upsample" in name for name in captured)
+
+
+def weighted_alone(model: Function) -> Function:
+    """Let `model` return its loss."""
+    function = model.function
+    model.function = lambda *args: weighted(function(*args))
+    return model
+
+
+def in_place_on_columns(x: Tensor) -> Tensor:
+    gates = (x * 2).unsafe_chunk(3, 1)
+    return gates[0].sigmoid_() * gates[1] + gates[2].tanh()
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[Tensor, ...]]] = {
+    "multi margin": (lambda x, t: F.multi_margin_loss(x, t), (6, 9), (torch.tensor([1, 2, 3, 4, 5, 8]),)),
+    "multi margin, squared": (lambda x, t: F.multi_margin_loss(x, t, p=2, reduction="sum"), (2, 9), (torch.tensor([1, 8]),)),
+    "shrink": (lambda x: F.hardshrink(x) + F.softshrink(x), (6, 9), ()),
+    "addcdiv": (lambda x: torch.addcdiv(x, x, x.abs() + 1, value=0.3), (6, 9), ()),
+    "addcmul in place": (lambda x: (x * 2).addcmul_(x, x, value=0.3), (6, 9), ()),
+    "in place on strided views": (in_place_on_columns, (5, 99), ()),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_computed_as_eager_does(name: str) -> None:
+    torch.manual_seed(0)
+    function, shape, inputs = FUNCTIONS[name]
+    model = Function(function, *shape)
+    _, eager, captured = captured_as_eager(weighted_alone(model), None, inputs)
+    assert captured == eager
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 3])
+@pytest.mark.parametrize("kwargs", [{}, {"dim": 1}, {"dim": 0, "keepdim": True, "dtype": torch.float64}], ids=str)
+def test_the_gradient_of_a_product_is_eagers(zeros: int, kwargs: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Function(lambda x: x.prod(**kwargs), 6, 9)
+    with torch.no_grad():
+        model.value.flatten()[:zeros] = 0
+    weighted_alone(model)
+    captured = capture(model, None, ())
+    assert [op.target for op in captured.graph.ops].count("planner.prod_backward.default") == 1
+    step = Executor(captured, keep_everything(captured.graph), model, None)
+    assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
+    with torch.no_grad():
+        model.value[2] = 0  # the same plan, zeros elsewhere
+    assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
+
+
+class Segmentation(nn.Module):
+    """A small encoder and decoder that resizes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.up, self.head = nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.stem(x))
+        small = torch.tanh(self.down(first))
+        large = F.interpolate(self.up(small), size=first.shape[-2:], mode="bilinear", align_corners=False)
+        return F.interpolate(self.head(first + large), scale_factor=2, mode="bicubic")
+
+
+def test_a_segmentation_net_takes_eagers_memory() -> None:
+    torch.manual_seed(0)
+    model, batch = Segmentation(), (torch.randn(2, 3, 32, 32), torch.randint(4, (2, 64, 64)))
+    captured, eager, ops = captured_as_eager(model, F.cross_entropy, batch)
+    assert ops == eager
+    peaks = []
+    for step in (
+        TrainingStep(model, F.cross_entropy),
+        Executor(captured, keep_everything(captured.graph), model, F.cross_entropy),
+    ):
+        model.zero_grad()
+        peaks.append(measure_memory(step, batch, static_bytes=0, device=torch.device("cpu")).peak_bytes)
+    assert peaks[1] <= 1.01 * peaks[0]
+
+
+def test_capture_leaves_pytorch_as_it_was() -> None:
+    ops = (torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.gru.input, torch.ops.aten.prod.default)
+    before = [dict(op.py_kernels) for op in ops]
+    capture(Function(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), 1, 1, 3, 3), None, ())
+    with pytest.raises(TraceError):
+        capture(Function(lambda x: x[x > 0].sum(), 3), None, ())
+    assert [dict(op.py_kernels) for op in ops] == before
+
+
+@pytest.mark.parametrize("strides", [(99, 1), (1, 5), (0, 1), (1, 0)])
+def test_layouts_keep_values(strides: tuple[int, int]) -> None:
+    value = torch.arange(15.0).reshape(5, 3) if 0 not in strides else torch.ones(5, 3)
+    copied = laid_out(value, strides)
+    assert torch.equal(copied, value)
+    assert copied.stride() == strides
+
+
+@pytest.mark.parametrize("name", ["is_compiling", "is_dynamo_compiling"])
+def test_a_model_that_asks_whether_it_is_compiled_computes_as_in_eager(name: str) -> None:
+    question = getattr(torch.compiler, name)
+    model = Function(lambda x: (x.sin() * 3 / 7 if question() else x.sin() * (3 / 7)).exp().sum(), 99)
+    captured_as_eager(model, None, ())
+
+
+def in_part(x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        x = x * float(os.environ.get("NOT_SET", "1"))  # some way or other this can be captured
+        LOG.append(x.sum().item())
+    return x + 1
+
+
+LOG: list[float] = []
+
+
+def test_what_no_graph_can_hold_is_captured_as_for_a_compiler() -> None:
+    captured = capture(Function(lambda x: in_part(x).exp().sum(), 7), None, ())
+    assert "aten.exp.default" in {str(node.target) for node in captured.nodes if node is not None}
+
+
+def test_data_that_only_eager_looks_at_is_no_condition() -> None:
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and bool(mask.all()):
+            return x.exp().sum()
+        return (x * mask).exp().sum()
+
+    model, mask = Function(masked, 7), torch.ones(7, dtype=torch.bool)
+    captured = capture(model, None, (mask,))
+    assert captured.conditions is None  # another mask can follow
+    mask[3] = False
+    eager, step = TrainingStep(model, None), Executor(captured, keep_everything(captured.graph), model, None)
+    assert outcome(eager, model, (mask,), seed=3).differences(outcome(step, model, (mask,), seed=3)) == ()
+
+
+@pytest.mark.parametrize("fill", ["bernoulli_", "uniform_", "exponential_", "normal_", "log_normal_", "cauchy_"])
+def test_numbers_come_where_eager_puts_them(fill: str) -> None:
+    def noisy(x: Tensor) -> Tensor:
+        y = x.reshape(5, 7, 33).transpose(0, 1) * 2
+        return weighted(y * getattr(torch.empty_like(y), fill)().clamp(-3, 3))
+
+    captured, *_ = captured_as_eager(Function(noisy, 5 * 7 * 33), None, ())
+    assert any(op.random and op.recomputable for op in captured.graph.ops)
+
+
+def test_a_random_op_that_reads_what_it_writes_still_reads_it() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x.reshape(5, 7, 3).transpose(0, 1) * 2
+        return weighted(F.rrelu(y, training=True, inplace=True))
+
+    captured_as_eager(Function(model, 5 * 7 * 3), None, ())

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planner.report.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_memory_pairs, simulated_table
-from planner.report.tables import as_markdown
 from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
 from planner.studies.comparison_rows import Row, read_rows, simulated
+from planner.studies.tables import as_markdown
 
 BUDGETS = ("70%", "50%")
 METHODS = ("windows", "checkpoint-blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")

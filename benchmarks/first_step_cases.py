@@ -28,12 +28,14 @@ class Case:
         checkpointing: returns the step with its blocks checkpointed.
         planning_steps: how many eager steps planning may take, besides the capture.
         share: of eager's peak, the budget.
+        steps: that are trained.
     """
 
     recipe: Recipe
     checkpointing: Callable[[Workload], Step]
     planning_steps: int = REPEATED_STEPS
     share: float = 0.5
+    steps: int = 5
 
     @staticmethod
     def of(make: Callable[[], Workload], checkpointing: Callable[[Workload], Step], **settings: Any) -> "Case":

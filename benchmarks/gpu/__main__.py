@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from planner.report.tables import as_markdown
+from planner.studies.tables import as_markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,8 +41,8 @@ _TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=20
 STEPS: Mapping[str, Step] = {
     "probe": Step(("benchmarks.gpu.probe",), 60.0),
     "tests": Step(_TESTS, 240.0),
-    "plans": Step(("benchmarks.gpu.plans", "--out", "{out}/plans"), 240.0),
-    "ways": Step(("benchmarks.gpu.plans", "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
+    "plans": Step(("benchmarks.gpu.plans", "--fresh", "--out", "{out}/plans"), 240.0),
+    "ways": Step(("benchmarks.gpu.plans", "--fresh", "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
 }
 
 

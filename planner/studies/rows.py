@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row", bound="DataclassInstance")
 Key = tuple[object, ...]
-_FIRST, _LAST = -1, 1  # places of columns
+FIRST, _LAST = -1, 1  # places of columns
 
 
 def key(said: str = "", *, summary: str = "first") -> Any:
     """Declare a column that tells a row from all others, together with the other columns of the key."""
-    return field(metadata={"said": said, "summary": summary, "place": _FIRST})
+    return field(metadata={"said": said, "summary": summary, "place": FIRST, "key": True})
 
 
 def made(said: str = "") -> Any:
@@ -32,15 +32,16 @@ def made(said: str = "") -> Any:
     return field(default="", metadata={"said": said, "place": _LAST})
 
 
-def column(said: str = "", *, default: object = MISSING, summary: str = "first") -> Any:
+def column(said: str = "", *, default: object = MISSING, summary: str = "first", place: int = 0) -> Any:
     """Declare a column that is required unless it has a `default`.
 
     Args:
         said: what is in it; its unit is the end of its name.
         default: where it is not given.
         summary: the function of pandas that sums up several rows of it, as in ``summarize``.
+        place: FIRST: among the columns of the key, though it tells no rows apart.
     """
-    return field(default=default, metadata={"said": said, "summary": summary})
+    return field(default=default, metadata={"said": said, "summary": summary, "place": place})
 
 
 def value(said: str = "", *, summary: str = "first") -> Any:
@@ -69,7 +70,7 @@ def columns_of(kind: "type[DataclassInstance]") -> tuple[str, ...]:
 
 def key_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
     """Return those columns of `kind` that are its key."""
-    return tuple(field.name for field in fields(kind) if field.metadata.get("place") == _FIRST)
+    return tuple(field.name for field in fields(kind) if field.metadata.get("key"))
 
 
 def provenance(device: "torch.device | None" = None) -> dict[str, str]:
@@ -135,7 +136,7 @@ class KeptRows(Generic[Row]):
             self._write()
 
     def _write(self) -> None:
-        write_csv(self.path, columns_of(self._kind), map(asdict, self))
+        write_rows(self.path, self._kind, self)
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
@@ -177,6 +178,15 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
         return msgspec.convert(rows, list[kind], strict=False)  # type: ignore[valid-type]
     except msgspec.ValidationError as error:
         raise OutputError(f"{path} is damaged ({error}): delete it") from None
+
+
+def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
+    """Write the CSV of `rows`, which are `kind`, whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_csv(path, columns_of(kind), map(asdict, rows))
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
 from graphs.units import format_seconds
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -47,7 +47,7 @@ def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
     executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
     lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
-    with unchanged(model, batch):
+    with preserve_training_state(model, batch):
         if runs(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)

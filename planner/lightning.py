@@ -21,7 +21,7 @@ with told():
 from graphs.errors import PlannerError, TraceError
 from planner.budgets import budget_or_overhead
 from planner.capture.frontend.effects import Scratch
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options
@@ -142,7 +142,7 @@ class _Step(nn.Module):
     def options_of_logs(self, batch: Any) -> dict[str, dict[str, Any]]:
         """Return the options that each value is logged with. Called inside ``recording``."""
         if self._options is None:
-            with torch.no_grad(), unchanged(self, (batch,)):
+            with torch.no_grad(), preserve_training_state(self, (batch,)):
                 self(batch)
                 options = dict(self._logs.options)
             self._options = options

@@ -13,7 +13,7 @@ from graphs.options import check_traced
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.compression import kept_tensors
 from planner.capture.options.traced import offered_as, with_traced, without_needless
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
@@ -86,7 +86,7 @@ def trace(
             f"the link to the host cannot be measured with the roofline {roofline!r}, for nothing is run: leave out one of them; "
             "without a link, what is published of the device counts"
         )
-    batch = as_leaves(batch)
+    batch = detach_batch(batch)
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
         if roofline is None:
             captured = capture_profiled(

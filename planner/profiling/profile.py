@@ -19,10 +19,10 @@ from torch import fx
 
 from graphs.errors import PlannerError
 from graphs.ir import Kind, Op, Tensor
-from planner.capture.frontend.random_states import RandomStates, random_states_kept
+from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
-from planner.capture.rewrites.own_generators import states_kept
+from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.profiling.allocator import Mark, segment_peaks
 from planner.profiling.devices import DEVICES, Device, device_called, get_device, op_time_s, workspace_bytes
 from planner.profiling.kernel_settings import SETTINGS, described, kernel_settings
@@ -115,7 +115,7 @@ def profile(
     if passes < 1:
         raise PlannerError(f"passes is {passes}: must be at least 1")
     device = static[0].device
-    with isolated(device), states_kept(capture.program):
+    with isolated(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, passes, model, on_op)
         profiler.measure()
     once = [op for op in capture.graph.program if (cost := profiler.costs.get(op.id)) is not None and not cost.repeats]
@@ -134,7 +134,7 @@ def distinct_ops(
         among: ids of the ops that are looked at; None for all.
     """
     device = static[0].device
-    with isolated(device), states_kept(capture.program):
+    with isolated(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, 1, None, None)
         profiler.measure()
     equal: dict[_Key, list[int]] = {}
@@ -152,7 +152,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        random_states_kept(_gpus(device)),
+        preserve_random_states(_gpus(device)),
     ):
         yield
 

@@ -38,7 +38,7 @@ def is_custom(capture: Capture, op: Op) -> bool:
 def draws_unknown(op: Op, states: RandomStates, device: torch.device) -> bool:
     """Return whether `op`, executed since the random states were `states`, has drawn what nobody knows that it draws."""
     # An op that is known to draw does so from the generator of its device, whose state is saved.
-    return bool(states.moved() - ({device.type} if op.random else set()))
+    return bool(states.changed() - ({device.type} if op.random else set()))
 
 
 def checksums(made: Sequence[torch.Tensor | None]) -> list[int]:

@@ -8,12 +8,12 @@ from torch import nn
 
 from graphs.ir import Op
 from graphs.schedule import Compute, Schedule, schedule_of
-from planner.capture.frontend.random_states import random_states_kept
-from planner.capture.frontend.unchanged import kept
+from planner.capture.frontend.preserved_state import preserve_tensor
+from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import load
 from planner.capture.lowering.writer import Writer
-from planner.capture.rewrites.own_generators import states_kept
+from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, leaves
 
 
@@ -75,9 +75,9 @@ class RealStep:
         gpus = [self.device.index or 0] if self.device.type == "cuda" else []
         with ExitStack() as stack:
             for tensor in self._written:
-                stack.enter_context(kept(tensor))
-            stack.enter_context(random_states_kept(gpus))
-            stack.enter_context(states_kept(self.capture.program))
+                stack.enter_context(preserve_tensor(tensor))
+            stack.enter_context(preserve_random_states(gpus))
+            stack.enter_context(preserve_generator_states(self.capture.program))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             yield

@@ -16,7 +16,7 @@ import torch
 from graphs.ir import Graph, Phase
 from graphs.options.variance import SENSITIVITY, modelled_variance
 from graphs.schedule import Compute, schedule_of
-from planner.capture.frontend.random_states import random_states_kept
+from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import load, variable
 from planner.capture.lowering.writer import Writer
@@ -83,7 +83,7 @@ class _Passes:
     def gradients(self, instead: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Of the parameters, with some tensors replaced in the backward pass."""
         alive = [instead.get(t, value) for t, value in zip(self._code.alive, self._alive, strict=True)]
-        with random_states_kept([self._device.index or 0] if self._device.type == "cuda" else []):
+        with preserve_random_states([self._device.index or 0] if self._device.type == "cuda" else []):
             return self._code.backward(self._static, alive)
 
     def squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:

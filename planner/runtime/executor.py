@@ -16,7 +16,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Launches, Source
-from planner.capture.signature import put_together
+from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.codegen import Code, compile_schedule
@@ -142,7 +142,7 @@ class Executor:
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
         """Return what the step returns, computed by eager PyTorch: nothing is kept for a backward pass."""
-        return put_together(*self._step(*args, **kwargs))
+        return join_returned(*self._step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
         """One forward pass on the leaves of a batch that was checked.

@@ -24,8 +24,8 @@ from planner.capture.options.traced import with_traced
 from planner.capture.rewrites.batch_norms import ignored_inputs
 from planner.capture.rewrites.layouts import layouts_as_eager
 from planner.capture.rewrites.outputs import items, outputs
-from planner.capture.rewrites.random_ops import drawn_once
-from planner.capture.rewrites.sparse import is_sparse
+from planner.capture.rewrites.random_ops import execute_random_ops_once
+from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
 from planner.keeping_everything import prepare_for_tight_memory
 from planner.profiling.devices import Device
@@ -81,7 +81,7 @@ def capture_joint(
     signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
     lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on)
     prepare_for_tight_memory(lowered.graph, where)
-    captured = drawn_once(lowered)
+    captured = execute_random_ops_once(lowered)
     if measure:
         known: dict[str, Any] = {node.name: node.meta["val"] for node in placeholders} | dict(captured.program.namespace)
         static = [known[source.name] for source in captured.program.sources]

@@ -20,7 +20,7 @@ from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.rewrites.redraw import generator_of
+from planner.capture.rewrites.reproducible_random import generator_of
 from planner.runtime.channels import Channels
 from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.random_state import RandomState

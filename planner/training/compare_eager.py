@@ -15,7 +15,7 @@ from graphs.errors import EagerWarning
 from graphs.ir import Op
 from graphs.plan import Plan
 from graphs.units import format_bytes, format_seconds
-from planner.capture.frontend.unchanged import WritesUndone, unchanged
+from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import variable
 from planner.capture.signature import Batch
@@ -64,7 +64,7 @@ def compare_with_eager(
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, beside=beside)
-    undone, written = WritesUndone(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
+    undone, written = UndoWrites(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
@@ -76,7 +76,7 @@ def compare_with_eager(
         return known
     own_error = _own_error(plain, reference, step, batch, written) if names and not allowed else None
     unexplained = bool(names) and not allowed and own_error is None
-    with unchanged(step, batch, written=written):
+    with preserve_training_state(step, batch, written=written):
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
         time_s, ratio, spread = _compared_times(steps, step, batch)
         peak_bytes = measured_peak(captured, reference, step, batch).peak_bytes
@@ -105,7 +105,7 @@ def _own_error(
     plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]
 ) -> float | None:
     """Return the gradient error of a second run of eager PyTorch; None where it has the bits of the first."""
-    again = outcome(reference, step, batch, written=written, undone=WritesUndone())
+    again = outcome(reference, step, batch, written=written, undone=UndoWrites())
     return plain.gradient_error(again) if plain.differences(again) else None
 
 
@@ -155,7 +155,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     The way is followed backward from what differs, and ends at ops whose results eager PyTorch has: an op that was
     captured as several, whose last result is the same, is none that matters.
     """
-    with unchanged(step, batch), WritesUndone(), _Results() as results:
+    with preserve_training_state(step, batch), UndoWrites(), _Results() as results:
         Isolated(step, step, batch).run()
     made: dict[int, tuple[bytes, ...]] = {}
 

@@ -13,7 +13,7 @@ from graphs.errors import PlannerError
 from graphs.options import DEFAULTS, Setting, check_goes_with
 from planner.budgets import allowed_overhead, budget_or_overhead, cache_key
 from planner.capture.lowering.lower import Capture
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
 from planner.choices import check_amount, choices_of, is_amount
 from planner.distributed.wrappers import Unwrapped, unwrap
@@ -206,8 +206,8 @@ def compile(  # noqa: A001
         return DynamicStep(first, batch, plan_other_size, max_plans=max_plans) if dynamic else first
 
     if replan:
-        return ReplannedStep(make, as_leaves(batch), budget, max_plans=max_plans)
-    return make(as_leaves(batch), budget)
+        return ReplannedStep(make, detach_batch(batch), budget, max_plans=max_plans)
+    return make(detach_batch(batch), budget)
 
 
 def _planned(

@@ -13,7 +13,7 @@ from graphs.errors import TraceError
 from planner.capture.frontend.failures import first_line
 from planner.capture.kernels.in_place import note_pairs
 from planner.capture.kernels.variants import Variant
-from planner.capture.signature import put_together
+from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import (
     AOTInput,
@@ -102,7 +102,7 @@ class Halves:
         def run(*args: object, **kwargs: object) -> object:
             parameters = [step.get_parameter(name) for name in joint.params_spec]
             buffers = [step.get_buffer(name) for name in joint.buffers_spec]
-            return put_together(*call(*parameters, *buffers, *args, **kwargs))
+            return join_returned(*call(*parameters, *buffers, *args, **kwargs))
 
         return run
 

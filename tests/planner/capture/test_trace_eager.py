@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphs.errors import TraceError
-from planner.capture.rewrites.layouts import laid_out
+from planner.capture.rewrites.layouts import copy_with_strides
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
@@ -129,7 +129,7 @@ def test_capture_leaves_pytorch_as_it_was() -> None:
 @pytest.mark.parametrize("strides", [(99, 1), (1, 5), (0, 1), (1, 0)])
 def test_layouts_keep_values(strides: tuple[int, int]) -> None:
     value = torch.arange(15.0).reshape(5, 3) if 0 not in strides else torch.ones(5, 3)
-    copied = laid_out(value, strides)
+    copied = copy_with_strides(value, strides)
     assert torch.equal(copied, value)
     assert copied.stride() == strides
 

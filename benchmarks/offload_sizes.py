@@ -16,7 +16,7 @@ from planner.report.tables import as_markdown
 from planner.studies.max_batch import max_batch
 from planner.studies.rows import write_csv
 from planner.studies.sizes import Wanted, samples_for
-from planner.workload.sizes import Sizes
+from planner.workload.sizes import SizedModel
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 
@@ -51,7 +51,9 @@ CASES: Mapping[str, Case] = {
 
 def rows_of(name: str, case: Case, *, budget: str = BUDGET, limit_s: float = LIMIT_S) -> Iterator[dict[str, object]]:
     """A row for each method on one case."""
-    sizes = Sizes(parse_spec(case.spec), case.varies, Tracing(roofline="h200", optimizer="adamw"), unit=case.unit, way_out="")
+    sizes = SizedModel(
+        parse_spec(case.spec), case.varies, Tracing(roofline="h200", optimizer="adamw"), unit=case.unit, way_out=""
+    )
     wanted = Wanted(
         budget_bytes=parse_budget(budget, peak_bytes=0),
         max_overhead=MAX_OVERHEAD,

@@ -28,7 +28,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.profiling.devices import Device, get_device
-from planner.profiling.other_devices import known_devices
+from planner.profiling.other_devices import decode_devices
 from planner.profiling.roofline import model_times
 from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
@@ -139,7 +139,7 @@ def pair_of(step: Step, pair: str) -> Pair:
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
     measured = tracing.capture_profiled(*step, optimizer="none", accumulate=False, passes=9, other_devices=(MEASURED[pair],))
-    (second,) = known_devices(measured.graph.provenance)
+    (second,) = decode_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 
 

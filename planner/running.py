@@ -18,7 +18,7 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.choices import recorded_options, with_recorded
 from planner.keeping_everything import why_it_does_not_fit
 from planner.plan_check import check_sizes
-from planner.profiling.replay import written_by
+from planner.profiling.replay import written_tensors
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
 from planner.runtime.executor import Executor
@@ -139,7 +139,7 @@ def _run(
     not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
     outcomes: dict[str, measure.StepOutcome] = {}
-    written = written_by(captured, eager, batch)
+    written = written_tensors(captured, eager, batch)
     if not not_compared:
         steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)

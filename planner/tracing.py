@@ -20,13 +20,13 @@ from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
 from planner.profiling.devices import get_device
 from planner.profiling.exactness import needs_comparison, with_exactness
 from planner.profiling.link import MEASURED_LINK
-from planner.profiling.other_devices import DEVICES_KEY, recorded_devices
+from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.profiling.profile import profile
-from planner.profiling.repeatable import as_recorded_once, custom_ops_once
 from planner.profiling.replay import RealStep, real_static
 from planner.profiling.roofline import model_times
 from planner.profiling.sensitivity import with_measured_variances, with_modelled_variances
 from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
+from planner.profiling.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
@@ -107,7 +107,7 @@ def trace(
                 device = get_device(roofline)
                 cuda = device.name != "cpu"
                 captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=cuda, name=name)
-                captured = with_traced(custom_ops_once(captured), options)
+                captured = with_traced(mark_custom_ops(captured), options)
             captured = without_needless(replace(captured, graph=model_times(captured, device)))
         stages.finish()
     return captured.graph
@@ -205,7 +205,7 @@ def profiled(
     if measure_link:
         recorded[MEASURED_LINK] = link_beside(captured, static, captured.graph.time_s).recorded
     if other_devices:
-        recorded[DEVICES_KEY] = recorded_devices(measured_devices(captured, static, other_devices, passes=passes))
+        recorded[DEVICES_KEY] = encode_devices(measured_devices(captured, static, other_devices, passes=passes))
     release_unused(static[0].device)
     graph = replace(captured.graph, provenance={**captured.graph.provenance, **recorded})
     return without_needless(replace(captured, graph=graph))
@@ -230,6 +230,6 @@ def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Se
         captured: what ``capture_step`` returned.
         options: that the plan was made with.
     """
-    captured = as_recorded_once(with_recorded_sizes(captured, provenance), provenance)
+    captured = mark_recorded_ops(with_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return offered_as(with_recorded_sizes(with_traced(captured, options), provenance), provenance)

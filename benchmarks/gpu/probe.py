@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphs.units import format_bytes
-from planner.profiling.kernel_settings import described, kernel_settings
+from planner.profiling.kernel_settings import format_settings, kernel_settings
 from planner.runtime.caching_allocator import CachingAllocator
 from planner.runtime.libraries import warm_up_libraries
 
@@ -50,7 +50,7 @@ def device() -> Lines:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     config = next((f"{name}={os.environ[name]}" for name in names if name in os.environ), "no settings of its own")
     yield "allocator", f"{torch.cuda.get_allocator_backend()}, {config}"
-    yield "settings", described(kernel_settings(torch.device("cuda")))
+    yield "settings", format_settings(kernel_settings(torch.device("cuda")))
 
 
 def attention() -> Lines:

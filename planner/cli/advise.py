@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         tracing = Tracing(device=arguments.device, roofline=arguments.roofline, seed=arguments.seed)
         advice = advise(
-            *tracing.built(arguments.model),
+            *tracing.load(arguments.model),
             optimizer=arguments.optimizer,
             accumulate=arguments.accumulate,
             roofline=arguments.roofline,

@@ -12,7 +12,7 @@ from graphs.pools import HOST
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.choices import recorded_link, recorded_options
 from planner.profiling.link import MEASURED_LINK, measured_link
-from planner.profiling.other_devices import DEVICES_KEY, known_devices
+from planner.profiling.other_devices import DEVICES_KEY, decode_devices
 from planner.visible import visible
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
         if name == MEASURED_LINK:
             return str(measured_link(provenance))
         if name == DEVICES_KEY:
-            return "; ".join(map(str, known_devices(provenance)))
+            return "; ".join(map(str, decode_devices(provenance)))
         if name == LEFT_OUT and isinstance(value, list | tuple):
             return f"{len(value)} optional ops that are neither faster nor smaller"
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -13,7 +13,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
-from planner.profiling.other_devices import known_devices
+from planner.profiling.other_devices import decode_devices
 from planner.report.describe import aligned, provenance_lines, summary_data, table
 from planner.report.device_facts import DeviceFacts, device_facts, device_lines, least_with
 from planner.solving import summarize
@@ -115,7 +115,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     """
     graph = holding_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
-    devices = [device.exactly if exact else device for device in known_devices(graph.provenance)]
+    devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
     traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph

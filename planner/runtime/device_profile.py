@@ -18,7 +18,7 @@ from planner.capture.lowering.program import Call, load, variable
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
-from planner.profiling.other_devices import NamedDevice, named_device
+from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
@@ -52,7 +52,7 @@ def other_devices(
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if not all(isinstance(call, Call) for call in capture.program.calls):
         check_goes_with(("placement",), Setting.INDUCTOR)
-    return tuple(_Profile(capture, static, named_device(name)).device(passes) for name in names)
+    return tuple(_Profile(capture, static, parse_device(name)).device(passes) for name in names)
 
 
 class _Profile:

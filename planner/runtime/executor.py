@@ -29,7 +29,7 @@ from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
-from planner.torch_private.core import backward_comes_again, current_transform
+from planner.torch_private.core import backward_retains_graph, current_transform
 
 _OTHER_SIZES = (
     "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). If sizes vary, let each have a plan: "
@@ -246,7 +246,7 @@ class Executor:
             PlannerError: it comes again, and the plan copies to the host, or runs on other devices.
         """
         alive: list[Any] = ctx.alive
-        if not backward_comes_again():
+        if not backward_retains_graph():
             ctx.alive = None
             return alive
         if self.channels is not None or self.devices is not None:

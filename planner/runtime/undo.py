@@ -13,7 +13,7 @@ from planner.capture.lowering.program import Program
 from planner.capture.rewrites.explicit_generators import generators_of
 from planner.runtime.codegen import Code
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import backward_comes_again, foreach_copy_, set_version_counter
+from planner.torch_private.core import backward_retains_graph, foreach_copy_, set_version_counter
 
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
@@ -75,7 +75,7 @@ class _Undo:
         except BaseException:
             before.write_back(only_unwritten=True)
             raise
-        if not backward_comes_again():
+        if not backward_retains_graph():
             self._unused.append(before.copies)
         return gradients
 

@@ -30,8 +30,8 @@ from planner.capture.signature import Signature
 from planner.keeping_everything import prepare_for_tight_memory
 from planner.profiling.devices import Device
 from planner.profiling.profile import profile
-from planner.profiling.repeatable import custom_ops_once
 from planner.profiling.roofline import model_times
+from planner.profiling.unrepeatable_ops import mark_custom_ops
 from planner.runtime.channels import Channels
 from planner.runtime.step_lines import Line
 from planner.torch_compile.emitter import Emitter
@@ -89,7 +89,7 @@ def capture_joint(
         if options:
             captured = profile(with_traced(captured, options), static, model=device)
     else:
-        captured = with_traced(custom_ops_once(captured), options)
+        captured = with_traced(mark_custom_ops(captured), options)
         captured = replace(captured, graph=model_times(captured, device))
     return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
 

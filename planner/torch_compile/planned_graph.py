@@ -29,7 +29,7 @@ from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_private.capture import boxed_nop
-from planner.torch_private.core import backward_comes_again
+from planner.torch_private.core import backward_retains_graph
 
 # Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
 # over besides tensors: what is on the host, and copies that may be under way.
@@ -153,7 +153,7 @@ class PlannedGraph(ABC):
                 "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied what a planned graph "
                 "saves for its backward pass: leave them out, for the plan says what is kept where"
             )
-        if number in self._writing_over and backward_comes_again():
+        if number in self._writing_over and backward_retains_graph():
             raise PlannerError(
                 "backward(retain_graph=True) keeps what the plan writes over: leave it out, or the option 'in-place' of the graph"
             )

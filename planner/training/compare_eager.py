@@ -21,7 +21,7 @@ from planner.capture.lowering.program import variable
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
-from planner.profiling.replay import RealStep, written_by
+from planner.profiling.replay import RealStep, written_tensors
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
 from planner.runtime.pool_memory import measured_peak
@@ -64,7 +64,7 @@ def compare_with_eager(
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, beside=beside)
-    undone, written = UndoWrites(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
+    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # kernels that Inductor compiled tell nobody
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same

@@ -194,7 +194,7 @@ def compile(  # noqa: A001
     made_with = {**settings, **asked, **placed, "tolerance": Tolerance.of(tolerance).steps, "kernels": kernels}
 
     def plan_size(batch: Batch, budget: str | int, *, compare_eager: bool = compare_eager) -> PlannedStep:
-        with compiler.stages.again() as stages:
+        with compiler.stages.restart() as stages:
             planning = replace(compiler, stages=stages, compare_eager=compare_eager)
             return _planned(planning, batch, budget, cache, made_with)
 

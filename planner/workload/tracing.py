@@ -1,4 +1,4 @@
-"""From what is to be trained, named in one line, to its graph. Imports torch when it traces."""
+"""Graphs of models that are named in one line. Imports torch when it traces."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,8 +32,8 @@ class Tracing:
     options: tuple[str, ...] = ()
     other_devices: tuple[str, ...] = ()
 
-    def built(self, model: ModelSpec) -> "Workload":
-        """The model, its loss function and a batch; fake with a roofline.
+    def load(self, model: ModelSpec) -> "Workload":
+        """Return the model, its loss function and a batch; fake with a roofline.
 
         Raises:
             ModelError: the model cannot be built.
@@ -42,13 +42,13 @@ class Tracing:
         return workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
 
     def graph(self, model: ModelSpec, *, on_progress: "View | None" = None) -> "Graph":
-        """The graph of the training step of `model`; `on_progress` as in ``tracing.trace``.
+        """Return the graph of the training step of `model`; `on_progress` as in ``tracing.trace``.
 
         Raises:
             ModelError: the model cannot be built.
             TraceError: the step cannot be captured.
         """
-        built = self.built(model)
+        built = self.load(model)
         from planner import tracing
 
         return tracing.trace(

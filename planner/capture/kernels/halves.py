@@ -34,11 +34,11 @@ from planner.torch_private.inductor import (
     compile_fx_backward,
     compile_fx_forward,
     create_compiler_config_extra,
-    kernels_apart,
     loaded_names,
     partition_fn,
     run_pre_grad_passes,
     select_decomp_table,
+    separate_kernels,
 )
 
 # What makes the code around kernels a list of launches. Memory is taken and given back as a schedule says, so that Inductor need
@@ -148,7 +148,7 @@ def compile_halves(
         variant.chosen(),
         V.set_fake_mode(context.fake_mode),
         disable_compiled_autograd(),
-        kernels_apart(note_pairs),
+        separate_kernels(note_pairs),
     ):
         module = run_pre_grad_passes(module, args)  # type: ignore[arg-type]  # nests too
         joint = export(

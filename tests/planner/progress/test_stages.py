@@ -121,7 +121,7 @@ def test_an_error_is_the_last_report(clock: Clock, seen: list[Progress]) -> None
 def test_the_summary_says_how_long_planning_took(clock: Clock, seen: list[Progress]) -> None:
     first = Stages(seen.append, clock=clock)
     clock.now_s += 50
-    with first.again() as stages:
+    with first.restart() as stages:
         with stages.stage(Stage.CAPTURE):
             clock.now_s += 3.21
         stages.finish("planned: much")

@@ -27,7 +27,7 @@ from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.profiling.devices import Device, get_device
+from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.other_devices import decode_devices
 from planner.profiling.roofline import model_times
 from planner.report.tables import as_markdown
@@ -45,7 +45,7 @@ from solvers.tolerance import Tolerance
 from solvers.xengine import XEngineParams
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
-INTEGRATED = Device("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
+INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
 MODELLED_BYTES_PER_S = 12e9  # of a copy from buffer to buffer on the same bus, both read and written
 NO_LIMIT = "no limit"
 BUDGETS = (NO_LIMIT, "90%")

@@ -63,7 +63,7 @@ class PlannedTraining(pl.Callback):
         """
         if not pl_module.automatic_optimization:
             raise PlannerError("a module with automatic_optimization=False is not planned: use planner.compile in training_step")
-        step, trained = _Step(pl_module), trainer.strategy.model
+        step, trained = _TrainingStepModule(pl_module), trainer.strategy.model
         if trained is pl_module:
             wrapper = unwrap(step)
         elif isinstance(trained, DistributedDataParallel):
@@ -85,7 +85,7 @@ class PlannedTraining(pl.Callback):
         vars(pl_module).pop("training_step", None)
 
 
-def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callable[[Any, int], Any]:
+def _planned(step: "_TrainingStepModule", plans: BatchPlans, trainer: "pl.Trainer") -> Callable[[Any, int], Any]:
     """Return the function that replaces a module's ``training_step``."""
     shown = LoggingView(logging.getLogger(f"{pl.__name__}.planner"), stages=False)
 
@@ -113,7 +113,7 @@ def _zeroes_gradients_as_usual(trainer: "pl.Trainer", module: "pl.LightningModul
     return usual and all(hook in (pl.LightningModule.on_before_zero_grad, pl.Callback.on_before_zero_grad) for hook in hooked)
 
 
-class _Step(nn.Module):
+class _TrainingStepModule(nn.Module):
     """A ``training_step`` as a model that returns its loss and the values that it logs."""
 
     def __init__(self, module: "pl.LightningModule") -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """The peak rates of a device, and the fraction of them that kernels reach.
 
     Attributes:
@@ -58,18 +58,18 @@ class Device:
 
 
 _ALL = (
-    Device("gh200", 96 * 10**9, 4.0e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
-    Device("h200", 141 * 10**9, 4.8e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
-    Device("h100", 80 * 10**9, 3.35e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
-    Device("a100", 80 * 10**9, 2.039e12, 312e12, 156e12, 19.5e12, 5e-6, 0.80, 0.60, 0.60, 0.85),
-    Device("l4", 24 * 10**9, 0.3e12, 121e12, 60e12, 30.3e12, 5e-6, 0.60, 0.50, 0.50, 0.85),
-    Device("rtx4090", 24 * 10**9, 1.008e12, 165.2e12, 82.6e12, 82.6e12, 4e-6, 0.80, 0.60, 0.60, 0.85),
-    Device("cpu", 32 * 10**9, 51.2e9, 0.9e12, 0.9e12, 0.9e12, 2e-6, 0.70, 0.50, 0.40, 0.70),
+    DeviceSpec("gh200", 96 * 10**9, 4.0e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    DeviceSpec("h200", 141 * 10**9, 4.8e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    DeviceSpec("h100", 80 * 10**9, 3.35e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    DeviceSpec("a100", 80 * 10**9, 2.039e12, 312e12, 156e12, 19.5e12, 5e-6, 0.80, 0.60, 0.60, 0.85),
+    DeviceSpec("l4", 24 * 10**9, 0.3e12, 121e12, 60e12, 30.3e12, 5e-6, 0.60, 0.50, 0.50, 0.85),
+    DeviceSpec("rtx4090", 24 * 10**9, 1.008e12, 165.2e12, 82.6e12, 82.6e12, 4e-6, 0.80, 0.60, 0.60, 0.85),
+    DeviceSpec("cpu", 32 * 10**9, 51.2e9, 0.9e12, 0.9e12, 0.9e12, 2e-6, 0.70, 0.50, 0.40, 0.70),
 )
-DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
+DEVICES: dict[str, DeviceSpec] = {device.name: device for device in _ALL}
 
 
-def get_device(name: str) -> Device:
+def get_device(name: str) -> DeviceSpec:
     """Return the device `name`.
 
     Raises:
@@ -80,13 +80,13 @@ def get_device(name: str) -> Device:
     return DEVICES[name]
 
 
-def find_device(product: str) -> Device | None:
+def find_device(product: str) -> DeviceSpec | None:
     """Return the device that its driver calls `product`, such as ``NVIDIA H100 80GB HBM3``; None if it is unknown."""
     words = re.findall(r"[a-z0-9]+", product.lower().replace("rtx ", "rtx"))
     return next((device for device in DEVICES.values() if device.name in words), None)
 
 
-def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device) -> float:
+def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> float:
     """Return the modelled seconds of one call of `target`; 0 for views, which run no kernel.
 
     Args:
@@ -103,7 +103,7 @@ def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     return device.launch_s + max(moving_s, computing_s)
 
 
-def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device) -> int:
+def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> int:
     """Return the modelled memory of one call in bytes, besides inputs and outputs.
 
     Only the backward pass of fused attention on GPUs counts: it accumulates the query's gradient in float32 and, where query
@@ -234,7 +234,7 @@ def _name(target: Any) -> str:
     return str(getattr(target, "overloadpacket", target))
 
 
-def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: Device) -> float:
+def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: DeviceSpec) -> float:
     """Return the FLOPs per second that kernels of this kind reach in the precision of the first matrix."""
     import torch
 

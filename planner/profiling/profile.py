@@ -24,7 +24,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.profiling.allocator import Mark, segment_peaks
-from planner.profiling.devices import DEVICES, Device, find_device, get_device, op_time_s, workspace_bytes
+from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
 from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
 from planner.profiling.op_call import OpCall, OpFunction
 from planner.profiling.roofline import modelled_composed
@@ -101,7 +101,7 @@ def profile(
     static: Sequence[torch.Tensor],
     *,
     passes: int = 5,
-    model: Device | None = None,
+    model: DeviceSpec | None = None,
     on_op: Callable[[int, int], None] | None = None,
 ) -> Capture:
     """Return `capture` with measured times, workspaces and allocated sizes.
@@ -176,7 +176,7 @@ class _Profiler:
     static: Sequence[torch.Tensor]
     device: torch.device
     passes: int
-    model: Device | None
+    model: DeviceSpec | None
     on_op: Callable[[int, int], None] | None
     costs: dict[int, OpCost] = field(default_factory=dict)
     keys: dict[int, _Key] = field(default_factory=dict)
@@ -326,7 +326,7 @@ class _Profiler:
         outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
         return OpCost(op_time_s(*target), workspace_bytes(*target), outputs, repeats=not is_custom(self.capture, op))
 
-    def _device_model(self, call: OpCall, error: Exception) -> Device:
+    def _device_model(self, call: OpCall, error: Exception) -> DeviceSpec:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         found = get_device("cpu") if self.device.type == "cpu" else find_device(name)
         if found is None:

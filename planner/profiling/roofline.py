@@ -12,12 +12,12 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Composed, Repeated
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.rewrites.outputs import tensors_in
-from planner.profiling.devices import Device, op_time_s, workspace_bytes
+from planner.profiling.devices import DeviceSpec, op_time_s, workspace_bytes
 from planner.profiling.sensitivity import with_modelled_variances
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 
 
-def model_times(capture: Capture, device: Device) -> Graph:
+def model_times(capture: Capture, device: DeviceSpec) -> Graph:
     """Return the captured graph with times and workspaces from the roofline of `device`."""
     ops = []
     known: dict[Hashable, tuple[float, int]] = {}
@@ -40,7 +40,7 @@ def model_times(capture: Capture, device: Device) -> Graph:
     return with_modelled_variances(capture, Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance))
 
 
-def modelled_composed(composed: Composed, device: Device) -> tuple[float, int]:
+def modelled_composed(composed: Composed, device: DeviceSpec) -> tuple[float, int]:
     """Return the seconds of all calls of `composed`, and their peak memory in bytes besides its inputs and outputs."""
     with torch.no_grad(), _ModelledCalls(device) as seen:
         made = composed(*composed.fakes)
@@ -55,7 +55,7 @@ class _ModelledCalls(TorchDispatchMode):
         peak_bytes: peak memory of tensors made inside, workspaces included.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceSpec) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.time_s, self.peak_bytes = 0.0, 0
         self._device = device

@@ -99,7 +99,7 @@ def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.eager is None:
         return []
     measured = [("measured", plan.eager.slowdown)] if plan.eager.slowdown else []
-    return [*measured, (f"beside {plan.eager.beside}", visible(plan.eager))]
+    return [*measured, (f"beside {plan.eager.reference}", visible(plan.eager))]
 
 
 def plan_info_text(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from graphs.errors import MismatchError, PlannerError
 from graphs.ir import Graph, Kind, Tensor
 from graphs.options.placement import is_placed
-from graphs.overwriting import kept_that_are_overwritten
+from graphs.overwriting import overwritten_saved_tensors
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -110,7 +110,7 @@ class Executor:
         places = {HOST: torch.device("cpu")}
         if self.devices is not None:
             places |= dict(zip((pool.name for pool in self.devices.pools), self.devices.places, strict=True))
-        self._written_over = kept_that_are_overwritten(self.graph, schedule)
+        self._written_over = overwritten_saved_tensors(self.graph, schedule)
         self.memory = PlannedMemory(
             self.graph, self.launched.lines, lambda pool: places.get(pool, device), StateNotMade(self.graph, self._step)
         )

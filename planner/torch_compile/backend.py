@@ -22,7 +22,7 @@ from planner.budgets import is_share, read_budget
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.messages import readable
 from planner.capture.lowering.lower import Capture
-from planner.profiling.devices import DEVICES, Device, find_device, get_device
+from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
 from planner.search import Search, Wait
@@ -261,7 +261,7 @@ def check_options(options: Mapping[str, object] | None) -> dict[str, Any]:
     return {**given, "budget": read_budget(budget)}
 
 
-def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
+def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> DeviceSpec:
     """The device whose times are modelled."""
     if "roofline" in options:
         return get_device(str(options["roofline"]))

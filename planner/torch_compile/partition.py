@@ -28,7 +28,7 @@ from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
 from planner.keeping_everything import prepare_for_tight_memory
-from planner.profiling.devices import Device
+from planner.profiling.devices import DeviceSpec
 from planner.profiling.profile import profile
 from planner.profiling.roofline import model_times
 from planner.profiling.unrepeatable_ops import mark_custom_ops
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 def capture_joint(
     module: fx.GraphModule,
-    device: Device,
+    device: DeviceSpec,
     *,
     measure: bool,
     options: Sequence[str] = (),

@@ -15,7 +15,7 @@ from torch import fx
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.overwriting import kept_that_are_overwritten
+from graphs.overwriting import overwritten_saved_tensors
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -100,7 +100,7 @@ class PlannedGraph(ABC):
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        if kept_that_are_overwritten(self.captured.graph, schedule):
+        if overwritten_saved_tensors(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
         self._passes.append(self.passes(schedule))
         self._schedule = schedule

@@ -63,12 +63,12 @@ def compare_with_eager(
     reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
-        return EagerComparison(failure=failure, beside=beside)
+        return EagerComparison(failure=failure, reference=beside)
     undone, written = UndoWrites(), written_tensors(captured, step, batch)  # kernels that Inductor compiled tell nobody
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
-        return EagerComparison(failure=_failure(error, device), beside=beside)
+        return EagerComparison(failure=_failure(error, device), reference=beside)
     written += undone.written
     found = outcome(planned, step, batch, written=written)
     names = plain.differences(found)
@@ -87,7 +87,7 @@ def compare_with_eager(
         time_s=time_s,
         planned_time_s=time_s * ratio,
         spread=spread,
-        beside=beside,
+        reference=beside,
         gradient_error=plain.gradient_error(found) if lossy or own_error is not None else None,
         eager_error=own_error,
     )
@@ -121,16 +121,16 @@ def warn_of_differences(plan: Plan) -> None:
     elif plan.differs:
         much = tuple(found for found in eager.differences if found.max_abs is None or (found.relative or 0.0) > _ROUNDING)
         if much:
-            differing = replace(eager, differences=much).what_differs()
+            differing = replace(eager, differences=much).describe_differences()
             warnings.warn(f"the planned step {differing}, more than by the rounding that it may", EagerWarning, stacklevel=3)
     elif not (eager.identical or eager.within_own_error):
-        warnings.warn(f"the planned step {eager.what_differs()}", EagerWarning, stacklevel=3)
+        warnings.warn(f"the planned step {eager.describe_differences()}", EagerWarning, stacklevel=3)
     kept_bytes = plan.graph.keep_everything_peak_bytes
     if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
-        _warn_dearer(format_bytes(kept_bytes), f"{eager.beside} {format_bytes(eager.peak_bytes)}")
+        _warn_dearer(format_bytes(kept_bytes), f"{eager.reference} {format_bytes(eager.peak_bytes)}")
     kept_s = eager.planned_time_s / (1 + plan.overhead)
     if kept_s > max(_MUCH * eager.time_s, eager.time_s + _LEAST_S):
-        _warn_dearer(format_seconds(kept_s), f"{eager.beside} {format_seconds(eager.time_s)}")
+        _warn_dearer(format_seconds(kept_s), f"{eager.reference} {format_seconds(eager.time_s)}")
 
 
 def _warn_dearer(kept: str, plain: str) -> None:

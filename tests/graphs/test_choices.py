@@ -8,7 +8,7 @@ import pytest
 from graphs.clocks import passages, run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op, Tensor
-from graphs.lives import Life, lives
+from graphs.lifetimes import Lifetime, lifetimes
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import Simulation, simulate
@@ -78,12 +78,12 @@ def test_a_tensor_goes_to_the_host_and_comes_back() -> None:
 
 
 def test_how_long_tensors_live() -> None:
-    assert lives(offloading(), Schedule(ROUND_TRIP)) == (
-        (Life(0, 3, 0, 6), Life(6, 9, 9, 19)),
-        (Life(2, 5, 1, 9),),
-        (Life(4, 9, 6, 19),),
-        (Life(8, 9, 15, 19),),
-        (Life(1, 7, 1, 15),),
+    assert lifetimes(offloading(), Schedule(ROUND_TRIP)) == (
+        (Lifetime(0, 3, 0, 6), Lifetime(6, 9, 9, 19)),
+        (Lifetime(2, 5, 1, 9),),
+        (Lifetime(4, 9, 6, 19),),
+        (Lifetime(8, 9, 15, 19),),
+        (Lifetime(1, 7, 1, 15),),
     )
 
 

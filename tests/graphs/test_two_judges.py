@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from graphs.clocks import run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
-from graphs.lives import lives
+from graphs.lifetimes import lifetimes
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_overwriting, with_overwriting
@@ -51,7 +51,7 @@ def test_both_say_the_same_of_a_schedule(seed: int) -> None:
     ]
     # Whatever the timing: no more is in a pool at any moment than is counted in the order of steps.
     assert all(verdict.peaks_in_time_bytes[name] <= peak for name, peak in verdict.peaks_bytes.items())
-    for t, stays in enumerate(lives(graph, schedule)):
+    for t, stays in enumerate(lifetimes(graph, schedule)):
         there = {k for stay in stays for k in range(stay.first_step, stay.end_step)}
         after = [live(graph, schedule.steps[: k + 1]) for k in range(len(schedule.steps))]
         assert there == {k for k, now in enumerate(after) if t in now and graph.tensors[t].producers}

@@ -10,7 +10,7 @@ import torch
 from graphs.errors import PlannerError, TraceError, is_handled_by_a_caller
 from planner.capture.frontend.fake_execution import on_fakes
 from planner.capture.frontend.source_lines import graph_break_advice, is_our_code, location, raising_line, traced_line
-from planner.capture.guards.branches import Branches
+from planner.capture.guards.branches import DataBranches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
@@ -64,7 +64,7 @@ _ANSWERS: dict[str, str] = {
 }
 
 
-def failure(error: Exception, step: TrainingStep, batch: Batch, branches: Branches | None) -> Exception:
+def failure(error: Exception, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Exception:
     """Return the exception to raise for the `error` that stopped a capture of `step`.
 
     Raise it where `error` is not being handled, so that it does not become the context of the user's own exception.

@@ -22,7 +22,7 @@ from planner.capture.frontend.failures import failure, first_line, own_message, 
 from planner.capture.frontend.fake_execution import on_fakes
 from planner.capture.frontend.preserved_state import preserve_state
 from planner.capture.frontend.source_lines import location, traced_line
-from planner.capture.guards.branches import Branches, asks_for_values
+from planner.capture.guards.branches import DataBranches, asks_for_values
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.messages import readable
 from planner.capture.guards.python_guards import PythonGuards, build_guards, guarded_names
@@ -57,7 +57,7 @@ T = TypeVar("T")
 Make = Callable[[ExitStack, fx.GraphModule, tuple[object, ...], dict[str, object]], T]
 # Makes a joint graph, called as ``aot_export_joint_with_descriptors``.
 Export = Callable[..., JointWithDescriptors]
-Traced = tuple[JointWithDescriptors, PythonGuards | None, Branches | None]
+Traced = tuple[JointWithDescriptors, PythonGuards | None, DataBranches | None]
 
 
 def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced:
@@ -122,7 +122,7 @@ def _compiled_with_branches(
     step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
 ) -> tuple[T, PythonGuards | None, DataGuards | None]:
     """Do as ``compiled_graph``, with the branches that `batch` takes."""
-    branches = Branches(batch)
+    branches = DataBranches(batch)
     conditions: list[DataGuards | None] = []
 
     def export(*args: Any, **options: Any) -> JointWithDescriptors:
@@ -178,11 +178,11 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
         raise found
     if found and (message := own_message(found)):
         raise TraceError(message) from found
-    branches = Branches(batch)
+    branches = DataBranches(batch)
     return *_followed(step, batch, branches, partial(_joint, branches=branches)), branches
 
 
-def _followed(step: TrainingStep, batch: Batch, branches: Branches, make: Make[T]) -> tuple[T, PythonGuards | None]:
+def _followed(step: TrainingStep, batch: Batch, branches: DataBranches, make: Make[T]) -> tuple[T, PythonGuards | None]:
     """Return the result of `make` on `step` with the branches that it takes, and its guards.
 
     Raises:
@@ -227,7 +227,7 @@ def _joint(
     module: fx.GraphModule,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    branches: Branches | None = None,
+    branches: DataBranches | None = None,
 ) -> JointWithDescriptors:
     # A training loop calls backward() outside autocast. Without the shape environment every size is a plain number.
     stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
@@ -235,7 +235,9 @@ def _joint(
         return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
-def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: Make[T]) -> tuple[T, PythonGuards | None] | None:
+def _traced(
+    step: TrainingStep, batch: Batch, branches: DataBranches | None, make: Make[T]
+) -> tuple[T, PythonGuards | None] | None:
     """Return the result of `make` on `step` as Dynamo captures it, with its guards; None if it needs `branches` and has none."""
     args, kwargs = arguments(batch)
     with ExitStack() as stack:

@@ -53,7 +53,7 @@ _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class BranchDecision:
     """An outcome that the capture of a step relies on.
 
     Attributes:
@@ -67,7 +67,7 @@ class Decision:
     line: SourceLine | None
 
 
-class Branches:
+class DataBranches:
     """The branches of one capture, taken as on the given batch.
 
     Args:
@@ -82,8 +82,8 @@ class Branches:
         self.refusal: str | None = None
         self._values = ConcreteValues()
         self._node: fx.Node | None = None  # the node that Dynamo executes
-        self._taken: list[tuple[ShapeEnv, Decision]] = []
-        self._decisions: list[Decision] = []
+        self._taken: list[tuple[ShapeEnv, BranchDecision]] = []
+        self._decisions: list[BranchDecision] = []
         self._symbols: list[sympy.Symbol] = []  # those of the tensors that are marked in the graph
 
     @contextmanager
@@ -108,7 +108,7 @@ class Branches:
             return more
 
         def decided(env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
-            self._taken.append((env, Decision(expression, _plain(outcome), current_line())))
+            self._taken.append((env, BranchDecision(expression, _plain(outcome), current_line())))
 
         def undecided(env: ShapeEnv, expression: sympy.Basic, *args: Any, **kwargs: Any) -> Exception:
             self.refusal = branch_refusal(current_line(), self._why_unknown(expression))
@@ -138,7 +138,7 @@ class Branches:
         self._decisions = [decision for where, decision in self._taken if where is env]
         stated = [assertion.expr for assertions in env.deferred_runtime_asserts.values() for assertion in assertions]
         canonical = {_canonical(decision) for decision in self._decisions}
-        checked = [Decision(expression, True, None) for expression in stated]  # torch._check, and what was decided
+        checked = [BranchDecision(expression, True, None) for expression in stated]  # torch._check, and what was decided
         self._decisions += [decision for decision in checked if _canonical(decision) not in canonical]
         symbolic = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), SYMBOLIC)]
         for node in symbolic:
@@ -230,7 +230,7 @@ class Branches:
         if not isinstance(value, SYMBOLIC):
             return node
         found = self._values.number(value)
-        decision = Decision(_expression(value), found, traced_line(node.meta.get("stack_trace")))
+        decision = BranchDecision(_expression(value), found, traced_line(node.meta.get("stack_trace")))
         if _canonical(decision) not in map(_canonical, self._decisions):
             self._decisions.append(decision)
         return found
@@ -247,7 +247,7 @@ def _expression(symbolic: Any) -> sympy.Basic:
     return symbolic.node._expr
 
 
-def _canonical(decision: Decision) -> sympy.Basic:
+def _canonical(decision: BranchDecision) -> sympy.Basic:
     """Return a decision as a condition, equal for equivalent decisions."""
     expression, outcome = decision.expression, decision.outcome
     if not isinstance(outcome, bool):

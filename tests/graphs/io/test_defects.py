@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphs.errors import FormatError, GraphError
-from graphs.io.documents import plain
+from graphs.io.documents import to_json
 from graphs.io.formats import read_graph, read_graph_or_plan, read_plan, write_graph, write_plan
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.io.plan_document import plan_to_dict
@@ -215,11 +215,11 @@ def test_free_objects_are_limited_in_depth_and_type() -> None:
     for _ in range(200):
         deep = [deep]
     with pytest.raises(FormatError, match="nested more than 100 deep"):
-        plain({"a": deep}, "provenance")
+        to_json({"a": deep}, "provenance")
     with pytest.raises(FormatError, match=r"provenance\.a is of type set"):
-        plain({"a": {1}}, "provenance")
+        to_json({"a": {1}}, "provenance")
     with pytest.raises(FormatError, match="provenance has the key 1: keys are strings"):
-        plain({1: 1}, "provenance")
+        to_json({1: 1}, "provenance")
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_the_examples_of_the_document_are_read_and_written() -> None:
     document = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
     examples = dict(re.findall(r"<!-- example: (\w+) -->\n```json\n(.*?)```", document, re.DOTALL))
     graph, plan = graph_from_dict(json.loads(examples["graph"])), plan_from_dict(json.loads(examples["plan"]))
-    assert files.layout(graph_to_dict(graph)) == examples["graph"]
-    assert files.layout(plan_to_dict(plan)) == examples["plan"]
+    assert files.format_json(graph_to_dict(graph)) == examples["graph"]
+    assert files.format_json(plan_to_dict(plan)) == examples["plan"]
     assert plan.graph.fingerprint == graph.fingerprint
     assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
 

@@ -19,7 +19,7 @@ from tests.support.documents import refusal
 @pytest.mark.parametrize("which", ["graph", "plan"])
 def test_a_file_cut_short_anywhere_is_refused(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    text = files.layout(graph_to_dict(graph) if which == "graph" else plan_to_dict(plan))
+    text = files.format_json(graph_to_dict(graph) if which == "graph" else plan_to_dict(plan))
     read: Callable[[Path], object] = read_graph if which == "graph" else read_plan
     for length in range(len(text.rstrip())):
         path.write_text(text[:length])

@@ -18,7 +18,7 @@ from benchmarks.common import columns_of, command_line, one_thread, write
 from benchmarks.compiled_case import Settings, compare_compiled
 from benchmarks.compiled_rows import Row
 from benchmarks.compiled_table import table
-from benchmarks.models import of_huggingface as hf
+from benchmarks.models import huggingface_models as hf
 from planner import options
 from planner.models import Workload, build
 from planner.studies.rows import read_rows, write_csv

@@ -1,7 +1,7 @@
-"""Plans on a CUDA device beside eager PyTorch: what was predicted, what the allocator says, times and bits.
+"""Plans on a CUDA device compared with eager PyTorch: predicted and allocated memory, times and bits.
 
-A row for each model, way and budget, written as soon as it is there. The budgets are shares of eager PyTorch's peak. It fails if
-a plan takes more than its budget, or has other bits where eager PyTorch repeats its own.
+Each model, kind of plan and budget gives a row, written as soon as it is measured. Budgets are fractions of eager PyTorch's
+peak. The run fails if a plan exceeds its budget, or has other bits where eager PyTorch repeats its own.
 """
 
 import argparse
@@ -39,25 +39,26 @@ MODELS: Mapping[str, Callable[..., Workload]] = {
     "gpt2": partial(build, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
     "resnet50": partial(build, "resnet50", batch=48),
 }
-_STEPS = 3  # of training, for the memory of plans
+_STEPS = 3  # training steps in which the memory of plans is measured
 _REPEATS = 5
 _SOLVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One way to train a model at one budget.
+class PlanRow:
+    """One kind of plan of a model at one budget.
 
     Attributes:
-        share: of eager PyTorch's peak, as the budget was asked for; "" for eager PyTorch itself.
-        allocated_bytes, requested_bytes, reserved_bytes: the most in some steps of training, as PyTorch's allocator counts,
-            without what libraries keep.
-        library_bytes: that libraries keep beside.
-        planning_s: until ``planner.compile`` has returned.
-        step_s: median seconds of a step; `slowdown` is beside eager PyTorch, `overhead` predicted beside keeping everything.
-        bits: equal to eager PyTorch's; for eager PyTorch, to those of another run.
+        share: the budget as a fraction of eager PyTorch's peak; "" for eager PyTorch itself.
+        allocated_bytes, requested_bytes, reserved_bytes: peaks in some steps of training, as counted by PyTorch's allocator,
+            without the memory of libraries.
+        library_bytes: memory that libraries keep.
+        planning_s: seconds of ``planner.compile``.
+        step_s: median seconds of a step; `slowdown` is relative to eager PyTorch, `overhead` predicted, relative to keeping
+            everything.
+        bits: True if equal to eager PyTorch's; for eager PyTorch, to those of another run.
         gradient_error, eager_error: as in ``graphs.eager.EagerComparison``.
-        message: why there is no more.
+        message: why values are missing.
     """
 
     model: str
@@ -83,8 +84,8 @@ class Row:
     torch: str = ""
 
 
-def eager_row(row: Row, workload: Workload) -> Row:
-    """Return `row` with what eager PyTorch takes, and whether it repeats its bits."""
+def eager_row(row: PlanRow, workload: Workload) -> PlanRow:
+    """Return `row` with the measurements of eager PyTorch, and whether it repeats its bits."""
     step = TrainingStep(workload.model, workload.loss_fn)
     row = replace(row, **memory(step, workload))
     times = median_times({"": step}, workload.batch, parameters=list(workload.model.parameters()), repeats=_REPEATS)
@@ -93,8 +94,8 @@ def eager_row(row: Row, workload: Workload) -> Row:
     return replace(row, step_s=times[""], bits=same, eager_error=None if same else first.gradient_error(second))
 
 
-def planned_row(row: Row, workload: Workload) -> Row:
-    """Return `row` with what a plan of its way and share takes."""
+def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
+    """Return `row` with the measurements of a plan of its kind and share."""
     began = time.perf_counter()
     step = planner.compile(*workload, budget=row.share, time_limit_s=_SOLVE_S, wait=_SOLVE_S, swap="never", **WAYS[row.way])
     plan, eager = step.plan, step.plan.eager
@@ -114,7 +115,7 @@ def planned_row(row: Row, workload: Workload) -> Row:
 
 
 def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
-    """Return the most that some steps of training take, by the names of the columns."""
+    """Return the peaks of some steps of training, by the names of the columns."""
     device = next(workload.model.parameters()).device
     library_bytes = warm_up_libraries(device)
     workload.model.zero_grad()
@@ -134,20 +135,20 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
     }
 
 
-def measured(row: Row) -> Row:
-    """Return `row` with all that is measured, or with the error that came in between."""
-    gc.collect()  # what the last row has left
+def measure(row: PlanRow) -> PlanRow:
+    """Return `row` with all measurements, or with the error that ended them."""
+    gc.collect()  # memory of the last row
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
         workload = MODELS[row.model](device="cuda")
         return (eager_row if row.way == EAGER else planned_row)(row, workload)
-    except Exception as error:  # noqa: BLE001  # the other rows are to be made
+    except Exception as error:  # noqa: BLE001  # the other rows are measured all the same
         return replace(row, message=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
-    """Say what plans did that they must not."""
+def failures(rows: Sequence[PlanRow]) -> list[str]:
+    """Return messages about plans that exceed their budget, differ or fail."""
     said = []
     for row in rows:
         name = f"{row.model} {row.way} {row.share}".strip()
@@ -160,8 +161,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return said
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown."""
+def table(rows: Sequence[PlanRow]) -> str:
+    """Return the rows as a Markdown table."""
     header = (
         "model",
         "way",
@@ -200,7 +201,7 @@ def _seconds(time_s: float | None) -> str:
     return "" if time_s is None else format_seconds(time_s)
 
 
-def _bits(row: Row) -> str:
+def _bits(row: PlanRow) -> str:
     if row.bits is None:
         return ""
     if row.bits:
@@ -210,26 +211,26 @@ def _bits(row: Row) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make all rows; 1 if one is not as it must be."""
+    """Measure all rows; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="results/gpu/plans", help="of OUT.csv and OUT.md (default: %(default)s)")
-    parser.add_argument("--models", default=",".join(MODELS), help="with commas (default: %(default)s)")
-    parser.add_argument("--ways", default="recompute", help=f"with commas, of {', '.join(WAYS)} (default: %(default)s)")
-    parser.add_argument("--shares", default="70%,50%", help="of eager PyTorch's peak, with commas (default: %(default)s)")
+    parser.add_argument("--out", default="results/gpu/plans", help="name of OUT.csv and OUT.md (default: %(default)s)")
+    parser.add_argument("--models", default=",".join(MODELS), help="separated by commas (default: %(default)s)")
+    parser.add_argument("--ways", default="recompute", help=f"kinds of plans, of {', '.join(WAYS)} (default: %(default)s)")
+    parser.add_argument("--shares", default="70%,50%", help="fractions of eager PyTorch's peak (default: %(default)s)")
     arguments = parser.parse_args(words)
     models, ways, shares = (text.split(",") for text in (arguments.models, arguments.ways, arguments.shares))
-    for name, known in (*((model, MODELS) for model in models), *((way, WAYS) for way in ways)):
-        if name not in known:
-            parser.error(f"there is no {name!r}: choose from {', '.join(known)}")
-    about = Row("", "", **provenance(torch.device("cuda")))
+    for name, choices in (*((model, MODELS) for model in models), *((way, WAYS) for way in ways)):
+        if name not in choices:
+            parser.error(f"there is no {name!r}: choose from {', '.join(choices)}")
+    about = PlanRow("", "", **provenance(torch.device("cuda")))
     wanted = [replace(about, model=model, way=EAGER) for model in models]
     wanted += [replace(about, model=model, way=way, share=share) for way in ways for model in models for share in shares]
-    rows: list[Row] = []
+    rows: list[PlanRow] = []
     for row in wanted:
-        rows.append(measured(row))
+        rows.append(measure(row))
         print(table(rows[-1:]).splitlines()[2], flush=True)
         write_csv(
-            Path(f"{arguments.out}.csv"), columns_of(Row), map(asdict, rows)
+            Path(f"{arguments.out}.csv"), columns_of(PlanRow), map(asdict, rows)
         )  # whole after every row: the next may never end
         write_text(Path(f"{arguments.out}.md"), table(rows))
     return exit_code(failures(rows))

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import plans, probe
-from benchmarks.gpu.__main__ import ROOT, Step
+from benchmarks.gpu.__main__ import ROOT, GpuStep
 from planner.models import Workload, build
 from tests.support.cuda_device import cuda_device, on_device
 
@@ -81,13 +81,15 @@ def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_plan_must_not_do_is_said() -> None:
-    row = plans.Row("m", "recompute", "50%", budget_bytes=10, allocated_bytes=11, bits=False)
+    row = plans.PlanRow("m", "recompute", "50%", budget_bytes=10, allocated_bytes=11, bits=False)
     assert plans.failures([row]) == [
         "m recompute 50%: allocated 11 B, 1 B over the budget",
         "m recompute 50%: other bits than eager PyTorch, which repeats its own",
     ]
     assert (
-        plans.failures([plans.Row("m", "recompute", "50%", budget_bytes=10, allocated_bytes=10, bits=False, eager_error=1e-7)])
+        plans.failures(
+            [plans.PlanRow("m", "recompute", "50%", budget_bytes=10, allocated_bytes=10, bits=False, eager_error=1e-7)]
+        )
         == []
     )
 
@@ -109,7 +111,7 @@ def test_every_step_is_a_line_and_a_log(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = {"good": ("0", "0"), "bad": ("3", "0"), "long": ("0", "600")}
-    monkeypatch.setattr(gpu, "STEPS", {name: Step(("steps", *given), 5.0) for name, given in words.items()})
+    monkeypatch.setattr(gpu, "STEPS", {name: GpuStep(("steps", *given), 5.0) for name, given in words.items()})
     out = tmp_path / "out"
     assert gpu.main(["--out", str(out), "--steps", "good,bad,long"]) == 1
     said = capsys.readouterr().out

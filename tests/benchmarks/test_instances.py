@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.instances.check import NotValidError, check
-from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, as_instance, as_steps, graphs, main
+from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, encode_steps, graphs, instance_document, main
 from benchmarks.instances.read import names, read
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
@@ -38,23 +38,23 @@ def test_synthetic_instances_are_what_is_made_now(name: str) -> None:
     ((_, graph),) = graphs([name])
     with gzip.open(FOLDER / f"{name}.json.gz", "rt") as file:
         committed = json.load(file)
-    assert json.loads(json.dumps(as_instance(name, graph, committed["known"]))) == committed
+    assert json.loads(json.dumps(instance_document(name, graph, committed["known"]))) == committed
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_checker_says_what_the_judge_says(seed: int, tmp_path: Path) -> None:
     graph = random_training_step(seed, 12)
-    (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(as_instance("x", graph, [])).encode()))
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(instance_document("x", graph, [])).encode()))
     instance = read(tmp_path / "x.json.gz")
     for schedule in (keep_everything(graph), random_schedule(graph, seed)):
         simulation = simulate(graph, schedule)
-        assert check(instance, as_steps(schedule)) == (simulation.peak_bytes, simulation.time_s)
+        assert check(instance, encode_steps(schedule)) == (simulation.peak_bytes, simulation.time_s)
 
 
 def test_what_is_no_solution_is_refused() -> None:
     ((_, graph),) = graphs(["chain-50"])
     instance = read(FOLDER / "chain-50.json.gz")
-    steps = as_steps(keep_everything(graph))
+    steps = encode_steps(keep_everything(graph))
     last = next(i for i in reversed(range(len(steps))) if steps[i] >= 0)
     wrong = {
         "reads what is not in memory": steps[1:],

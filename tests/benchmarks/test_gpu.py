@@ -1,4 +1,4 @@
-"""``make gpu``, rehearsed on the stand-in for a CUDA device: what it prints, and what it leaves behind."""
+"""``make gpu`` on the emulated CUDA device: its output and its files."""
 
 import csv
 import time
@@ -37,9 +37,7 @@ def test_the_probe_prints_a_line_for_each_fact(capsys: pytest.CaptureFixture[str
     assert lines["copies to the host"].endswith("GB/s")
 
 
-def test_a_probe_that_fails_is_a_line_and_the_others_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_probe_is_a_line_and_the_others_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> probe.Lines:
         yield "first", "found"
         raise RuntimeError("no such thing")
@@ -52,7 +50,7 @@ def test_a_probe_that_fails_is_a_line_and_the_others_run(
     assert capsys.readouterr().out.splitlines() == ["first: found", "broken: FAILED, RuntimeError: no such thing", "last: found"]
 
 
-def test_plans_are_rows_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plans, "MODELS", {"tiny": _tiny})
     monkeypatch.setattr(plans, "_SOLVE_S", 2.0)
     out = tmp_path / "plans"
@@ -80,7 +78,7 @@ def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (tmp_path / "plans.md").read_text().count("RuntimeError: out of luck |") == 4
 
 
-def test_what_a_plan_must_not_do_is_said() -> None:
+def test_failures_name_plans_that_break_a_rule() -> None:
     row = plans.PlanRow("m", "recompute", "50%", budget_bytes=10, allocated_bytes=11, bits=False)
     assert plans.failures([row]) == [
         "m recompute 50%: allocated 11 B, 1 B over the budget",
@@ -127,9 +125,7 @@ def test_every_step_is_a_line_and_a_log(
     assert not alive
 
 
-def test_without_a_gpu_nothing_is_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main(["--out", str(tmp_path / "out")]) == 2
     assert "no CUDA device" in capsys.readouterr().err

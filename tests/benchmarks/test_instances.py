@@ -1,4 +1,4 @@
-"""The public instances: what is said to be known of each is so, by a checker that shares nothing with ours."""
+"""The public instances: their recorded solutions are valid, by a checker that shares no code with the judge."""
 
 import gzip
 import json
@@ -17,13 +17,13 @@ from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import random_schedule
 
 
-def test_all_are_there() -> None:
+def test_all_instances_exist() -> None:
     assert set(names()) == {*TRACED, *SYNTHETIC}
     assert sum((FOLDER / f"{name}.json.gz").stat().st_size for name in names()) < 2_000_000
 
 
 @pytest.mark.parametrize("name", names())
-def test_what_is_known_is_so(name: str) -> None:
+def test_recorded_solutions_are_valid(name: str) -> None:
     instance = read(FOLDER / f"{name}.json.gz")
     assert [known.budget_bytes for known in instance.known] == sorted((k.budget_bytes for k in instance.known), reverse=True)
     for known in instance.known:
@@ -34,7 +34,7 @@ def test_what_is_known_is_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_synthetic_instances_are_what_is_made_now(name: str) -> None:
+def test_synthetic_instances_are_reproducible(name: str) -> None:
     ((_, graph),) = graphs([name])
     with gzip.open(FOLDER / f"{name}.json.gz", "rt") as file:
         committed = json.load(file)
@@ -42,7 +42,7 @@ def test_synthetic_instances_are_what_is_made_now(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_checker_says_what_the_judge_says(seed: int, tmp_path: Path) -> None:
+def test_checker_agrees_with_the_judge(seed: int, tmp_path: Path) -> None:
     graph = random_training_step(seed, 12)
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(instance_document("x", graph, [])).encode()))
     instance = read(tmp_path / "x.json.gz")
@@ -51,7 +51,7 @@ def test_the_checker_says_what_the_judge_says(seed: int, tmp_path: Path) -> None
         assert check(instance, encode_steps(schedule)) == (simulation.peak_bytes, simulation.time_s)
 
 
-def test_what_is_no_solution_is_refused() -> None:
+def test_invalid_solutions_raise() -> None:
     ((_, graph),) = graphs(["chain-50"])
     instance = read(FOLDER / "chain-50.json.gz")
     steps = encode_steps(keep_everything(graph))
@@ -67,7 +67,7 @@ def test_what_is_no_solution_is_refused() -> None:
             check(instance, solution)
 
 
-def test_the_files_stand_alone(tmp_path: Path) -> None:
+def test_reader_and_checker_need_no_package(tmp_path: Path) -> None:
     for name in ("read.py", "check.py"):
         (tmp_path / name).write_text((FOLDER / name).read_text())
     known = read(FOLDER / "chain-50.json.gz").known[0]
@@ -78,7 +78,7 @@ def test_the_files_stand_alone(tmp_path: Path) -> None:
     assert ended.stdout.endswith(f", {known.time_s!r} s\n") or f"{known.time_s!r} s" in ended.stdout
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_instances_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--names", "chain-50", "--out", str(tmp_path), "--time-limit", "5"]
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("chain-50: 100 ops, gaps 0.000%")

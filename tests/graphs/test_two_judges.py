@@ -1,4 +1,4 @@
-"""The judge beside a second one, on random graphs with choices: what runs, peaks, clocks and lives are the same."""
+"""The judge compared with a second one on random graphs with options: validity, peaks, clocks and lifetimes."""
 
 import random
 
@@ -28,7 +28,7 @@ def _graph(draw: random.Random) -> Graph:
 
 @settings(max_examples=300)
 @given(seeds)
-def test_both_say_the_same_of_a_schedule(seed: int) -> None:
+def test_both_judges_agree_on_valid_schedules(seed: int) -> None:
     draw = random.Random(seed)
     graph = _graph(draw)
     schedule = schedule_with_choices(draw, graph)
@@ -62,7 +62,7 @@ def test_both_say_the_same_of_a_schedule(seed: int) -> None:
 
 @settings(max_examples=300)
 @given(seeds)
-def test_both_refuse_the_same(seed: int) -> None:
+def test_both_judges_refuse_the_same_schedules(seed: int) -> None:
     draw = random.Random(seed)
     graph = _graph(draw)
     steps: list[Step] = list(schedule_with_choices(draw, graph).steps) or [Compute(0)]
@@ -82,7 +82,7 @@ def test_both_refuse_the_same(seed: int) -> None:
         assert runs(graph, steps)
 
 
-def test_most_random_schedules_run() -> None:
+def test_most_random_schedules_are_valid() -> None:
     draws = [random.Random(seed) for seed in range(60)]
     graphs = [graph_with_choices(draw) for draw in draws]
     schedules = [schedule_with_choices(draw, graph) for draw, graph in zip(draws, graphs, strict=True)]

@@ -1,4 +1,4 @@
-"""Graphs and plans are read as they were written, and docs/formats.md describes them."""
+"""Graphs and plans survive writing and reading, as docs/formats.md describes them."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_the_document_names_every_field(graph: Graph, plan: Plan) -> None:
     assert {field for field in fields if f"`{field}`" not in document} == set()
 
 
-def test_a_plain_graph_has_none_of_the_fields_of_choices(graph: Graph, plan: Plan) -> None:
+def test_plain_graph_has_no_fields_of_options(graph: Graph, plan: Plan) -> None:
     data: Any = graph_to_dict(graph)
     fields = {field for row in (data, *data["tensors"], *data["ops"], plan_to_dict(plan)) for field in row}
     assert not fields & {

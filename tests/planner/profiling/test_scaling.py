@@ -1,4 +1,4 @@
-"""Graphs at sizes that were not captured, predicted from those of others."""
+"""Prediction of graphs at sizes that were not captured."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from graphs.synthetic.small import training_chain
 from planner.profiling.scaling import GraphFit, sample_sizes
 
 
-def test_a_fit_goes_through_what_is_a_polynomial() -> None:
+def test_fit_reproduces_polynomials() -> None:
     graph = training_chain(4)
 
     def at(batch: int, length: int) -> object:
@@ -27,7 +27,7 @@ def test_a_fit_goes_through_what_is_a_polynomial() -> None:
         assert [op.workspace_bytes for op in found.ops] == pytest.approx([op.workspace_bytes for op in wanted.ops], rel=1e-6)
 
 
-def test_graphs_that_make_no_fit_are_refused() -> None:
+def test_graphs_without_a_fit_raise() -> None:
     with pytest.raises(GraphError, match="a size that varies is 3"):
         sample_sizes(3)
     with pytest.raises(GraphError, match="make no grid"):
@@ -36,7 +36,7 @@ def test_graphs_that_make_no_fit_are_refused() -> None:
         GraphFit({(4,): training_chain(4), (3,): training_chain(4), (2,): training_chain(5)})
 
 
-def test_an_op_writes_over_an_input_only_where_it_may_at_all_sizes() -> None:
+def test_op_overwrites_an_input_only_if_allowed_at_all_sizes() -> None:
     def at(*pairs: tuple[int, int]) -> Graph:
         draft = Draft()
         (x,) = draft.op("a", [], [10])

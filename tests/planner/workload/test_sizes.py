@@ -1,4 +1,4 @@
-"""Graphs at any batch size, and what is said where the batch size is no option."""
+"""Graphs at any batch size, and the error if the batch size is no option."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("spec", "option"), [("zoo:mlp", "size"), ("{source}:build", "batch")])
-def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option: str, source: Path) -> None:
+def test_missing_size_option_raises_with_advice(spec: str, option: str, source: Path) -> None:
     sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(roofline="cpu"), way_out=WAY_OUT)
     with pytest.raises(UsageError, match=rf"has no option '{option}': its options are .*{WAY_OUT}") as refused:
         sizes.graph(8)
@@ -32,7 +32,7 @@ def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option:
 
 
 @pytest.mark.parametrize(("spec", "option"), [("{source}:load", "batch"), ("{source}:load,size=3", "batch")])
-def test_another_error_is_told_as_it_is(spec: str, option: str, source: Path) -> None:
+def test_other_errors_are_raised_unchanged(spec: str, option: str, source: Path) -> None:
     sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(roofline="cpu"), way_out=WAY_OUT)
     with pytest.raises(PlannerError, match="has no option") as refused:
         sizes.graph(8)

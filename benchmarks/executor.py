@@ -18,7 +18,7 @@ from benchmarks.command import carry_out, command_line, one_thread
 from graphs.schedule import keep_everything
 from graphs.units import format_seconds
 from planner import options
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -65,7 +65,7 @@ def measure(name: str, known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
     executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
     lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
-    with unchanged(model, batch):
+    with preserve_training_state(model, batch):
         if runs(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)

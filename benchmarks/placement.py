@@ -29,8 +29,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
-from planner.profiling.devices import Device, get_device
-from planner.profiling.other_devices import known_devices
+from planner.profiling.devices import DeviceSpec, get_device
+from planner.profiling.other_devices import decode_devices
 from planner.profiling.roofline import model_times
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
@@ -49,7 +49,7 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
-INTEGRATED = Device("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
+INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
 MODELLED_BYTES_PER_S = 12e9  # of a copy from buffer to buffer on the same bus, both read and written
 NO_LIMIT = "no limit"
 BUDGETS = (NO_LIMIT, "90%")
@@ -178,7 +178,7 @@ def pair_of(step: Step, pair: str) -> Pair:
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
     measured = tracing.capture_profiled(Workload(*step), TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
-    (second,) = known_devices(measured.graph.provenance)
+    (second,) = decode_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 
 

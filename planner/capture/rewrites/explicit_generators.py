@@ -1,8 +1,8 @@
-"""Random ops that draw from a generator of the user's own, which is given as ``generator=``.
+"""Random ops that draw from a generator of the user, given as ``generator=``.
 
-No graph holds a generator: the argument is left out while the step is captured, the nodes that are made are marked with what it
-was, and calls of the ops name it again. The order of such ops is that of the program, and each is executed once: a generator
-then draws what it draws in eager PyTorch.
+No graph holds a generator: the argument is left out of the capture, the nodes are marked with the generator, and calls of the
+ops name it again. Such ops keep the order of the program, and each is executed once, so that a generator draws the same numbers
+as in eager PyTorch.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,21 +21,21 @@ _MARK = "remat-planner: generator"
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """A generator in what is known of a node, which is copied with the node."""
+class _GeneratorMark:
+    """A generator in the metadata of a node, shared by copies of the node."""
 
     generator: torch.Generator
 
-    def __deepcopy__(self, _: object) -> "_Given":
+    def __deepcopy__(self, _: object) -> "_GeneratorMark":
         return self
 
 
 @contextmanager
-def own_generators() -> Iterator[dict[str, torch.Generator]]:
-    """Inside, Dynamo leaves out generators that ops are given, and marks the nodes that it makes for these ops.
+def record_generators() -> Iterator[dict[str, torch.Generator]]:
+    """Make Dynamo leave out generators that ops are given, and mark the nodes of these ops.
 
-    Returns:
-        The generators, by where they are, as Dynamo writes it.
+    Yields:
+        The generators, by their names as Dynamo writes them.
     """
     found: dict[str, torch.Generator] = {}
 
@@ -50,7 +50,7 @@ def own_generators() -> Iterator[dict[str, torch.Generator]]:
             result = call(self, tx, *first, {key: value for key, value in kwargs.items() if key != "generator"})
             for node in graph.nodes:
                 if node not in before:
-                    node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: _Given(generator)}
+                    node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: _GeneratorMark(generator)}
             return result
 
         return called
@@ -62,7 +62,7 @@ def own_generators() -> Iterator[dict[str, torch.Generator]]:
 
 
 def _generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:
-    """Return the generator that stands in the user's code; None for other values."""
+    """Return the generator that a variable of the user's code is; None for other values."""
     if variable is None:
         return None
     realized = variable.realize()
@@ -73,22 +73,22 @@ def _generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Genera
     return value
 
 
-def own_generator(node: fx.Node) -> torch.Generator | None:
-    """Return the generator that the random op `node` was given; None for one that draws from the default one."""
-    found: _Given | None = node.meta.get("custom", {}).get(_MARK)
+def explicit_generator(node: fx.Node) -> torch.Generator | None:
+    """Return the generator that the random op `node` was given; None if it uses the default one."""
+    found: _GeneratorMark | None = node.meta.get("custom", {}).get(_MARK)
     return None if found is None else found.generator
 
 
-def given_to(program: Program) -> list[torch.Generator]:
-    """Return the generators of the user's own that the ops of `program` draw from."""
+def generators_of(program: Program) -> list[torch.Generator]:
+    """Return the user's generators that the ops of `program` draw from."""
     ours = {program.namespace.get(name) for name in (program.generator, program.own_generator)}
     return [value for value in program.namespace.values() if isinstance(value, torch.Generator) and value not in ours]
 
 
 @contextmanager
-def states_kept(program: Program) -> Iterator[None]:
-    """Afterwards the generators of the user's own that `program` draws from are as they were."""
+def preserve_generator_states(program: Program) -> Iterator[None]:
+    """Restore the states of the user's generators that `program` draws from at the end."""
     with ExitStack() as stack:
-        for generator in given_to(program):
+        for generator in generators_of(program):
             stack.callback(generator.set_state, generator.get_state())
         yield

@@ -1,8 +1,8 @@
-"""Values that are known while a step is captured: of the batch, of buffers, and of what is computed from them alone.
+"""Concrete values during a capture: those of the batch, of buffers, and of what is computed from them alone.
 
 A capture runs on fake tensors, which have shapes and no data. Python code that asks for a value (``if mask.all():``) can go on
-where the value depends neither on a parameter nor on a random number: what makes it is executed beside the fake execution.
-Products of matrices and convolutions are not, for a condition must be cheap to compute again before each step.
+where the value depends neither on a parameter nor on a random number: its ops are executed on real tensors as well. Products
+of matrices and convolutions are not, since a condition must be cheap to compute before each step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +29,8 @@ from planner.torch_private.core import (
 
 aten = torch.ops.aten
 
-# Comparisons with a number: what they give for every draw from [0, 1) where it is 0 or less, and where it is 1 or more.
-_DECIDED: dict[object, tuple[bool | None, bool]] = {
+# Comparisons with a number: their answers for every draw from [0, 1) if the number is at most 0, and if it is at least 1.
+_COMPARISONS: dict[object, tuple[bool | None, bool]] = {
     aten.lt.Scalar: (False, True),
     aten.ge.Scalar: (True, False),
     aten.le.Scalar: (None, True),
@@ -39,31 +39,31 @@ _DECIDED: dict[object, tuple[bool | None, bool]] = {
 _UNIFORM = (aten.rand.default, aten.rand_like.default, aten.uniform.default)
 
 
-def decided(func: object, number: object) -> bool | None:
-    """What comparing any number of [0, 1) with `number` gives, where it is the same for all of them."""
-    if func not in _DECIDED or not isinstance(number, int | float):
+def uniform_comparison(func: object, number: object) -> bool | None:
+    """Return the answer of comparing numbers of [0, 1) with `number`; None unless it is the same for all of them."""
+    if func not in _COMPARISONS or not isinstance(number, int | float):
         return None
-    below, above = _DECIDED[func]
+    below, above = _COMPARISONS[func]
     if number < 0 and below is None:
         return not above
     return below if number <= 0 else above if number >= 1 else None
 
 
 def is_uniform(func: object, args: Sequence[object]) -> bool:
-    """Whether an op draws from [0, 1)."""
+    """Return whether an op draws from [0, 1)."""
     return func in _UNIFORM and (func is not aten.uniform.default or tuple(args[1:]) in ((), (0, 1)))
 
 
-def decide_sizes(
+def size_inputs(
     func: OpOverload, args: Sequence[Any], dtype: Callable[[Any], torch.dtype]
 ) -> tuple[tuple[Any, ...], Callable[..., object] | None]:
-    """What the sizes of the outputs of an op depend on, where that is less than all of its inputs.
+    """Return the inputs that the sizes of an op's outputs depend on, if these are not all of them.
 
     Args:
-        dtype: of an argument.
+        dtype: a function that returns the type of an argument.
 
     Returns:
-        The arguments, and what of their values; (), None where it is all inputs.
+        The arguments, and the function of their values that decides; (), None if it is all inputs.
     """
     if func is aten.masked_select.default:
         return (args[1],), true_counts
@@ -76,7 +76,7 @@ def decide_sizes(
 
 
 def true_counts(*masks: torch.Tensor) -> tuple[int, ...]:
-    """How many elements of each are true."""
+    """Return how many elements of each mask are true."""
     return tuple(int(mask.count_nonzero()) for mask in masks)
 
 
@@ -84,32 +84,32 @@ def _largest(lengths: torch.Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
 
 
-class KnownValues:
-    """The values of fake tensors, as far as they are known.
+class ConcreteValues:
+    """The concrete values of fake tensors, as far as they are known.
 
     Attributes:
         numbers: values of the symbols that stand for numbers which Python code took out of tensors.
-        unknown: for symbols whose value is not known, the reason.
+        unknown: for symbols without a value, the reason.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, Any] = {}
         self.unknown: dict[Any, str] = {}
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._drawn: WeakIdKeyDictionary = WeakIdKeyDictionary()  # fake tensors that depend on random numbers
+        self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # fake tensors that depend on random numbers
         self._uniform: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sources: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Sets of dispatch keys: included, excluded.
         self._outside = included_dispatch_keys(), excluded_dispatch_keys()
-        self._stale: set[int] = set()  # storages that something unknown was written to
+        self._stale: set[int] = set()  # storages that an unknown value was written to
 
     def get(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """The value of `fake`, None where it is not known."""
+        """Return the value of `fake`; None if it is unknown."""
         value: torch.Tensor | None = self._values.get(fake)
         return None if value is None or value.untyped_storage()._cdata in self._stale else value
 
     def number(self, symbolic: Any) -> Any:
-        """The value of a symbolic number, None where it is not known."""
+        """Return the value of a symbolic number; None if it is unknown."""
         expression = symbolic.node.expr.xreplace(symbolic.node.shape_env.real_tensor_prop_unbacked_vals)
         if expression.free_symbols:
             return None
@@ -118,30 +118,30 @@ class KnownValues:
         return int(expression) if isinstance(symbolic, torch.SymInt) else float(expression)
 
     def why_unknown(self, tensors: Sequence[torch.Tensor]) -> str:
-        """What the values of `tensors` depend on."""
-        return "random numbers" if any(t in self._drawn for t in tensors) else "parameters or activations"
+        """Return what the values of `tensors` depend on."""
+        return "random numbers" if any(t in self._random for t in tensors) else "parameters or activations"
 
     def restart(self) -> None:
-        """Before the step is executed once more: inputs and buffers are as they were."""
+        """Restore the values of inputs and buffers, before the step is executed once more."""
         self._stale.clear()
-        for fake, real in self._given.values():
-            self._know(fake, real)
+        for fake, real in self._sources.values():
+            self._set(fake, real)
 
     @contextmanager
-    def followed(self, lazily: Callable[[], bool]) -> Iterator[None]:
-        """Follow what is executed on fake tensors.
+    def propagate(self, lazily: Callable[[], bool]) -> Iterator[None]:
+        """Compute the values of what is executed on fake tensors.
 
         Args:
-            lazily: whether a number that is taken out of a tensor now may stay a symbol, to be known where it is needed.
+            lazily: return True if a number that is taken out of a tensor now may stay a symbol until it is needed.
         """
         from_tensor, dispatch = FakeTensorMode.from_tensor, FakeTensorMode.dispatch
 
         def made_from(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTensor:
             fake = from_tensor(mode, tensor, **options)
-            known = not isinstance(tensor, nn.Parameter | FakeTensor) and type(tensor) in (torch.Tensor, nn.Buffer)
-            if known and id(fake) not in self._given:
-                self._given[id(fake)] = (fake, tensor)
-                self._know(fake, tensor)
+            concrete = not isinstance(tensor, nn.Parameter | FakeTensor) and type(tensor) in (torch.Tensor, nn.Buffer)
+            if concrete and id(fake) not in self._sources:
+                self._sources[id(fake)] = (fake, tensor)
+                self._set(fake, tensor)
             return fake
 
         def dispatched(
@@ -170,7 +170,7 @@ class KnownValues:
         if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
             return default()
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        random = torch.Tag.nondeterministic_seeded in func.tags or any(t in self._drawn for t in given)
+        random = torch.Tag.nondeterministic_seeded in func.tags or any(t in self._random for t in given)
         value = self._value(func, args, kwargs, given, random=torch.Tag.nondeterministic_seeded in func.tags)
         if value is not None and torch.Tag.data_dependent_output in func.tags and not lazily:
             return value
@@ -185,11 +185,11 @@ class KnownValues:
             for fake, real in zip(made, values, strict=True):
                 self._values[fake] = real
             return result
-        for drawn in made:
+        for tensor in made:
             if random:
-                self._drawn[drawn] = True
+                self._random[tensor] = True
             if is_uniform(func, args):
-                self._uniform[drawn] = True
+                self._uniform[tensor] = True
         if func._schema.is_mutable:
             for written in given:
                 self._uniform.pop(written, None)
@@ -206,62 +206,59 @@ class KnownValues:
         *,
         random: bool,
     ) -> Any:
-        """What `func` returns; None where it is not known."""
+        """Return the result of `func`; None if it is unknown."""
         if given and given[0] in self._uniform and len(args) > 1:
-            answer = decided(func, args[1])
+            answer = uniform_comparison(func, args[1])
             return None if answer is None else torch.full(given[0].shape, answer, device=given[0].device)
         if random or not func._schema.returns or func._overloadpacket in flop_registry or any(self.get(t) is None for t in given):
             return None
-        known = [self._known(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
-        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in known):
+        concrete = [self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves((args, kwargs))]
+        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in concrete):
             return None
-        real_args, real_kwargs = pytree.tree_unflatten(known, pytree.tree_structure((args, kwargs)))
-        with self._really():
+        real_args, real_kwargs = pytree.tree_unflatten(concrete, pytree.tree_structure((args, kwargs)))
+        with self._on_real_tensors():
             return func(*real_args, **real_kwargs)
 
     @contextmanager
-    def _really(self) -> Iterator[None]:
-        """What is called runs on real tensors, as it would outside the capture."""
+    def _on_real_tensors(self) -> Iterator[None]:
+        """Execute ops on real tensors, as outside of the capture."""
         with force_dispatch_keys(*self._outside), no_dispatch(), disable_python_dispatcher():
             yield
 
-    def _know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """`fake` stands for `real`, which is not written to when `fake` is."""
-        with self._really():
+    def _set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Set the value of `fake` to a copy of `real`, which is not written to when `fake` is."""
+        with self._on_real_tensors():
             self._values[fake] = real.detach().clone()
 
-    def _known(self, leaf: object) -> object:
-        return self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
     def _sized(self, mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], value: Any) -> Any:
-        """A fake result of the size that is known, for an op whose size depends on the data."""
+        """Return a fake result of the concrete size, for an op whose size depends on data; None for other ops."""
         if torch.Tag.dynamic_output_shape not in func.tags or func.name().startswith("aten::index"):
             return None  # an index counts the masks among its indices by other ops
         if value is not None:
             return pytree.tree_map_only(torch.Tensor, lambda real: self._like(mode, real), value)
         if func is aten.masked_select.default and (mask := self.get(args[1])) is not None:
             shape = torch.broadcast_shapes(args[0].shape, mask.shape)
-            with self._really():
+            with self._on_real_tensors():
                 (count,) = true_counts(mask.broadcast_to(shape))
             with mode:
                 return args[0].new_empty((count,))
         if func is aten._ctc_loss.Tensor and (lengths := self.get(args[3])) is not None:
             steps, batch, _ = args[0].shape
-            with self._really():
+            with self._on_real_tensors():
                 longest = _largest(lengths)
             with mode:
                 return args[0].new_empty((batch,)), args[0].new_empty((batch, steps, 2 * longest + 1))
         return None
 
     def _like(self, mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:
-        """A fake tensor whose value is `real`."""
+        """Return a fake tensor whose value is `real`."""
         with mode:
             made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
         self._values[made] = real
         return made
 
     def name(self, symbolic: Any, value: Any, given: Sequence[torch.Tensor] = ()) -> None:
-        """Note the value of a symbol that stands for a number taken out of the tensors `given`; None where it is not known."""
+        """Set the value of a symbol for a number that was taken out of the tensors `given`; None if it is unknown."""
         for symbol in symbolic.node.expr.free_symbols:
             if value is None or value != value:
                 self.unknown[symbol] = self.why_unknown(given)

@@ -1,10 +1,10 @@
-"""What to install where a package is missing: one line, whichever import finds out."""
+"""Messages about packages that are not installed: what to install, in one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TORCH = "pip install 'torch>=2.11,<2.15', or as pytorch.org says for your GPU"
-_WAYS = {
+_ADVICE = {
     "torch": f"planner needs PyTorch, which is not installed here: {_TORCH}",
     "transformers": "planner.huggingface needs Transformers: pip install 'remat-planner[huggingface]'",
     "accelerate": "planner.huggingface needs Accelerate: pip install 'remat-planner[huggingface]'",
@@ -14,13 +14,13 @@ _WAYS = {
 
 
 def how_to_install(error: ModuleNotFoundError) -> str | None:
-    """Return what to do about a package that is not installed; None if it is none that users choose to install."""
-    return _WAYS.get((error.name or "").split(".")[0])
+    """Return what to install for a missing package; None for packages that users do not install themselves."""
+    return _ADVICE.get((error.name or "").split(".")[0])
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Inside, a missing package is an ImportError that says what to install.
+def explain_missing_packages() -> Iterator[None]:
+    """Turn the error of a missing package into an ImportError that tells what to install.
 
     Raises:
         ImportError: PyTorch or the package of an extra is not installed.
@@ -28,6 +28,6 @@ def told() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (way := how_to_install(error)) is None:
+        if (advice := how_to_install(error)) is None:
             raise
-        raise ImportError(way, name=error.name) from None
+        raise ImportError(advice, name=error.name) from None

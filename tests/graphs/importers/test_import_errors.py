@@ -1,4 +1,4 @@
-"""Other people's graphs that are malformed, cut short or damaged are refused."""
+"""Errors for malformed, cut or damaged graphs in other formats."""
 
 import gzip
 import json
@@ -95,7 +95,7 @@ def test_malformed_logs_are_named_by_line(line: object, message: str, tmp_path: 
         (constant("x", 8), "the log has no CALL"),
     ],
 )
-def test_logs_that_contradict_themselves(lines: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+def test_inconsistent_logs_raise(lines: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=message):
         import_graph(write_log(tmp_path / "bad.log", lines))
 
@@ -109,7 +109,7 @@ def test_logs_that_contradict_themselves(lines: list[dict[str, Any]], message: s
         (lambda content: gzip.compress(b"some text"), "line 1 is not JSON"),
     ],
 )
-def test_damaged_gzip_is_refused(spoil: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+def test_damaged_gzip_raises(spoil: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
     plain = write_log(tmp_path / "small.log", SMALL_LOG)
     path = tmp_path / "small.log.gz"
     path.write_bytes(spoil(gzip.compress(plain.read_bytes())))

@@ -1,7 +1,7 @@
-"""Ops that would make other bits when they are executed again, though nothing says so: they draw random numbers, mostly.
+"""Ops whose bits differ between two executions although they do not declare it, mostly since they draw random numbers.
 
-PyTorch's own ops that draw have the tag ``nondeterministic_seeded``. A custom operator draws without anybody's knowledge: from
-PyTorch's generators, NumPy's, Python's, or one of its own. It is found out by executing it twice.
+PyTorch's own random ops have the tag ``nondeterministic_seeded``. A custom operator may draw without declaring it: from
+PyTorch's generators, NumPy's, Python's, or its own. Executing it twice finds that out.
 """
 
 import re
@@ -19,7 +19,7 @@ from planner.capture.lowering.program import Launches
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.torch_private.core import OpOverload
 
-# In the provenance of a graph: ids of the ops that are executed once for this reason.
+# Key in the provenance of a graph: ids of the ops that are executed once for this reason.
 UNREPEATABLE = "unrepeatable_ops"
 
 _CALLED = re.compile(r"\btorch\.ops\.(\w+)\.")
@@ -35,19 +35,19 @@ def is_custom(capture: Capture, op: Op) -> bool:
     return not namespaces <= KNOWN_NAMESPACES
 
 
-def draws_unknown(op: Op, states: RandomStates, device: torch.device) -> bool:
-    """Return whether `op`, executed since the random states were `states`, has drawn what nobody knows that it draws."""
-    # An op that is known to draw does so from the generator of its device, whose state is saved.
-    return bool(states.moved() - ({device.type} if op.random else set()))
+def has_undeclared_draws(op: Op, states: RandomStates, device: torch.device) -> bool:
+    """Return whether `op`, executed since the random states were `states`, has drawn from a generator without declaring it."""
+    # A declared random op draws from the generator of its device, whose state is saved.
+    return bool(states.changed() - ({device.type} if op.random else set()))
 
 
 def checksums(made: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the checksums of the tensors that an op has made."""
+    """Return the checksums of the outputs of an op."""
     return [int(checksum(value)) for value in made if value is not None]
 
 
-def executed_once(capture: Capture, ops: Collection[int]) -> Capture:
-    """Return `capture`, where no schedule may execute these ops of the program again, or change their order."""
+def mark_executed_once(capture: Capture, ops: Collection[int]) -> Capture:
+    """Return `capture` with these ops of the program marked so that no schedule recomputes or reorders them."""
     if not ops:
         return capture
     graph = capture.graph
@@ -56,27 +56,27 @@ def executed_once(capture: Capture, ops: Collection[int]) -> Capture:
     return replace(capture, graph=replace(graph, ops=marked, provenance=provenance))
 
 
-def as_recorded_once(capture: Capture, provenance: Mapping[str, object]) -> Capture:
-    """Return `capture` with the ops executed once that the profile of the same step has recorded in `provenance`."""
+def mark_recorded_ops(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+    """Return `capture` with those ops marked as executed once that a profile of the same step recorded in `provenance`."""
     recorded = provenance.get(UNREPEATABLE, ())
     assert isinstance(recorded, list | tuple)
-    return executed_once(capture, frozenset(recorded))
+    return mark_executed_once(capture, frozenset(recorded))
 
 
-def custom_ops_once(capture: Capture) -> Capture:
-    """Return `capture` with all custom operators executed once, where none is executed to find out whether that is needed."""
+def mark_custom_ops(capture: Capture) -> Capture:
+    """Return `capture` with all custom operators marked as executed once, where none is executed to check that."""
     custom = [op for op in capture.graph.program if is_custom(capture, op)]
     _warn(custom, "is not executed with a roofline, so that it is not known whether it draws random numbers")
-    return executed_once(capture, {op.id for op in custom})
+    return mark_executed_once(capture, {op.id for op in custom})
 
 
-def warn_of_draws(ops: Iterable[Op]) -> None:
-    """Say which ops were found to be none that can be executed again."""
+def warn_of_unrepeatable_ops(ops: Iterable[Op]) -> None:
+    """Warn about ops that cannot be recomputed."""
     _warn(
         [op for op in ops if op.recomputable],
         "makes other bits when it is executed again: it draws random numbers, say",
         ". If all that it draws comes from PyTorch's generator for its device, define it with "
-        "tags=(torch.Tag.nondeterministic_seeded,), and planner.compile can compute it again",
+        "tags=(torch.Tag.nondeterministic_seeded,), and planner.compile can recompute it",
     )
 
 

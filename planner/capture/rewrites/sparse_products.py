@@ -1,7 +1,7 @@
-"""Products of a sparse matrix that does not change, such as the adjacency of a graph, with a dense one.
+"""Products of a constant sparse matrix, such as the adjacency of a graph, with a dense one.
 
-Neither Dynamo nor AOTAutograd takes sparse tensors. While a step is captured its sparse matrices are seen as the dense tensors
-that they are made of, which lie in the same memory, and products as an operator of these, which computes what eager PyTorch does.
+Neither Dynamo nor AOTAutograd supports sparse tensors. A capture therefore sees the dense parts of a sparse matrix, which lie in
+the same memory, and an operator on the parts, which computes what eager PyTorch does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,13 +32,13 @@ _PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm)
 
 
 def is_sparse(value: Tensor) -> bool:
-    """Return whether `value` has no storage of its own, but is made of other tensors."""
+    """Return whether `value` consists of other tensors, without a storage of its own."""
     return value.layout is not torch.strided
 
 
 @torch.library.custom_op("planner::sparse_mm", mutates_args=())
 def sparse_mm(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, dense: Tensor) -> Tensor:  # noqa: FBT001
-    """The product of the sparse matrix that is made of the parts `matrix` with a dense one."""
+    """Return the product of the sparse matrix with the parts `matrix` and a dense one."""
     product: Tensor = torch.sparse.mm(_matrix(matrix, size, coalesced=coalesced), dense)
     return product
 
@@ -50,7 +50,7 @@ def _(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, dense: Ten
 
 @torch.library.custom_op("planner::sparse_mm_backward", mutates_args=())
 def sparse_mm_backward(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, gradient: Tensor) -> Tensor:  # noqa: FBT001
-    """The gradient of the dense matrix."""
+    """Return the gradient of the dense matrix."""
     return _matrix(matrix, size, coalesced=coalesced).t().mm(gradient)
 
 
@@ -79,40 +79,40 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 sparse_mm.register_autograd(_backward, setup_context=_save)
 
 
-def places(matrix: Tensor) -> tuple[int, ...]:
-    """Return where in memory a sparse matrix is: writing to it may put others in the place of its parts."""
+def part_addresses(matrix: Tensor) -> tuple[int, ...]:
+    """Return the addresses of the parts of a sparse matrix: writing to it may replace its parts."""
     return tuple(part.data_ptr() for part in _parts(matrix))
 
 
 def _parts(matrix: Tensor) -> list[Tensor]:
-    """Return what `matrix` is made of, as tensors that are no views of it."""
+    """Return the parts of `matrix`, as tensors that are no views of it."""
     views = [getattr(matrix, name)() for name in _PARTS[matrix.layout]]
     return [view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()) for view in views]
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMatrices:
-    """The sparse matrices that a captured step multiplies by.
+    """The sparse matrices in the products of a captured step.
 
     Attributes:
-        names: where they are, as Dynamo writes it.
-        parts: what they are made of, by the names of attributes of the captured module.
+        names: their names, as Dynamo writes them.
+        parts: their parts, by the names of attributes of the captured module.
     """
 
     names: set[str] = field(default_factory=set)
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def attach(self, module: nn.Module) -> None:
-        """Let the captured `module` have the parts: it has the buffers of the user's model only."""
+        """Set the parts as attributes of the captured `module`, which has the buffers of the user's model only."""
         vars(module).update(self.parts)
 
 
 @contextmanager
-def sparse_matrices_in_parts() -> Iterator[SparseMatrices]:
-    """Inside, Dynamo takes products of sparse matrices for products of what these are made of."""
+def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
+    """Make Dynamo capture products of sparse matrices as products of their parts."""
     found = SparseMatrices()
     call_builtin, call_torch = BuiltinVariable.call_function, TorchInGraphFunctionVariable.call_function
-    wraps = VariableBuilder._type_dispatch()  # by types; Dynamo keeps it for other captures
+    wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
 
     def wrap(self: Any, value: Tensor) -> Any:
         if value.layout not in _PARTS or value.dim() != 2 or value.requires_grad:
@@ -153,8 +153,8 @@ def _product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: d
 
 
 @contextmanager
-def without_sparse_buffers(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` names no sparse buffers, which AOTAutograd would take for inputs of the graph."""
+def hide_sparse_buffers(module: nn.Module) -> Iterator[None]:
+    """Leave sparse buffers out of those of `module`: AOTAutograd would take them for inputs of the graph."""
     named_buffers = module.named_buffers
 
     def dense_buffers(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:

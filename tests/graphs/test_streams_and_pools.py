@@ -1,4 +1,4 @@
-"""The judge on graphs with two streams and two pools: what it says, worked out by hand."""
+"""The judge on graphs with two streams and two pools, compared with results by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,11 +8,11 @@ import pytest
 from graphs.clocks import passages, run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op, Tensor
+from graphs.lifetimes import Lifetime, lifetimes
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import Simulation, simulate
 from graphs.synthetic.small import training_chain
-from tests.support.lives import Life, lives
 
 COPIES = "copies"
 A, B, C, D, A_HOST = range(5)
@@ -54,7 +54,7 @@ def changed(graph: Graph, index: int, **changes: Any) -> Graph:
 ROUND_TRIP = (MAKE_A, OUT, MAKE_B, Free(A), MAKE_C, Free(B), IN, Free(A_HOST), MAKE_D)
 
 
-def test_a_tensor_goes_to_the_host_and_comes_back() -> None:
+def test_tensor_is_offloaded_and_reloaded() -> None:
     graph = offloading()
     # compute: a 0-1, b 1-3, waits for the copy of a until 6 to free it, c 6-9, frees b at once, d when a is back.
     # copies: out 1-6 (a is ready at 1), in from 9 (its memory may be that of b, freed at 9) to 15; then a@host goes.
@@ -77,17 +77,17 @@ def test_a_tensor_goes_to_the_host_and_comes_back() -> None:
     assert found.recomputed == 0
 
 
-def test_how_long_tensors_live() -> None:
-    assert lives(offloading(), Schedule(ROUND_TRIP)) == (
-        (Life(0, 3, 0, 6), Life(6, 9, 9, 19)),
-        (Life(2, 5, 1, 9),),
-        (Life(4, 9, 6, 19),),
-        (Life(8, 9, 15, 19),),
-        (Life(1, 7, 1, 15),),
+def test_lifetimes_of_tensors() -> None:
+    assert lifetimes(offloading(), Schedule(ROUND_TRIP)) == (
+        (Lifetime(0, 3, 0, 6), Lifetime(6, 9, 9, 19)),
+        (Lifetime(2, 5, 1, 9),),
+        (Lifetime(4, 9, 6, 19),),
+        (Lifetime(8, 9, 15, 19),),
+        (Lifetime(1, 7, 1, 15),),
     )
 
 
-def test_a_copy_hides_behind_what_needs_no_memory_of_it() -> None:
+def test_copy_overlaps_with_independent_ops() -> None:
     graph = offloading()
     # Freed only after c, at 6 (out 1-6 is done, c 3-6): no wait. In 6-12, d 12-16.
     found = run(graph, MAKE_A, OUT, MAKE_B, MAKE_C, Free(A), Free(B), IN, MAKE_D)
@@ -97,7 +97,7 @@ def test_a_copy_hides_behind_what_needs_no_memory_of_it() -> None:
     assert found.pool_peaks_bytes == (9, 4)
 
 
-def test_the_way_back_waits_for_memory_in_the_order_of_issue() -> None:
+def test_reload_waits_for_memory_in_issue_order() -> None:
     graph = offloading()
     # In is issued before c: the owner has come to 6, where a was freed; in 6-12 beside c 6-9. d 12-16.
     found = run(graph, MAKE_A, OUT, MAKE_B, Free(A), IN, MAKE_C, Free(B), MAKE_D)
@@ -107,7 +107,7 @@ def test_the_way_back_waits_for_memory_in_the_order_of_issue() -> None:
     assert found.memory_bytes[4] == 3 + 4
 
 
-def test_memory_is_freed_only_when_the_copy_back_has_been_there() -> None:
+def test_host_memory_is_freed_after_the_reload() -> None:
     # a is brought back and freed unread: the owner waits for the copy, until 15 (out 1-6, in 9-15), then d needs a again.
     steps = (MAKE_A, OUT, MAKE_B, Free(A), MAKE_C, Free(B), IN, Free(A), MAKE_A, MAKE_D)
     found = run(offloading(), *steps)
@@ -129,13 +129,13 @@ def test_the_host_is_freed_by_its_owner() -> None:
     assert run(graph, *last).clocks_s == (10, 16)
 
 
-def test_the_capacity_of_the_host() -> None:
+def test_host_capacity_is_enforced() -> None:
     assert run(offloading(4), *ROUND_TRIP).pool_peaks_bytes == (8, 4)
     with pytest.raises(ScheduleError, match=r"step 1 computes 'out', which takes pool 'host' to 4 bytes: its capacity is 3"):
         run(offloading(3), *ROUND_TRIP)
 
 
-def test_what_comes_back_must_not_be_there_already() -> None:
+def test_reload_of_a_resident_tensor_raises() -> None:
     with pytest.raises(ScheduleError, match=r"step 2 computes 'in' on the stream 'copies', but 'a' is in memory already"):
         run(offloading(), MAKE_A, OUT, IN)
     # On the stream that owns the memory it is there twice during the step: a, a and c, before d.
@@ -144,32 +144,32 @@ def test_what_comes_back_must_not_be_there_already() -> None:
     assert found.time_s == 1 + 2 + 3 + 1 + 4
 
 
-def test_what_is_on_its_way_out_cannot_be_read_from_the_host_before() -> None:
+def test_reload_before_the_offload_ends_raises() -> None:
     with pytest.raises(ScheduleError, match=r"step 1 computes 'in', but its input 'a@host' is not in memory"):
         run(offloading(), MAKE_A, IN)
     with pytest.raises(ScheduleError, match=r"step 3 computes 'd', but its input 'a' is not in memory"):
         run(offloading(), MAKE_A, MAKE_B, Free(A), MAKE_D)
 
 
-def test_optional_ops_do_not_stand_for_the_program() -> None:
+def test_optional_copies_do_not_replace_the_program() -> None:
     with pytest.raises(ScheduleError, match=r"the schedule never computes 'd'$"):
         run(offloading(), *ROUND_TRIP[:-1])
 
 
-def test_an_optional_op_that_must_not_run_again() -> None:
+def test_recomputing_an_unrepeatable_optional_op_raises() -> None:
     graph = changed(offloading(), 4, recomputable=False)
     with pytest.raises(ScheduleError, match=r"step 3 computes 'out' again, but it must be executed only once"):
         run(graph, MAKE_A, OUT, Free(A_HOST), OUT)
 
 
-def test_tensors_are_held_briefly_with_several_producers() -> None:
+def test_schedule_frees_tensors_with_several_producers_early() -> None:
     graph = offloading()
     assert schedule_of(graph, (0, 4, 1, 2, 5, 3)).steps == (
         *(MAKE_A, OUT, MAKE_B, Free(A), MAKE_C, Free(B), IN, Free(A_HOST), MAKE_D, Free(A), Free(C)),
     )
 
 
-def test_what_is_kept_is_held_from_whichever_op_makes_it_first() -> None:
+def test_schedule_keeps_kept_tensors_with_several_producers() -> None:
     graph = replace(offloading(), kept=frozenset({A, D}))
     steps = schedule_of(graph, (0, 4, 1, 2, 5, 3)).steps
     assert Free(A) not in steps and Free(A_HOST) in steps
@@ -191,7 +191,7 @@ def loss_head() -> Graph:
     return Graph(ops, tensors, frozenset({3}))
 
 
-def test_an_op_that_stands_for_three() -> None:
+def test_op_that_replaces_three() -> None:
     graph = loss_head()
     assert run(graph, *map(Compute, range(4))).memory_bytes == (1, 9, 17, 18)
     found = run(graph, Compute(0), Compute(4))
@@ -199,7 +199,7 @@ def test_an_op_that_stands_for_three() -> None:
     assert found.time_s == 5.0 and found.recomputed == 0
 
 
-def test_an_op_that_stands_for_one_that_must_not_run_again() -> None:
+def test_op_that_replaces_an_unrepeatable_op() -> None:
     graph = loss_head()
     with pytest.raises(
         ScheduleError, match=r"step 4 computes 'chunked' in place of 'p' again, but it must be executed only once"
@@ -210,7 +210,7 @@ def test_an_op_that_stands_for_one_that_must_not_run_again() -> None:
     run(graph, *map(Compute, (0, 4, 1)))  # logits may be made again
 
 
-def test_an_op_left_out_that_another_could_stand_for() -> None:
+def test_missing_op_with_an_unused_replacement_raises() -> None:
     with pytest.raises(ScheduleError, match=r"the schedule never computes 'logits' or an op that stands for it"):
         run(loss_head(), Compute(0))
 
@@ -228,7 +228,7 @@ def drawing() -> Graph:
     return Graph(ops, (Tensor(0, "t0", 1, (0, 3)), Tensor(1, "state", 1, ()), Tensor(2, "t1", 1, (2, 5))), frozenset())
 
 
-def test_what_stands_for_an_op_keeps_its_place() -> None:
+def test_replacement_keeps_the_place_of_the_op() -> None:
     graph = drawing()
     for steps in ((0, 1, 2), (3, 4, 5), (0, 4, 5), (3, 1, 2), (0, 3, 1, 5, 2)):
         run(graph, *map(Compute, steps))
@@ -242,7 +242,7 @@ def test_what_stands_for_an_op_keeps_its_place() -> None:
         run(graph, *map(Compute, (0, 1, 4)))
 
 
-def test_a_write_in_place_waits_for_readers_on_other_streams() -> None:
+def test_in_place_write_waits_for_readers_on_other_streams() -> None:
     # read 0-3 on `copies`, write on compute waits for it: 3-4; read again on `copies` waits for the write: 4-5.
     ops = (
         Op(0, "read", "f", (0,), (1,), 3.0, stream=COPIES),

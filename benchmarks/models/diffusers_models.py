@@ -1,4 +1,4 @@
-"""Models of diffusers: small, with random weights, nothing downloaded."""
+"""Models of diffusers: small, with random weights, without downloads."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from planner.models import Workload
 
 
 class Denoiser(nn.Module):
-    """What is trained to predict the noise; the output's first item, whatever it comes in."""
+    """A model that predicts noise; its output is the first item of the inner model's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def dit() -> Workload:
 
 
 def autoencoder_kl() -> Workload:
-    """A latent is drawn inside of the step."""
+    """Build an autoencoder that draws a latent inside the step."""
     from diffusers import AutoencoderKL
 
     class Drawn(nn.Module):

@@ -1,4 +1,4 @@
-"""What a step may do that Dynamo refuses, though a capture can leave it out or do it beforehand."""
+"""Patches for statements that Dynamo refuses, though a capture can leave them out or run them beforehand."""
 
 import sys
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from planner.torch_private.capture import SETATTR
 
 
 @contextmanager
-def gradients_asked_for() -> Iterator[None]:
-    """``hidden.requires_grad = True`` on a tensor that is not the batch's makes a gradient that nobody reads: left out."""
+def ignore_requires_grad_writes() -> Iterator[None]:
+    """Leave out ``hidden.requires_grad = True`` on intermediate tensors: nobody reads that gradient."""
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
 
@@ -32,8 +32,8 @@ def gradients_asked_for() -> Iterator[None]:
 
 
 @contextmanager
-def no_cudnn_flags(device: torch.device) -> Iterator[None]:
-    """``with torch.backends.cudnn.flags(...)`` means nothing on the CPU: left out there."""
+def ignore_cudnn_flags(device: torch.device) -> Iterator[None]:
+    """Leave out ``with torch.backends.cudnn.flags(...)`` on the CPU, where it has no effect."""
 
     def flags(*_: object, **__: object) -> AbstractContextManager[None]:
         return nullcontext()
@@ -43,17 +43,17 @@ def no_cudnn_flags(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def unchecked_distributions() -> Iterator[None]:
-    """Inside, ``torch.distributions`` do not look at the values they are given, which no graph can, unless they are told to.
+def skip_distribution_checks() -> Iterator[None]:
+    """Keep ``torch.distributions`` from checking values, which no graph can do, unless they are asked to.
 
-    ``torch.compile`` switches that off for the whole process.
+    ``torch.compile`` disables the checks for the whole process.
     """
     with patch.object(Distribution, "_validate_args", False):
         yield
 
 
 def install_hooks(step: nn.Module) -> None:
-    """Let the models of Transformers install the hooks that record hidden states, as their first forward pass would."""
+    """Install the hooks of Transformers' models that record hidden states, as their first forward pass would."""
     library = sys.modules.get("transformers.utils.output_capturing")
     if library is None:
         return

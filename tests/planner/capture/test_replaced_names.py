@@ -1,4 +1,4 @@
-"""Functions, methods and variables of the environment that a step uses: replaced ones are refused by name."""
+"""Guards on names: replaced functions, methods and environment variables raise errors that name them."""
 
 import os
 import sys
@@ -83,7 +83,7 @@ def planned(batch: tuple[torch.Tensor, torch.Tensor], **options: object) -> plan
 
 
 @pytest.mark.parametrize("what", REPLACED)
-def test_what_is_replaced_is_named(what: str, batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_object_is_named(what: str, batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     step = planned(batch)
     before = step(*batch)
     owner, name, value, message = REPLACED[what]
@@ -102,7 +102,7 @@ def _methods_of_tensors() -> Any:
         del torch.Tensor.sigmoid
 
 
-def test_a_variable_of_the_environment(batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_is_guarded(batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     step = planned(batch)
     monkeypatch.setenv("PLANNER_TESTS_OTHER", "1")
     before = step(*batch)
@@ -113,7 +113,7 @@ def test_a_variable_of_the_environment(batch: tuple[torch.Tensor, torch.Tensor],
     assert torch.equal(step(*batch), before)
 
 
-def test_replan_plans_with_what_is_there(batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replan_uses_the_replacement(batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     step = planned(batch, replan=True)
     monkeypatch.setattr(F, "gelu", F.relu)
     with pytest.warns(UserWarning, match="planned again: torch.nn.functional.gelu was replaced"):
@@ -122,9 +122,7 @@ def test_replan_plans_with_what_is_there(batch: tuple[torch.Tensor, torch.Tensor
     assert torch.equal(found, F.mse_loss(Net()(batch[0]), batch[1]))
 
 
-def test_what_the_step_does_not_use_may_be_replaced(
-    batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_names_may_be_replaced(batch: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     step = planned(batch)
     before = step(*batch)
     others: list[tuple[object, str, Callable[..., Any]]] = [
@@ -147,7 +145,7 @@ class AsksForLayout(nn.Module):
         return self.linear(x) * (2.0 if x.is_contiguous() else 1.0)
 
 
-def test_a_layout_that_the_step_asks_for_is_checked(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_layout_queried_by_the_step_is_guarded(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, y = batch
     other = x.t().contiguous().t()
     step = planner.compile(AsksForLayout(), F.mse_loss, batch, budget="100%", passes=1)
@@ -158,7 +156,7 @@ def test_a_layout_that_the_step_asks_for_is_checked(batch: tuple[torch.Tensor, t
     assert torch.allclose(other_step(other, y), other_step(x, y))
 
 
-def test_few_names_are_looked_at(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_few_names_are_compared(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     guards = capture(Net(), F.mse_loss, batch).guards
     assert guards is not None
     assert 10 < sum(len(names.keys) for names in guards.replaceable.names) < 100

@@ -1,4 +1,4 @@
-"""What a capture took from Python is checked at every step, and said by name where it changed."""
+"""Guards on Python values: checked at every step, with messages that name the change."""
 
 import re
 import warnings
@@ -72,7 +72,7 @@ def annealed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 CHANGES = {
     "an attribute of a global": (
         lambda m, b: setattr(CONFIG, "alpha", 0.25),
-        r"CONFIG.alpha was 0.5 .* and is 0.25 now \(.*test_guards.py:",
+        r"CONFIG.alpha was 0.5 .* and is 0.25 now \(.*test_python_guards.py:",
     ),
     "an item of a closure": (lambda m, b: b.__setitem__(0, 3.0), r"schedule\[0\] was 2.0 .* and is 3.0 now"),
     "a number of the model": (lambda m, b: setattr(m, "temperature", 4.0), r"model.temperature was 2.0 .* and is 4.0"),
@@ -102,7 +102,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changed_is_named(change: str, batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
+def test_guard_error_names_the_change(change: str, batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
     model = Net()
     step = planner.compile(model, loss_with(annealed), batch, budget="100%")
     step(*batch)
@@ -115,7 +115,7 @@ def test_what_changed_is_named(change: str, batch: tuple[torch.Tensor, ...], ann
     assert torch.equal(before, model.norm.running_mean) and torch.equal(state, torch.get_rng_state())
 
 
-def test_what_is_read_at_every_step_may_change(batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
+def test_values_read_at_every_step_may_change(batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
     model = Net()
     loss_fn = loss_with(annealed)
     step = planner.compile(model, loss_fn, batch, budget="100%")
@@ -135,7 +135,7 @@ def test_what_is_read_at_every_step_may_change(batch: tuple[torch.Tensor, ...], 
         assert torch.equal(planned, loss_fn(model(batch[0]), batch[1]))
 
 
-def test_a_hook_that_was_planned_with_must_stay(batch: tuple[torch.Tensor, ...]) -> None:
+def test_removing_a_planned_hook_raises(batch: tuple[torch.Tensor, ...]) -> None:
     model = Net()
     handle = model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 2)
     step = planner.compile(model, F.mse_loss, batch, budget="100%")
@@ -148,7 +148,7 @@ def test_a_hook_that_was_planned_with_must_stay(batch: tuple[torch.Tensor, ...])
         step(*batch)
 
 
-def test_hooks_on_all_modules(batch: tuple[torch.Tensor, ...]) -> None:
+def test_global_module_hooks_are_guarded(batch: tuple[torch.Tensor, ...]) -> None:
     step = planner.compile(Net(), F.mse_loss, batch, budget="100%")
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
@@ -159,7 +159,7 @@ def test_hooks_on_all_modules(batch: tuple[torch.Tensor, ...]) -> None:
     step(*batch)
 
 
-def test_the_default_dtype(batch: tuple[torch.Tensor, ...]) -> None:
+def test_default_dtype_is_guarded(batch: tuple[torch.Tensor, ...]) -> None:
     step = planner.compile(Net(), F.mse_loss, batch, budget="100%")
     torch.set_default_dtype(torch.float64)
     try:
@@ -169,7 +169,7 @@ def test_the_default_dtype(batch: tuple[torch.Tensor, ...]) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_one_tensor_given_twice_is_one_in_the_plan(batch: tuple[torch.Tensor, ...]) -> None:
+def test_tensor_passed_twice_is_one_in_the_plan(batch: tuple[torch.Tensor, ...]) -> None:
     x, _ = batch
     model = Net()
     step = planner.compile(model, F.mse_loss, (x, x), budget="100%")
@@ -220,24 +220,26 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "name"), [("counter", "model.calls"), ("list", "model.seen"), ("global", "STEPS"), ("memory", "model.memory")]
 )
-def test_what_changes_at_every_step_is_named_when_planning(kind: str, name: str, batch: tuple[torch.Tensor, ...]) -> None:
+def test_value_changed_at_every_step_raises_when_planning(kind: str, name: str, batch: tuple[torch.Tensor, ...]) -> None:
     model = Stateful(kind)
-    with pytest.raises(TraceError, match=rf"{name} changes at every step \(.*test_guards.py:\d+\), and the step reads it"):
+    with pytest.raises(TraceError, match=rf"{name} changes at every step \(.*test_python_guards.py:\d+\), and the step reads it"):
         planner.compile(model, F.mse_loss, batch, budget="100%")
     assert (model.calls, model.seen, STEPS) == (0, [], 0) and not model.memory.any()
 
 
-def test_what_is_only_set_is_named_in_a_warning(batch: tuple[torch.Tensor, ...]) -> None:
+def test_value_that_is_only_set_warns(batch: tuple[torch.Tensor, ...]) -> None:
     model = Stateful("output")
     with pytest.warns(UserWarning, match="model.last is set by the step"):
         planner.compile(model, F.mse_loss, batch, budget="100%")
     assert not hasattr(model, "last")
 
 
-def test_what_the_first_step_sets_is_set_before(batch: tuple[torch.Tensor, ...]) -> None:
+def test_values_of_the_first_step_are_set_before_planning(batch: tuple[torch.Tensor, ...]) -> None:
     model, other = Stateful("mask"), Stateful("mask")
     other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match=r"model.mask is set by the first step \(.*test_guards.py:\d+\), and read by later ones"):
+    with pytest.warns(
+        UserWarning, match=r"model.mask is set by the first step \(.*test_python_guards.py:\d+\), and read by later ones"
+    ):
         step = planner.compile(model, F.mse_loss, batch, budget="100%")
     model(batch[0])
     assert torch.equal(model.mask, torch.ones(4))
@@ -246,7 +248,7 @@ def test_what_the_first_step_sets_is_set_before(batch: tuple[torch.Tensor, ...])
 
 
 @pytest.mark.parametrize("kind", ["flag", "buffer"])
-def test_what_is_set_and_not_read_or_counted_in_a_tensor_works(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
+def test_unread_values_and_tensor_counters_work(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
     model, other = Stateful(kind), Stateful(kind)
     other.load_state_dict(model.state_dict())
     with warnings.catch_warnings():
@@ -256,7 +258,7 @@ def test_what_is_set_and_not_read_or_counted_in_a_tensor_works(kind: str, batch:
         assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))
 
 
-def test_a_parameter_that_is_not_the_models_is_refused_and_in_a_loss_module_trained(batch: tuple[torch.Tensor, ...]) -> None:
+def test_external_parameter_raises_but_trains_in_a_loss_module(batch: tuple[torch.Tensor, ...]) -> None:
     criterion = nn.Linear(4, 4)
 
     class Criterion(nn.Module):

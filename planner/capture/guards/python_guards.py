@@ -1,8 +1,8 @@
-"""What a capture took from Python, and would silently keep: each is a guard, checked before every step.
+"""Guards on the Python values that a capture read, and that a plan keeps: they are checked before every step.
 
-Dynamo knows every value that it read while it captured: a coefficient, ``Dropout.p``, the class of a submodule, its hooks,
-which weights are one tensor. ``torch.compile`` checks these guards at each call, in microseconds; so does a planned step. What
-is left out are guards that need not hold for a plan to be right, or that the step checks itself with its own words.
+Dynamo records every value that it reads: a coefficient, ``Dropout.p``, the class of a submodule, its hooks, which weights are
+one tensor. ``torch.compile`` checks these guards at each call, in microseconds; so does a planned step. Guards that need not
+hold for a plan to be correct, and those that the step checks itself with better messages, are left out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from torch import nn
 from graphs.errors import MismatchError
 from planner.capture.guards.messages import Scope, code_of, explain, fails, is_mode, readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
-from planner.capture.rewrites.sparse import is_sparse, places
+from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
 from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
 from planner.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module, pytree
 
@@ -31,7 +31,7 @@ OTHER_MODE = (
     "this mode too: planner.compile again, or with replan=True"
 )
 
-# Whether a step records gradients, how many threads it has, and what runs around it, is no part of a plan.
+# Gradient mode, the number of threads and what runs around a step are no part of a plan.
 _AMBIENT = {
     "GRAD_MODE",
     "DETERMINISTIC_ALGORITHMS",
@@ -42,7 +42,7 @@ _AMBIENT = {
 }
 # Names of modules and builtins do not change while a program trains.
 _FIXED = {"MODULE_MATCH", "BUILTIN_MATCH"}
-# What is called with is checked by a step's signature; here only that what was one tensor still is, and values inside of objects.
+# Arguments are checked by a step's signature. Guards only check shared tensors, and values inside of objects.
 _OF_ARGUMENTS = {"DUPLICATE_INPUT", "CONSTANT_MATCH", "EQUALS_MATCH"}
 _HOOKS = (
     "_global_forward_hooks",
@@ -53,13 +53,13 @@ _HOOKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """What a step reads that is neither a parameter nor a buffer nor an input: a tensor, array or generator that is an attribute.
+class ExternalValue:
+    """A tensor, array or generator that a step reads and that is neither a parameter nor a buffer nor an input.
 
     Attributes:
-        name: where it is, as Dynamo writes it.
-        find: finds it there.
-        value: the one that was captured; of a sparse matrix the places of what it is made of.
+        name: its name, as Dynamo writes it.
+        find: a function that returns its present value.
+        value: the one that was captured; of a sparse matrix the addresses of its parts.
     """
 
     name: str
@@ -68,39 +68,39 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
-class Guards:
+class PythonGuards:
     """The guards of one capture.
 
     Attributes:
-        manager: of Dynamo.
+        manager: Dynamo's guard manager.
         scope: the globals that guards name.
-        outside: tensors that must still be the same objects.
-        replaceable: functions that must still be the same objects, and variables of the environment.
-        strides: of the tensors of the batch, if the step asks how they are laid out; else empty.
-        state: of PyTorch as a whole.
+        external: values that must still be the same objects.
+        replaceable: functions that must still be the same objects, and environment variables.
+        strides: those of the tensors of the batch, if the step asks for their layout; else empty.
+        state: global settings of PyTorch.
     """
 
     manager: CheckFunctionManager
     scope: Scope
-    outside: tuple[Outside, ...]
+    external: tuple[ExternalValue, ...]
     replaceable: Replaceable
     strides: tuple[tuple[int, ...], ...]
     state: Mapping[str, object]
 
     def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Refuse a step that is no longer as it was captured.
+        """Raise an error unless the step is as it was captured.
 
         Args:
-            step: as it was captured, or another ``TrainingStep`` of the same model and loss function.
-            args, kwargs: what it is called with.
+            step: the captured one, or another ``TrainingStep`` of the same model and loss function.
+            args, kwargs: its arguments.
 
         Raises:
-            MismatchError: says what changed, from what to what, where it is read, and what to do.
+            MismatchError: with what changed, from what to what, where it is read, and what to do.
         """
         if (changed := self.replaceable.changed()) is not None:
             raise MismatchError(changed, f": what it was is part of the plan; {PLAN_AGAIN}")
         local = {"self": step, "args": args, "kwargs": kwargs}
-        # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched: not what the step is.
+        # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched, but not the step.
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
             if not self.manager.guard_manager.check(local):
                 raise self._error(local)
@@ -110,11 +110,11 @@ class Guards:
                 f"{strides} now, which the step asks for",
                 f": make them contiguous() as they were, or {PLAN_AGAIN}",
             )
-        for outside in self.outside:
-            found = outside.find(local, self.scope)
-            if found is not outside.value and not (isinstance(found, tuple) and found == outside.value):
-                name = readable(outside.name, local, self.scope)
-                match outside.value:
+        for external in self.external:
+            found = external.find(local, self.scope)
+            if found is not external.value and not (isinstance(found, tuple) and found == external.value):
+                name = readable(external.name, local, self.scope)
+                match external.value:
                     case torch.Tensor():
                         kind, change = "tensor", f"{name}.copy_(...)"
                     case tuple():
@@ -127,7 +127,7 @@ class Guards:
                     f"{name} is another {kind} than when the step was planned",
                     f": change that one in place ({change}), or {WAYS_OUT}",
                 )
-        if self.state != (now := state()):
+        if self.state != (now := global_state()):
             name = next(name for name, value in self.state.items() if value != now[name])
             raise MismatchError(
                 f"{name} was {self.state[name]!r} when the step was planned, and is {now[name]!r} now", f"; {WAYS_OUT}"
@@ -152,17 +152,17 @@ def build_guards(
     args: tuple[object, ...],
     kwargs: dict[str, object],
     constants: Iterable[str] = (),
-) -> Guards:
-    """The guards of what Dynamo captured of `step`, called with these arguments.
+) -> PythonGuards:
+    """Return the guards of what Dynamo captured of `step` with these arguments.
 
     Args:
-        output: of ``fullgraph_capture``.
+        output: the result of ``fullgraph_capture``.
         code: the code object that was captured.
-        frames: all functions that were captured with it (``planner.capture.guards.replaced_names.recording_frames``).
-        constants: where generators and sparse matrices are that ops are given.
+        frames: all functions that were captured with it (``planner.capture.guards.replaced_names.record_frames``).
+        constants: names of the generators and sparse matrices that ops take.
 
     Raises:
-        AssertionError: Dynamo finds that a guard does not hold right after it was made.
+        AssertionError: Dynamo finds that a guard fails right after it was made.
     """
     captured = output.graph_capture_output
     graph = captured.output_graph
@@ -171,18 +171,18 @@ def build_guards(
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
-    outside = tuple(_outside([*sources, *constants], step, local, scope))
+    external = tuple(_external_values([*sources, *constants], step, local, scope))
     strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
-    return Guards(manager, scope, outside, replaceable(frames, step), strides, state())
+    return PythonGuards(manager, scope, external, replaceable(frames, step), strides, global_state())
 
 
 def guarded_names(output: CaptureOutput) -> frozenset[str]:
-    """Names of all that guards look at, as Dynamo writes them."""
+    """Return the names of all that guards look at, as Dynamo writes them."""
     return frozenset(guard.name for guard in output.graph_capture_output.output_graph.guards)
 
 
-def state() -> dict[str, object]:
-    """What a capture depends on in PyTorch as a whole; autocast is looked at by the step itself."""
+def global_state() -> dict[str, object]:
+    """Return the global settings of PyTorch that a capture depends on; autocast is checked by the step itself."""
     hooks = [getattr(nn_module, name) for name in _HOOKS]
     return {
         "torch.get_default_dtype()": torch.get_default_dtype(),
@@ -202,18 +202,18 @@ def _matters(guard: Guard) -> bool:
     kind, name = guard.create_fn_name(), guard.name
     if kind in _AMBIENT or kind in _FIXED or name.startswith(("G['__builtins_dict__", "__import__(")):
         return False
-    if name.endswith("._validate_args"):  # of distributions, which raise errors by it, and compute the same
+    if name.endswith("._validate_args"):  # of distributions: it decides about errors, not about results
         return False
     if name.startswith(("L['args']", "L['kwargs']")):
         return kind in _OF_ARGUMENTS
-    if kind == "DUPLICATE_INPUT":  # modules are often known under several names
+    if kind == "DUPLICATE_INPUT":  # modules often have several names
         return "._modules[" in name or name.startswith("L[")
     return not name.startswith("G['__import_torch_dot_")
 
 
-def _outside(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[Outside]:
-    """Of the graph's inputs those that a program holds as constants."""
-    known = {id(tensor) for tensor in (*step.parameters(), *step.buffers())}
+def _external_values(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[ExternalValue]:
+    """Yield the graph's inputs that a program holds as constants."""
+    registered = {id(tensor) for tensor in (*step.parameters(), *step.buffers())}
     for source in sources:
         if source.startswith(("L['args']", "L['kwargs']")):
             continue
@@ -221,19 +221,19 @@ def _outside(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope
         find = eval(f"lambda L, G: {name}", {})
         value = find(local, scope)
         if isinstance(value, torch.Tensor) and is_sparse(value):
-            yield Outside(name, partial(_places, find), places(value))
-        elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in known:
-            yield Outside(name, find, value)
+            yield ExternalValue(name, partial(_part_addresses, find), part_addresses(value))
+        elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in registered:
+            yield ExternalValue(name, find, value)
 
 
 def _strides(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
     return tuple(leaf.stride() for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
 
 
-def _places(find: Callable[[Scope, Scope], object], local: Scope, scope: Scope) -> tuple[int, ...]:
-    """Return where the parts of a sparse matrix are, nowhere if there is none any more."""
+def _part_addresses(find: Callable[[Scope, Scope], object], local: Scope, scope: Scope) -> tuple[int, ...]:
+    """Return the addresses of the parts of a sparse matrix; () if it is none any more."""
     matrix = find(local, scope)
-    return places(matrix) if isinstance(matrix, torch.Tensor) and is_sparse(matrix) else ()
+    return part_addresses(matrix) if isinstance(matrix, torch.Tensor) and is_sparse(matrix) else ()
 
 
 def _where(stack: Iterable[FrameSummary] | None) -> str:

@@ -1,4 +1,4 @@
-"""A step on fake tensors, outside of a capture: what its Python code does, without what it computes."""
+"""Execution of a step on fake tensors, outside of a capture: its Python code runs, nothing is computed."""
 
 import functools
 import gc
@@ -15,10 +15,10 @@ from planner.torch_private.core import FakeTensor, FakeTensorMode, pytree
 
 @contextmanager
 def on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
-    """What calls `step` on fake tensors like its own and those of `batch`: nothing is computed, and no real tensor written.
+    """Yield a function that calls `step` on fake copies of its tensors and of `batch`: no real tensor is written.
 
-    Afterwards no ``functools.lru_cache`` returns a fake tensor, which eager PyTorch would compute with later. What the step
-    keeps elsewhere Dynamo has seen, and planner.capture.frontend.effects puts back.
+    Afterwards no ``functools.lru_cache`` returns a fake tensor, which eager PyTorch would compute with later. Values that the
+    step stores elsewhere are restored by planner.capture.frontend.effects.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     called = False
@@ -48,12 +48,12 @@ def _holds(cached: list[Any], mode: FakeTensorMode) -> bool:
 
 
 def _objects() -> list[Any]:
-    """All that the garbage collector knows; what was frozen, as training loops do, stays so."""
+    """Return all objects that the garbage collector tracks; frozen ones, as in some training loops, stay frozen."""
     if not gc.get_freeze_count():
         return gc.get_objects()
     gc.unfreeze()
     try:
         return gc.get_objects()
     finally:
-        gc.collect()  # what is garbage by now would stay for good
+        gc.collect()  # garbage would be frozen for good
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Lines of the code that is captured, and what to do about one that no plan can hold: for messages."""
+"""Lines of the user's code, for messages, and advice about those that cannot be planned."""
 
 import linecache
 import os
@@ -17,12 +17,12 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SourceLine:
     """A line of source code.
 
     Attributes:
-        file, line, function: where it is.
-        text: of it; "" where the source is not known.
+        file, line, function: its location.
+        text: its code; "" if the source is not available.
     """
 
     file: str
@@ -34,57 +34,57 @@ class Line:
         return f"{self.file}:{self.line}" + (f" ({self.text})" if self.text else "")
 
 
-def where_now() -> Line | None:
-    """The line that Dynamo is at, in the innermost function of the user's code; None where nothing is captured."""
+def current_line() -> SourceLine | None:
+    """Return the line that Dynamo captures, in the innermost function of the user's code; None outside of a capture."""
     frames = list(TracingContext.extract_stack()) if TracingContext.try_get() else []
     theirs = [frame for frame in frames if not is_our_code(frame.filename)]
     return _line((theirs or frames)[-1]) if frames else None
 
 
-def where_made(stack_trace: str | None) -> Line | None:
-    """The innermost line of a stack trace that is not of PyTorch or the planner, or the innermost where all are."""
+def traced_line(stack_trace: str | None) -> SourceLine | None:
+    """Return the innermost line of a stack trace that is the user's; if there is none, the innermost line."""
     found = list(_FRAME.finditer(stack_trace or ""))
     if not found:
         return None
     theirs = next((frame for frame in reversed(found) if not is_our_code(frame["file"])), found[-1])
     file, line, function = theirs.group("file", "line", "function")
-    return Line(file, int(line), function.strip(), linecache.getline(file, int(line)).strip())
+    return SourceLine(file, int(line), function.strip(), linecache.getline(file, int(line)).strip())
 
 
-def where_raised(error: BaseException) -> Line | None:
-    """The innermost line of the traceback of `error` that is not of PyTorch or the planner; None where all are."""
+def raising_line(error: BaseException) -> SourceLine | None:
+    """Return the innermost line of the traceback of `error` that is the user's; None if there is none."""
     theirs = [frame for frame in extract_tb(error.__traceback__) if not is_our_code(frame.filename)]
     return _line(theirs[-1]) if theirs else None
 
 
 def is_our_code(file: str) -> bool:
-    """Return whether `file` is part of PyTorch or of the planner: not what a user can change."""
+    """Return whether `file` belongs to PyTorch or the planner, so that a user cannot change it."""
     return file.startswith(_OURS)
 
 
-def ways_on() -> str:
-    """What takes a step that one static graph cannot hold."""
+def graph_break_advice() -> str:
+    """Return the advice for steps that are not one static graph."""
     return (
         'train with torch.compile(model, backend="planner", options={"budget": ...}), which plans what is before and after '
         "such a line apart"
     )
 
 
-def at(line: Line | None) -> str:
-    """Where something is, at the beginning of a message."""
+def location(line: SourceLine | None) -> str:
+    """Return `line` as the beginning of a message."""
     return "a line of the step" if line is None else str(line)
 
 
-def refused(line: Line | None, depends_on: str) -> str:
-    """Why a branch cannot be part of a plan."""
+def branch_refusal(line: SourceLine | None, depends_on: str) -> str:
+    """Return the message for a branch that cannot be part of a plan."""
     return (
-        f"the step cannot be captured as one graph: what {at(line)} does depends on the data, on {depends_on} that differ from "
-        f"step to step{advice(line)}; {ways_on()}, or compute both sides and choose with torch.where"
+        f"the step cannot be captured as one graph: what {location(line)} does depends on the data, on {depends_on} that differ "
+        f"from step to step{library_advice(line)}; {graph_break_advice()}, or compute both sides and choose with torch.where"
     )
 
 
-def advice(where: Line | None) -> str:
-    """What to set for a line of a library that is known to choose at random."""
+def library_advice(where: SourceLine | None) -> str:
+    """Return the setting that disables a random choice in a line of a known library, in brackets; "" for other lines."""
     if where is None or "transformers" not in PurePath(where.file).parts:
         return ""
     if "mask_indices" in where.function:
@@ -94,5 +94,5 @@ def advice(where: Line | None) -> str:
     return ""
 
 
-def _line(frame: FrameSummary) -> Line:
-    return Line(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
+def _line(frame: FrameSummary) -> SourceLine:
+    return SourceLine(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())

@@ -1,4 +1,4 @@
-"""Options of one graph together: the same graph in whatever order they are named, and each can be left out again."""
+"""Combinations of options: independent of the order of their names, and each can be removed again."""
 
 from dataclasses import replace
 from itertools import permutations
@@ -17,7 +17,7 @@ from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_s
 from tests.support.event_judge import judged, runs
 
 
-def test_any_order_of_names_gives_the_same_graph() -> None:
+def test_order_of_option_names_does_not_matter() -> None:
     for seed in range(10):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
@@ -34,7 +34,7 @@ def test_any_order_of_names_gives_the_same_graph() -> None:
         assert graph_from_dict(graph_to_dict(first)) == first
 
 
-def test_stand_ins_and_copies_are_of_the_program_alone() -> None:
+def test_optional_ops_and_copies_refer_to_the_program_alone() -> None:
     offered = 0
     for seed in range(20):
         graph = found_in_a_step(seed)
@@ -51,7 +51,7 @@ def test_stand_ins_and_copies_are_of_the_program_alone() -> None:
     assert offered > 20
 
 
-def test_each_is_left_out_again() -> None:
+def test_each_option_can_be_removed() -> None:
     for seed in range(20):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
@@ -74,7 +74,7 @@ def test_each_is_left_out_again() -> None:
         ]
 
 
-def test_what_is_refused() -> None:
+def test_incompatible_options_raise() -> None:
     graph = found_in_a_step(3)
     whole, both = with_options(graph, BESIDE, around(graph)), placed(graph, around(graph))
     for twice in (lambda: placed(both, around(graph)), lambda: placed(offloaded(graph, around(graph)), around(graph))):
@@ -105,7 +105,7 @@ def test_what_is_refused() -> None:
             without_copies(replace(both, ops=ops))
 
 
-def test_both_judges_say_the_same_of_schedules_with_all_of_them() -> None:
+def test_both_judges_agree_with_all_options() -> None:
     streams, written_over = set[str](), 0
     for seed in range(25):
         graph = found_in_a_step(seed)

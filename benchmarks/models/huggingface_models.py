@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers as they are: small configurations, random weights, nothing downloaded."""
+"""Models of Hugging Face Transformers: small configurations, random weights, without downloads."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +16,8 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, shape or (_BATCH, _LENGTH))
 
 
-def made(config: str, model: str, **options: Any) -> torch.nn.Module:
-    """A model of random weights, in the mode it is trained in."""
+def build_model(config: str, model: str, **options: Any) -> torch.nn.Module:
+    """Build a model with random weights, in train mode."""
     import transformers
 
     found: torch.nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
@@ -25,10 +25,10 @@ def made(config: str, model: str, **options: Any) -> torch.nn.Module:
 
 
 def language_model(name: str, **options: Any) -> Workload:
-    """Predicts the next token; it makes its loss itself."""
+    """Build a model that predicts the next token, and computes its loss itself."""
     batch = {"input_ids": tokens(), "labels": tokens()}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    model = made(
+    model = build_model(
         f"{name}Config", _CAUSAL.get(name, f"{name}ForCausalLM"), vocab_size=VOCABULARY, use_cache=False, **special, **options
     )
     return Workload(model, None, batch)
@@ -38,33 +38,35 @@ _CAUSAL = {"GPT2": "GPT2LMHeadModel"}
 
 
 def masked_model(name: str, head: str = "ForMaskedLM", **options: Any) -> Workload:
-    """Predicts every token; the second half of a row may be padding."""
+    """Build a model that predicts every token; the batch has an attention mask."""
     mask = torch.ones(_BATCH, _LENGTH, dtype=torch.int64)
     batch = {"input_ids": tokens(), "attention_mask": mask, "labels": tokens()}
-    return Workload(made(f"{name}Config", f"{name}{head}", vocab_size=VOCABULARY, **options), None, batch)
+    return Workload(build_model(f"{name}Config", f"{name}{head}", vocab_size=VOCABULARY, **options), None, batch)
 
 
 def sequence_to_sequence(name: str, **options: Any) -> Workload:
-    """Encoder and decoder; what the decoder reads is made of the labels."""
+    """Build an encoder and a decoder, whose input is derived from the labels."""
     special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
-    model = made(f"{name}Config", f"{name}ForConditionalGeneration", vocab_size=VOCABULARY, use_cache=False, **special, **options)
+    model = build_model(
+        f"{name}Config", f"{name}ForConditionalGeneration", vocab_size=VOCABULARY, use_cache=False, **special, **options
+    )
     return Workload(model, None, {"input_ids": tokens(), "labels": tokens()})
 
 
 def image_classifier(name: str, size: int = 32, **options: Any) -> Workload:
-    model = made(f"{name}Config", f"{name}ForImageClassification", num_labels=10, **options)
+    model = build_model(f"{name}Config", f"{name}ForImageClassification", num_labels=10, **options)
     return Workload(model, None, {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(10, (4,))})
 
 
 def segformer() -> Workload:
-    """Interpolates to the size of the labels."""
+    """Build a model that interpolates to the size of the labels."""
     sizes = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4]}
-    model = made("SegformerConfig", "SegformerForSemanticSegmentation", num_labels=5, decoder_hidden_size=32, **sizes)
+    model = build_model("SegformerConfig", "SegformerForSemanticSegmentation", num_labels=5, decoder_hidden_size=32, **sizes)
     return Workload(model, None, {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(5, (2, 64, 64))})
 
 
 def clip() -> Workload:
-    """Two encoders and a contrastive loss."""
+    """Build two encoders with a contrastive loss."""
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {
         **small,
@@ -75,13 +77,13 @@ def clip() -> Workload:
         "pad_token_id": 0,
     }
     vision = {**small, "image_size": 32, "patch_size": 8}
-    model = made("CLIPConfig", "CLIPModel", text_config=text, vision_config=vision, projection_dim=32)
+    model = build_model("CLIPConfig", "CLIPModel", text_config=text, vision_config=vision, projection_dim=32)
     batch = {"input_ids": tokens(8, 16), "pixel_values": torch.randn(8, 3, 32, 32)}
     return Workload(WithLoss(model, return_loss=True), None, batch)
 
 
 class WithLoss(torch.nn.Module):
-    """A model that is asked for its loss by an argument."""
+    """A model that returns its loss only if an argument asks for it."""
 
     def __init__(self, model: torch.nn.Module, **options: Any) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class WithLoss(torch.nn.Module):
 
 
 def speech_classifier() -> Workload:
-    """Wav2Vec2: convolutions over samples; no span of time is masked and no layer dropped, for that is drawn by NumPy."""
+    """Build Wav2Vec2, without masked spans of time and dropped layers, which NumPy would draw."""
     convolutions = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 16}
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     groups = {
@@ -103,7 +105,7 @@ def speech_classifier() -> Workload:
         "num_labels": 10,
         "classifier_proj_size": 32,
     }
-    model = made("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", **convolutions, **small, **groups)
+    model = build_model("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", **convolutions, **small, **groups)
     return Workload(model, None, {"input_values": torch.randn(4, 2000), "labels": torch.randint(10, (4,))})
 
 
@@ -117,14 +119,14 @@ def whisper() -> Workload:
         "max_source_positions": 50,
         "max_target_positions": 32,
     }
-    model = made("WhisperConfig", "WhisperForConditionalGeneration", vocab_size=VOCABULARY, **small, **special, **sizes)
+    model = build_model("WhisperConfig", "WhisperForConditionalGeneration", vocab_size=VOCABULARY, **small, **special, **sizes)
     return Workload(model, None, {"input_features": torch.randn(4, 16, 100), "labels": tokens(4, 24)})
 
 
 def time_series() -> Workload:
-    """PatchTST: patches of several channels in time, normalised by what is seen."""
+    """Build PatchTST: patches of several channels in time, normalized by their statistics."""
     small = {"d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "patch_length": 8, "patch_stride": 8}
-    model = made(
+    model = build_model(
         "PatchTSTConfig", "PatchTSTForPrediction", num_input_channels=3, context_length=64, prediction_length=16, **small
     )
     return Workload(model, None, {"past_values": torch.randn(8, 64, 3), "future_values": torch.randn(8, 16, 3)})

@@ -1,4 +1,4 @@
-"""Models written by hand, as people write them: what each is there for, its docstring says. All small, with random weights."""
+"""Handwritten models with features of real training code, described in their docstrings. All are small, with random weights."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
 """The gradient of ``prod`` as eager PyTorch computes it.
 
-Eager PyTorch looks for zeros in the input first. Without any it divides the product by each element, which no static
-graph can know; what is captured by itself is the general formula of cumulative products, which rounds otherwise.
+Eager PyTorch looks for zeros in the input first. Without any it divides the product by each element, which no static graph can
+decide; a capture alone has the general formula of cumulative products, which rounds differently.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("planner::prod_backward", mutates_args=())
 def prod_backward(gradient: Tensor, value: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:  # noqa: FBT001
-    """The gradient of ``value.prod()``, or of ``value.prod(dim, keepdim)``, by autograd itself."""
+    """Return the gradient of ``value.prod()``, or of ``value.prod(dim, keepdim)``, by autograd itself."""
     with _recording():
         leaf = value.detach().requires_grad_()
         product = leaf.prod(dtype=dtype) if dim is None else leaf.prod(dim, keepdim, dtype=dtype)
@@ -41,7 +41,7 @@ def _(gradient: Tensor, value: Tensor, dim: int | None, keepdim: bool, dtype: to
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Inside, operators record gradients, which within a custom operator they do not."""
+    """Make operators record gradients, which they do not within a custom operator."""
     included, excluded = included_dispatch_keys(), excluded_dispatch_keys()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)
@@ -74,7 +74,7 @@ def _along(value: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype
 
 @contextmanager
 def products_as_eager() -> Iterator[None]:
-    """Inside, the gradient of a captured ``prod`` is one op, which computes it as eager PyTorch does."""
+    """Capture the gradient of ``prod`` as one op, which computes it as eager PyTorch does."""
     kernels: dict[OpOverload, Callable[..., Tensor]] = {aten.prod.default: _whole, aten.prod.dim_int: _along}
     with ExitStack() as stack:
         for op, kernel in kernels.items():

@@ -1,4 +1,4 @@
-"""Capturing and running a training step so that nothing of it stays."""
+"""Context managers that restore everything a training step changes: tensors, gradients, random states, Python objects."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from planner.capture.frontend.python_state import PythonState
-from planner.capture.frontend.random_states import random_states_kept
+from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.signature import Batch, leaves
 from planner.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter, pytree
 
@@ -16,19 +16,19 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager
-def unchanged(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Afterwards all is as before, however it ends: tensors, gradients, random states, and what Python objects hold.
+def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore all at the end, after errors too: tensors, gradients, random states, and the content of Python objects.
 
-    Inside, no hook of a parameter or of a tensor of the batch acts: an optimizer may step there. Those of modules do, for
-    they may be part of what is computed.
+    Inside, hooks of parameters and of tensors of the batch are disabled: an optimizer may step there. Hooks of modules stay,
+    since they may be part of what is computed.
 
     Args:
-        step: a model, or a ``TrainingStep``, whose loss function is looked through as well.
-        batch: what it is called with.
-        written: tensors that the step writes, besides buffers, the batch, and other tensors that modules hold.
+        step: a model, or a ``TrainingStep``, whose loss function is followed as well.
+        batch: the arguments of the step.
+        written: tensors that the step writes, apart from buffers, the batch, and other tensors that modules hold.
     """
     tensors = (*step.parameters(), *_inputs(batch))
-    with restored(step, batch, written=written), ExitStack() as stack:
+    with preserve_state(step, batch, written=written), ExitStack() as stack:
         for tensor in {id(t): t for t in tensors if t.is_leaf}.values():
             stack.callback(setattr, tensor, "grad", tensor.grad)
             for name in _HOOKS:
@@ -39,8 +39,8 @@ def unchanged(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] 
 
 
 @contextmanager
-def restored(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """As ``unchanged``, where no backward pass is run: gradients are not looked after, and hooks are left in place."""
+def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Do as ``preserve_training_state`` where no backward pass runs: gradients are not restored, hooks stay in place."""
     hooks = [getattr(nn_module, name) for name in vars(nn_module) if name.startswith("_global_")]
     state = PythonState([step, batch, *hooks])
     held = (value for module in step.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
@@ -51,25 +51,26 @@ def restored(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] =
             stack.callback(generator.set_state, generator.get_state())
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
-                stack.enter_context(kept(tensor))
+                stack.enter_context(preserve_tensor(tensor))
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        stack.enter_context(random_states_kept(gpus))
+        stack.enter_context(preserve_random_states(gpus))
         yield
 
 
-class WritesUndone(TorchDispatchMode):
-    """Inside, what is written into a tensor that was there before is undone at the end.
+class UndoWrites(TorchDispatchMode):
+    """A mode that undoes the writes into tensors that existed before it was entered.
 
-    Entered inside ``unchanged``: some kernels do not say that they write to buffers, and what puts those back is a write.
+    Enter it inside ``preserve_training_state``: some kernels do not declare that they write to buffers, and restoring those is
+    a write itself.
 
     Attributes:
-        written: such tensors; for each storage the first that was written through.
+        written: the tensors that were written; for each storage the first one.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: list[torch.Tensor] = []
-        self._known: set[int] = set()  # storages that were made inside, or are kept already
+        self._skipped: set[int] = set()  # storages that were made inside, or are preserved already
         self._stack = ExitStack()
 
     def __torch_dispatch__(
@@ -83,7 +84,7 @@ class WritesUndone(TorchDispatchMode):
                 if argument.is_write:
                     self._keep(given_as.get(argument.name))
         returned = func(*args, **named)
-        self._known |= _storages(returned).keys() - given.keys()
+        self._skipped |= _storages(returned).keys() - given.keys()
         return returned
 
     def __exit__(self, *exception: Any) -> None:
@@ -92,11 +93,11 @@ class WritesUndone(TorchDispatchMode):
 
     def _keep(self, value: object) -> None:
         for storage, tensor in _storages(value).items():
-            if storage not in self._known:
-                self._known.add(storage)
+            if storage not in self._skipped:
+                self._skipped.add(storage)
                 self.written.append(tensor)
                 whole = tensor.new_empty(0).set_(tensor.untyped_storage())
-                self._stack.enter_context(kept(whole, tensor))
+                self._stack.enter_context(preserve_tensor(whole, tensor))
 
 
 def _inputs(batch: Batch) -> list[torch.Tensor]:
@@ -104,26 +105,26 @@ def _inputs(batch: Batch) -> list[torch.Tensor]:
 
 
 def _storages(values: object) -> dict[int, torch.Tensor]:
-    """The storages of the tensors in `values`, each with a tensor that lies in it."""
+    """Return the storages of the tensors in `values`, each with a tensor that lies in it."""
     found = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
     return {tensor.untyped_storage()._cdata: tensor for tensor in found}
 
 
 @contextmanager
-def kept(tensor: torch.Tensor, view: torch.Tensor | None = None) -> Iterator[None]:
-    """Afterwards `tensor` has its present values, and it (or `view` of it) the version that autograd knows them by."""
-    before, known = tensor.detach().clone(), tensor if view is None else view
-    versioned = nullcontext() if known.is_inference() else preserve_version_counter(known)
+def preserve_tensor(tensor: torch.Tensor, view: torch.Tensor | None = None) -> Iterator[None]:
+    """Restore the values of `tensor` at the end, and the version counter of it (or of its `view`) in autograd."""
+    before, counted = tensor.detach().clone(), tensor if view is None else view
+    versioned = nullcontext() if counted.is_inference() else preserve_version_counter(counted)
     try:
         yield
     finally:
         with torch.no_grad(), versioned:
-            if not same(tensor, before):
+            if not has_same_values(tensor, before):
                 tensor.copy_(before)
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both hold the same values; NaN is the same as NaN: a diverged step is still the same step."""
+def has_same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether both tensors have the same shape, type and values; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = (x.to_dense() if x.layout is not torch.strided else x for x in (a, b))

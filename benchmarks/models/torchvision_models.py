@@ -1,4 +1,4 @@
-"""Models of torchvision: small, with random weights, nothing downloaded."""
+"""Models of torchvision: small, with random weights, without downloads."""
 
 import importlib.util
 from collections.abc import Callable
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from planner.models import Workload
 
 CLASSES = 10
-_DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # what is declared lasts as long as this
+_DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # declarations last as long as this object
 
 
 def declare_torchvision_ops() -> None:
-    """Let torchvision be imported beside a CPU build of torch.
+    """Declare torchvision's ops, so that it can be imported with a CPU build of torch.
 
-    Its wheel on PyPI is built for CUDA: its compiled ops do not load here, and its import fails where they are not
-    declared. No model below calls them.
+    Its wheel on PyPI is built for CUDA: its compiled ops do not load here, and its import fails if they are not declared. No
+    model below calls them.
     """
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
@@ -38,7 +38,7 @@ def images(batch: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, 3, size, size), torch.randint(CLASSES, (batch,))
 
 
-def of_torchvision(name: str, batch: int = 4, size: int = 64, **options: Any) -> Workload:
+def torchvision_classifier(name: str, batch: int = 4, size: int = 64, **options: Any) -> Workload:
     from torchvision import models
 
     return Workload(getattr(models, name)(num_classes=CLASSES, **options), F.cross_entropy, images(batch, size))
@@ -65,7 +65,7 @@ def vision_transformer() -> Workload:
 
 
 def inception() -> Workload:
-    """Two outputs while it trains, each with its loss."""
+    """Build a model with two auxiliary outputs in train mode, each with its loss."""
     from torchvision.models import googlenet
 
     def loss(out: Any, target: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def inception() -> Workload:
 
 
 def segmentation(name: str) -> Workload:
-    """Interpolates to the size of the image; two heads in a dict."""
+    """Build a model that interpolates to the size of the image, with two heads in a dict."""
     from torchvision.models import segmentation
 
     model = getattr(segmentation, name)(weights=None, weights_backbone=None, num_classes=5, aux_loss=True)
@@ -90,10 +90,10 @@ def segmentation(name: str) -> Workload:
 MODELS: dict[str, Callable[[], Workload]] = {
     "resnet": residual_network,
     "densenet": dense_network,
-    "mobilenet_v2": partial(of_torchvision, "mobilenet_v2", width_mult=0.35),
-    "shufflenet": partial(of_torchvision, "shufflenet_v2_x0_5", 8),
-    "squeezenet": partial(of_torchvision, "squeezenet1_1"),
-    "mnasnet": partial(of_torchvision, "mnasnet0_5"),
+    "mobilenet_v2": partial(torchvision_classifier, "mobilenet_v2", width_mult=0.35),
+    "shufflenet": partial(torchvision_classifier, "shufflenet_v2_x0_5", 8),
+    "squeezenet": partial(torchvision_classifier, "squeezenet1_1"),
+    "mnasnet": partial(torchvision_classifier, "mnasnet0_5"),
     "vit": vision_transformer,
     "googlenet": inception,
     "deeplabv3": partial(segmentation, "deeplabv3_mobilenet_v3_large"),

@@ -40,8 +40,8 @@ def command_line(description: str | None, row: Any, *, models: Collection[str] =
     return parser
 
 
-def add_names(parser: argparse.ArgumentParser, flag: str, names: Collection[str]) -> None:
-    """Add an argument for some of `names`, separated by commas; all of them by default."""
+def add_names(parser: argparse.ArgumentParser, flag: str, names: Collection[str], default: str | None = None) -> None:
+    """Add an argument for some of `names`, separated by commas; by default for all of them."""
 
     def some(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
@@ -49,7 +49,8 @@ def add_names(parser: argparse.ArgumentParser, flag: str, names: Collection[str]
             raise argparse.ArgumentTypeError(f"there is no {flag[2:-1]} {unknown[0]!r}: choose from {', '.join(names)}")
         return found
 
-    parser.add_argument(flag, type=some, default=",".join(names), help="with commas (default: %(default)s)")
+    every = ",".join(names)
+    parser.add_argument(flag, type=some, default=default or every, help=f"with commas, of {every} (default: %(default)s)")
 
 
 def carry_out(

@@ -83,7 +83,6 @@ def search(name: str, known: Sequence[Row], *, budget: str = BUDGET, limit_s: fl
         choices=choices_of(["offload"], LINK, HOST),
     )
     for answer in max_batch(sizes.graph, wanted):
-        found = None if answer.size is None else answer.result
         yield Row(
             model=name,
             varies=case.varies,
@@ -93,9 +92,9 @@ def search(name: str, known: Sequence[Row], *, budget: str = BUDGET, limit_s: fl
             method=answer.method,
             size=answer.size,
             overhead=answer.overhead,
-            gap=None if found is None else found.gap,
+            gap=answer.gap,
             base_s=answer.keep_everything_time_s,
-            peak_bytes=None if found is None else found.peak_bytes,
+            peak_bytes=answer.peak_bytes,
             undecided=answer.undecided,
             link=LINK,
             **provenance(),

@@ -49,7 +49,7 @@ def check(instance: SimpleNamespace, steps: list[int]) -> tuple[int, float]:
         if any(t in made and t not in live for t in op.inputs):
             refuse("reads what is not in memory")
         if step in done and not op.recomputable:
-            refuse("executes again what must be executed only once")
+            refuse("recomputes an op that must be executed only once")
         if step not in done and op.random and waiting.pop(0) != step:
             refuse("executes a random op out of order")
         if any((w in done) != (w < step) for t in (*op.inputs, *op.mutates) for w in writers.get(t, ()) if w != step):

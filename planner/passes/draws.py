@@ -1,7 +1,7 @@
 """Random ops of a pass that draw what they drew first whenever they are executed again, whoever else draws meanwhile.
 
 Each of these functions is called in place of an op, with the op and its arguments last. All that planned steps draw, they draw
-under one lock (``planner.capture.rewrites.redraw``).
+under one lock (``planner.capture.rewrites.reproducible_random``).
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.rewrites.redraw import LOCK
+from planner.capture.rewrites.reproducible_random import LOCK
 
 
 def draw_once(draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

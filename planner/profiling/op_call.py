@@ -1,4 +1,4 @@
-"""One op of a captured step as a function of the tensors that it reads, to execute it alone."""
+"""One op of a captured step as a function of its input tensors, to execute it alone."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.passes.builder import PassBuilder
 from planner.torch_private.core import OpOverload
 
-Run = Callable[..., tuple[torch.Tensor | None, ...]]
+OpFunction = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class OpCall:
 
     Attributes:
         op: the op.
-        reads: ids of the tensors that the function takes, in order.
+        reads: ids of the arguments of the function, in order.
         calls: of the op.
         identity: equal for ops that call the same, with tensors numbered in order of appearance.
         is_shared: True if other captures that have the same identity call the same.
@@ -37,7 +37,7 @@ class OpCall:
 
     @classmethod
     def of(cls, capture: Capture, op: Op) -> "OpCall | None":
-        """Return the call of `op`; None where nothing is called: to save the state of a generator that is never set."""
+        """Return the call of `op`; None if nothing is called, such as for the unused state of a generator."""
         program = capture.program
         calls = program.calls[op.id]
         if calls.is_nothing:
@@ -49,7 +49,7 @@ class OpCall:
         found = tuple(identity.of_statement(s.value, s.outputs) for s in calls.statements)
         return cls(op, reads, calls, (found, *map(identity.number, op.outputs)), identity.is_shared)
 
-    def load(self, program: Program) -> Run:
+    def load(self, program: Program) -> OpFunction:
         """Return the function ``run(*tensors)``."""
         builder = PassBuilder(program)
         builder.tensor_parameters(self.reads)

@@ -21,12 +21,14 @@ from planner.models import Workload
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name
+from planner.settings import TraceSettings
 from planner.solving import check_same_graph, summarize
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_tasks, tasks_for
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy, missing, open_rows
 from planner.studies.measured import Benchmark, Measured
+from planner.studies.rows import KeptRows
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
@@ -46,16 +48,7 @@ class Settings:
     seed: int = 0
 
 
-def profiled(
-    workload: Workload,
-    folder: Path,
-    *,
-    optimizer: str = "none",
-    accumulate: bool = False,
-    passes: int = 5,
-    measure_link: bool = False,
-    name: str = "",
-) -> Capture:
+def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Capture:
     """The captured step with the times in ``graph.json`` of `folder`; measured, and written there, if there is none.
 
     A comparison that goes on later goes on with the same times, and the same link to the host if one was measured.
@@ -66,14 +59,12 @@ def profiled(
     """
     path = folder / "graph.json"
     if not path.exists():
-        captured = tracing.capture_profiled(
-            *workload, optimizer=optimizer, accumulate=accumulate, passes=passes, measure_link=measure_link, name=name
-        )
+        captured = tracing.capture_profiled(workload, settings)
         folder.mkdir(parents=True, exist_ok=True)
         write_graph(captured.graph, path)
         return captured
     known = read_graph(path)
-    captured = tracing.capture_step(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
+    captured = tracing.capture_step(workload, settings)
     captured = tracing.as_recorded(captured, known.provenance, ())
     check_same_graph(summarize(known), summarize(captured.graph))
     return replace(captured, graph=known)
@@ -127,20 +118,21 @@ def compare_measured(
         recorded=recorded,
     )
     tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
-    kept = KeptRows(folder, offered.graph, recorded)
-    kept.missing([*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)])
+    kept = open_rows(folder, offered.graph, recorded)
+    keys = [*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)]
+    missing(kept, keys, offered.graph.time_s)
     comparison = _Comparison(workload, captured, offered, judge, kept, settings, channels, on_activity, should_stop)
     for budget in dict.fromkeys(task.budget for task in tasks):
         comparison.budget([task for task in tasks if task.budget == budget and task.key not in kept])
-    missing = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
-    for start in range(0, len(missing), _TOGETHER):
-        comparison.stock(missing[start : start + _TOGETHER])
-    met = {m.name for m in stock if m not in missing and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
+    untried = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
+    for start in range(0, len(untried), _TOGETHER):
+        comparison.stock(untried[start : start + _TOGETHER])
+    met = {m.name for m in stock if m not in untried and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
     # Timed again beside the optimum, another one may turn out to be the best.
-    while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(kept.rows)][:_TOGETHER]:
+    while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(list(kept))][:_TOGETHER]:
         comparison.at_equal_memory(baselines)
         met.update(m.name for m in baselines)
-    return kept.rows
+    return list(kept)
 
 
 def _best_of_pytorch(rows: Sequence[Row]) -> set[str]:
@@ -168,7 +160,7 @@ class _Comparison:
         captured: Capture,
         offered: Capture,
         judge: SolveRow,
-        kept: KeptRows,
+        kept: KeptRows[Row],
         settings: Settings,
         channels: Channels | None,
         on_activity: Callable[[str], None],

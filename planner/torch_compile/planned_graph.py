@@ -15,7 +15,7 @@ from torch import fx
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph, Kind, Phase
-from graphs.overwriting import kept_that_are_overwritten
+from graphs.overwriting import overwritten_saved_tensors
 from graphs.pools import COMPUTE, HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -29,7 +29,7 @@ from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_private.capture import SavedForBackwardsAOTOutput, TangentAOTInput
-from planner.torch_private.core import backward_comes_again
+from planner.torch_private.core import backward_retains_graph
 
 # Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
 # over besides tensors: what is on the host, and copies that may be under way.
@@ -160,7 +160,7 @@ class PlannedGraph:
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        if kept_that_are_overwritten(self.captured.graph, schedule):
+        if overwritten_saved_tensors(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
         self._passes.append(self.passes(schedule))
         self._schedule = schedule
@@ -213,7 +213,7 @@ class PlannedGraph:
                 "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied what a planned graph "
                 "saves for its backward pass: leave them out, for the plan says what is kept where"
             )
-        if number in self._writing_over and backward_comes_again():
+        if number in self._writing_over and backward_retains_graph():
             raise PlannerError(
                 "backward(retain_graph=True) keeps what the plan writes over: leave it out, or the option 'in-place' of the graph"
             )

@@ -246,7 +246,7 @@ class Program:
         gradients: for each parameter or input that gets one: its static tensor id, the value.
         constants: tensors that are part of the step, by name.
         generator: what random ops draw from.
-        own_generator: what those draw from that are executed again (``capture.rewrites.redraw``).
+        own_generator: what those draw from that are executed again (``capture.rewrites.reproducible_random``).
         guard: makes the context that the passes run in; None for none.
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
         names: of some targets, for people to read.

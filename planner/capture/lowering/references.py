@@ -9,11 +9,11 @@ from torch import fx
 
 from graphs.errors import TraceError
 from planner.capture.frontend.eager_ops import called
-from planner.capture.frontend.lines import at, where_made
+from planner.capture.frontend.source_lines import location, traced_line
 from planner.capture.lowering.program import Argument, Call, Path, Statement
 from planner.capture.rewrites.batch_norms import ignored_inputs, without_statistics
-from planner.capture.rewrites.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
-from planner.capture.rewrites.redraw import drawing_from
+from planner.capture.rewrites.layouts import copy_with_strides, empty_with_strides, in_place_random_op, read_strides
+from planner.capture.rewrites.reproducible_random import with_generator_argument
 
 
 class References:
@@ -43,7 +43,7 @@ class References:
         args = [None if isinstance(arg, fx.Node) and arg in gone else self._value(arg, strides) for arg in node.args]
         kwargs = {key: self._value(value, strides) for key, value in node.kwargs.items()}
         target = called(node.target)
-        if drawn := drawn_in_place(node):
+        if drawn := in_place_random_op(node):
             target, args[0] = drawn[0], _filled(args[0], drawn[1])
         return Call(target, tuple(args), kwargs)
 
@@ -55,18 +55,18 @@ class References:
         call = Call(target, tuple(map(self._value, args)), {key: self._value(value) for key, value in node.kwargs.items()})
         return Statement(call, tuple((tensor, path) for tensor, path in outputs if path not in gone))
 
-    def drawing_from(self, node: fx.Node, generator: torch.Generator) -> Call:
+    def with_generator_argument(self, node: fx.Node, generator: torch.Generator) -> Call:
         """The call of `node` that draws from a generator of the user's own."""
         drawing = self.redraw(node, generator)
         if drawing is None:
             raise TraceError(
-                f"{at(where_made(node.meta.get('stack_trace')))} gives {node.target} a generator, which it does not take"
+                f"{location(traced_line(node.meta.get('stack_trace')))} gives {node.target} a generator, which it does not take"
             )
         return drawing
 
     def redraw(self, node: fx.Node, generator: torch.Generator) -> Call | None:
         """The call of `node` with a generator to draw from."""
-        target, drawn = drawing_from(node), drawn_in_place(node)
+        target, drawn = with_generator_argument(node), in_place_random_op(node)
         if target is None:
             return None
         args = [self._value(arg) for arg in node.args]
@@ -78,7 +78,7 @@ class References:
     def _value(self, arg: object, strides: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> Argument:
         match arg:
             case fx.Node() if arg in strides:
-                return Call(laid_out, (self.values[arg], tuple(strides[arg])))
+                return Call(copy_with_strides, (self.values[arg], tuple(strides[arg])))
             case fx.Node():
                 return self.values[arg]
             case list() | tuple():
@@ -89,9 +89,9 @@ class References:
 
 
 def _filled(like: Argument, strides: Sequence[int]) -> Call:
-    return Call(to_be_filled, (like, tuple(strides)))
+    return Call(empty_with_strides, (like, tuple(strides)))
 
 
 def is_laid_out(value: Any) -> bool:
     """True if `value` is an argument that is laid out anew for the op that reads it."""
-    return isinstance(value, Call) and (value.target is laid_out or any(map(is_laid_out, value.args)))
+    return isinstance(value, Call) and (value.target is copy_with_strides or any(map(is_laid_out, value.args)))

@@ -19,6 +19,7 @@ from planner.report.comparisons import (
     table_text,
     write_report,
 )
+from planner.settings import TraceSettings
 from planner.studies.baselines import (
     Method,
     auto_sac,
@@ -31,10 +32,11 @@ from planner.studies.baselines import (
 )
 from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import Settings, compare_measured, profiled
-from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
+from planner.studies.comparison_rows import OPTIMUM, Row, RunBy
+from planner.studies.rows import read_rows, write_rows
 from planner.tracing import trace
 from planner.workload import workload
-from solvers.policies.sac import SacRule
+from solvers.baselines.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between
 
@@ -59,7 +61,7 @@ def measure(folder: Path, *, stock: tuple[Method, ...] = (), done: list[str] | N
     built = mlp()
     return compare_measured(
         built,
-        profiled(built, folder, name="six layers"),
+        profiled(built, folder, TraceSettings(name="six layers")),
         [tight()],
         METHODS,
         stock,
@@ -118,7 +120,7 @@ def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> 
     """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
     built = mlp()
     stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint-blocks level 9"), sac(SacRule.ATTENTION))
-    captured = profiled(built, tmp_path, name="six layers")
+    captured = profiled(built, tmp_path, TraceSettings(name="six layers"))
     heuristics = ("windows", "dtr", "lru", "largest")
     found = compare_measured(
         built, captured, [tight()], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
@@ -163,7 +165,7 @@ def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Ro
 
 def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], Row], folder: Path) -> None:
     write_rows(
-        folder / "rows.csv", [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint-blocks"]
+        folder / "rows.csv", Row, [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint-blocks"]
     )
     said: list[str] = []
     again = {row.key: row for row in measure(folder, stock=STOCK, done=said)}
@@ -185,15 +187,15 @@ def test_a_stopped_comparison_keeps_nothing_half_done(tmp_path: Path) -> None:
 def test_times_of_another_graph_are_refused(folder: Path, rows: dict[tuple[str, str, str], Row]) -> None:
     other = workload.load(workload.parse_spec(SPEC.replace("batch=512", "batch=500")))
     with pytest.raises(MismatchError, match="another graph"):
-        profiled(other, folder)
+        profiled(other, folder, TraceSettings())
 
 
 def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str], Row], folder: Path, tmp_path: Path) -> None:
     text = table_text(list(rows.values()))
     assert "## Measured" in text and "## At equal peak" in text
     assert "| auto-sac | does not run: Auto-SAC is not available" in text
-    write_rows(tmp_path / "rows.csv", list(rows.values()))
-    write_report(read_rows(tmp_path / "rows.csv"), tmp_path)
+    write_rows(tmp_path / "rows.csv", Row, list(rows.values()))
+    write_report(read_rows(tmp_path / "rows.csv", Row), tmp_path)
     assert (tmp_path / "table.md").read_text() == text
     assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png", "measured.png"}
 
@@ -204,7 +206,7 @@ def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["--measure", "--budgets", "75%,100%", "--methods", ",".join(methods), "--jobs", "1", "--quiet", *asked]
     assert main(["compare", SPEC, *words, "-o", str(tmp_path)]) == 0
     assert " on the host" in capsys.readouterr().out
-    rows = {row.key: row for row in read_rows(tmp_path / "rows.csv")}
+    rows = {row.key: row for row in read_rows(tmp_path / "rows.csv", Row)}
     for name in methods[2:]:
         row = rows[RunBy.TORCH, name, ""]
         assert row.exactness == "identical" and (row.measured_host_bytes or 0) > 0

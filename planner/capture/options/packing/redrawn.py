@@ -7,7 +7,7 @@ import torch
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
 from planner.capture.options.packing.finder import Finder, is_dense, room_for
-from planner.capture.rewrites.redraw import drawing_from
+from planner.capture.rewrites.reproducible_random import with_generator_argument
 from planner.torch_private.core import FakeTensor
 
 aten = torch.ops.aten
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Redraw:
-    """From the state of a generator to a mask, as ``planner.capture.rewrites.redraw.dropout_from`` draws it.
+    """From the state of a generator to a mask, as ``reproducible_random.dropout_with_generator`` draws it.
 
     Attributes:
         state, mask: fake.
@@ -45,7 +45,7 @@ def offer(finder: Finder) -> None:
     """An op for each mask of dropout on a CPU. CUDA's kernel draws it together with what it multiplies, as no other does."""
     for op, node in finder.calls([aten.native_dropout.default], Phase.FORWARD):
         calls = finder.capture.program.calls[op.id]
-        if finder.device != "cpu" or calls.random_state is None or drawing_from(node) is None:
+        if finder.device != "cpu" or calls.random_state is None or with_generator_argument(node) is None:
             continue
         mask, t, probability = value_of(node, (1,)), op.outputs[-1], node.args[1]
         assert isinstance(probability, float)

@@ -11,52 +11,41 @@ import torch
 
 from planner.capture.rewrites.reproducible_random import LOCK
 
+Draw = Callable[..., Any]
 
-def draw_once(draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+
+def draw_once(draw: Draw, /, *args: Any, **kwargs: Any) -> Any:
     """Draw what is not drawn again."""
     with LOCK:
         return draw(*args, **kwargs)
 
 
-def draw_first(state: torch.Tensor, generator: torch.Generator, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw for the first time, from `generator`; its state is saved."""
+def draw_first(
+    state: torch.Tensor, generator: torch.Generator, own: torch.Generator | None, draw: Draw, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Draw for the first time, and save the `state` of `generator`, which moves on also where `draw` draws from `own`."""
     with LOCK:
         # The state that was saved before is that of a moment ago, and others may have drawn since.
         state.copy_(generator.get_state())
-        return draw(*args, **kwargs)
-
-
-def draw_again(state: torch.Tensor, generator: torch.Generator, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw again from `generator`, which is left as it was found: no kernel draws from another one."""
-    with LOCK:
-        now = generator.clone_state()
-        try:
-            generator.set_state(state)
+        if own is None:
             return draw(*args, **kwargs)
-        finally:
-            generator.set_state(now.get_state())
-
-
-def draw_first_from(
-    own: torch.Generator,
-    state: torch.Tensor,
-    generator: torch.Generator,
-    draw: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Draw for the first time, from `own` in the state of `generator`, which is saved, and moves on as if it had drawn."""
-    with LOCK:
-        state.copy_(generator.get_state())
         own.set_state(state)
         drawn = draw(*args, **kwargs)
         generator.set_state(own.get_state())
         return drawn
 
 
-def draw_again_from(own: torch.Generator, state: torch.Tensor, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw again from `own`."""
+def draw_again(
+    state: torch.Tensor, generator: torch.Generator, own: torch.Generator | None, draw: Draw, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Draw again from `state`; where no kernel draws from `own`, `generator` is left as it was found."""
     with LOCK:
-        own.set_state(state)
-        return draw(*args, **kwargs)
+        if own is not None:
+            own.set_state(state)
+            return draw(*args, **kwargs)
+        now = generator.clone_state()
+        try:
+            generator.set_state(state)
+            return draw(*args, **kwargs)
+        finally:
+            generator.set_state(now.get_state())

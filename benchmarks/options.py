@@ -7,7 +7,6 @@ not made again, so that it can be stopped and taken up: all of it is some hours.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from benchmarks import offload
@@ -19,8 +18,7 @@ from benchmarks.options_table import error_table, table
 from graphs.io.files import write_text
 from graphs.options import OPTIONS, check_options, traced_options
 from planner import options
-from planner.settings import TraceSettings
-from planner.solving import clock_of
+from planner.settings import SolveSettings, TraceSettings
 from planner.studies.rows import read_csv, read_rows, write_csv
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
@@ -102,9 +100,10 @@ def main(words: Sequence[str] | None = None) -> None:
         for name, columns in (("offers.csv", OFFER_COLUMNS), ("rows.csv", COLUMNS), ("errors.csv", ERROR_COLUMNS)):
             kept = [row for row in read_csv(folder / name, columns) if row["model"] not in arguments.models]
             write_csv(folder / name, columns, kept)
+    limits = SolveSettings(time_limit_s=arguments.seconds, work_limit=arguments.work)
     for model in arguments.models:
         make = solve_model if model in MODELS else measure_model
-        make(model, arguments.options, partial(clock_of, arguments.seconds, arguments.work), folder)
+        make(model, arguments.options, limits.clock, folder)
     errors = read_rows(folder / "errors.csv", ErrorRow)
     write_csv(folder / "errors.csv", ERROR_COLUMNS, map(asdict, errors))
     write_text(folder / "errors.md", error_table(errors, MEASURED))

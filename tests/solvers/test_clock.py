@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from graphs.io.formats import plan_to_dict
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
+from planner.plans.document import plan_to_dict
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left

@@ -103,10 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.plan_files import naming
     from planner.plans.document import write_plan
     from planner.progress import LineView, Stage, Stages
     from planner.report.describe import plan_data, plan_text
-    from planner.report.plan_views import naming
     from planner.solving import solve
 
     graph = read_graph(arguments.graph)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.compiled_case import ATEN, OURS, REFERENCE, Row, Settings, compare_compiled
-from benchmarks.models import of_huggingface as hf
+from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
 from planner import options
 from planner.models import Workload, build

@@ -17,6 +17,7 @@ from graphs.units import format_bytes
 from planner import tracing
 from planner.capture.options.traced import with_traced
 from planner.models import Workload
+from planner.settings import TraceSettings
 from planner.solving import order_for
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured
@@ -192,7 +193,7 @@ class _Comparison:
         """Return the least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
-            timed = (tracing.profiled(captured, *self._workload, passes=1) for captured in captures)
+            timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
             graphs = [(with_traced(captured, (IN_PLACE,)) if method == OURS else captured).graph for captured in timed]
             orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
             self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)

@@ -22,7 +22,7 @@ from benchmarks.all_compressed import all_compressed
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import with_options, without_options
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio
 from planner import options, tracing
@@ -34,10 +34,10 @@ from planner.report.plots import COLORS, new_figure, save_figure
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import ALL, Column, SideBySide, by, markdown, side_by_side
-from solvers.policies.keep_everything import keep_everything
 
 EXACT = "exact"
 BITS = ("8", "4")
@@ -156,7 +156,7 @@ def train(case: tuple[str, Case], known: Sequence[Row], *, steps: int, seed: int
 
 def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     """Return the curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
-    captured = tracing.capture_profiled(*workload, optimizer=recipe.optimizer, accumulate=False, passes=1, options=["compress"])
+    captured = tracing.capture_profiled(workload, TraceSettings(optimizer=recipe.optimizer, passes=1, options=("compress",)))
     program = without_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), keep_everything(program)

@@ -15,9 +15,10 @@ from statistics import median
 import torch
 
 from benchmarks.command import carry_out, command_line, one_thread
+from graphs.schedule import keep_everything
 from graphs.units import format_seconds
 from planner import options
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -28,7 +29,6 @@ from planner.studies.baselines import own_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import Column, markdown
-from solvers.policies.keep_everything import keep_everything
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {
@@ -65,7 +65,7 @@ def measure(name: str, known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
     executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
     lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
-    with unchanged(model, batch):
+    with preserve_training_state(model, batch):
         if runs(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)

@@ -18,6 +18,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.budgets import budget_in_bytes
 from planner.choices import Choices, choices_of
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, provenance, text, value
@@ -232,7 +233,7 @@ def main(words: Sequence[str] | None = None) -> int:
         choices = choices_of(["offload"], suite.link, HOST)
         assert choices is not None
         for model in [model for model in arguments.models if model in suite.budgets]:
-            make = partial(Tracing(roofline=suite.device).graph, parse_spec(MODELS[model]))
+            make = partial(Tracing(TraceSettings(roofline=suite.device)).graph, parse_spec(MODELS[model]))
             cases[name, model] = Case(name, model, make, choices, suite.budgets[model])
     return carry_out(STUDY, arguments, cases)
 

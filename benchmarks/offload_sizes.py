@@ -13,12 +13,13 @@ from benchmarks.command import carry_out, command_line
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.choices import choices_of
+from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.max_batch import max_batch
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.sizes import Wanted, samples_for
 from planner.studies.tables import Column, markdown
-from planner.workload.sizes import Sizes
+from planner.workload.sizes import SizedModel
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 
@@ -68,7 +69,9 @@ CASES: Mapping[str, Case] = {
 def search(name: str, known: Sequence[Row], *, budget: str = BUDGET, limit_s: float = LIMIT_S) -> Iterator[Row]:
     """Yield a row for each method on one case."""
     case = CASES[name]
-    sizes = Sizes(parse_spec(case.spec), case.varies, Tracing(roofline="h200", optimizer="adamw"), unit=case.unit, way_out="")
+    sizes = SizedModel(
+        parse_spec(case.spec), case.varies, Tracing(TraceSettings(roofline="h200", optimizer="adamw")), unit=case.unit, way_out=""
+    )
     wanted = Wanted(
         budget_bytes=parse_budget(budget, peak_bytes=0),
         max_overhead=MAX_OVERHEAD,

@@ -23,7 +23,8 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options
 from planner.budgets import budget_in_bytes
 from planner.choices import Choices, choices_of
-from planner.solving import clock_of, summarize
+from planner.settings import SolveSettings, TraceSettings
+from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import KeptRows, Made, column, key, provenance, text, value
 from planner.studies.tables import as_markdown, bullets, by
@@ -89,7 +90,7 @@ class Row(Solved):
 
 def trace(model: str, names: Sequence[str]) -> Graph:
     """Return the step of a model, timed, with all options of `names` that are found in it."""
-    return Tracing(roofline=DEVICE, options=traced_options(names)).graph(parse_spec(MODELS[model]))
+    return Tracing(TraceSettings(roofline=DEVICE, options=traced_options(names))).graph(parse_spec(MODELS[model]))
 
 
 def set_name(some: Sequence[str]) -> str:
@@ -338,7 +339,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     check_options(arguments.options)
     one_thread()
-    clock = partial(clock_of, arguments.seconds, arguments.work)
+    clock = SolveSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).clock
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in arguments.options]
     errors = {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])}
     code = carry_out(ERRORS, arguments, errors)

@@ -11,6 +11,7 @@ import torch
 from benchmarks.offload import budget_bytes_of
 from graphs.ir import Op
 from graphs.options import with_options, without_options
+from graphs.schedule import keep_everything
 from graphs.units import format_bytes
 from planner import tracing
 from planner.capture.lowering.lower import Capture
@@ -20,6 +21,7 @@ from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
@@ -28,7 +30,6 @@ from planner.studies.tables import Column, by, markdown
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -155,7 +156,7 @@ def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[R
     model, option, clock = case
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
-    captured = tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=_REPEATS, options=[option])
+    captured = tracing.capture_profiled(workload, TraceSettings(passes=_REPEATS, options=(option,)))
     bits, peak_bytes = bits_of(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
     row = Row(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
     if bits is Bits.EXACT:

@@ -20,7 +20,7 @@ from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
@@ -28,27 +28,28 @@ from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.profiling.devices import Device, get_device
-from planner.profiling.other_devices import known_devices
+from planner.models import Workload
+from planner.profiling.devices import DeviceSpec, get_device
+from planner.profiling.other_devices import decode_devices
 from planner.profiling.roofline import model_times
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.tables import ALL, Column, markdown, side_by_side
 from planner.workload.workload import load, parse_spec
+from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
-from solvers.xengine import XEngineParams
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
-INTEGRATED = Device("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
+INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
 MODELLED_BYTES_PER_S = 12e9  # of a copy from buffer to buffer on the same bus, both read and written
 NO_LIMIT = "no limit"
 BUDGETS = (NO_LIMIT, "90%")
@@ -176,8 +177,8 @@ def pair_of(step: Step, pair: str) -> Pair:
         captured = capture(*step)
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
-    measured = tracing.capture_profiled(*step, optimizer="none", accumulate=False, passes=9, other_devices=(MEASURED[pair],))
-    (second,) = known_devices(measured.graph.provenance)
+    measured = tracing.capture_profiled(Workload(*step), TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
+    (second,) = decode_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 
 

@@ -93,7 +93,9 @@ def solve_case(case: Row, file: Path) -> Iterator[Row]:
 
 def writing_seconds(graph: Graph, budget_bytes: int) -> float:
     """Return how long PuLP takes to write the reference's program."""
-    from solvers.checkmate.model import CheckmateModel  # imports PuLP, which the memory of other solves shall not hold
+    from solvers.baselines.common.checkmate_program import (
+        CheckmateModel,  # imports PuLP, which the memory of other solves shall not hold
+    )
 
     began = time.perf_counter()
     CheckmateModel(problem_of(graph, budget_bytes)).build()

@@ -208,16 +208,16 @@ def _failed(row: Row, error: Exception) -> Row:
 
 def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
     """Return models by name, by where they are from; no package is imported before one of its models is made."""
-    from benchmarks.models import by_hand, of_diffusers, of_huggingface, of_peft, of_timm, of_torchvision
+    from benchmarks.models import diffusers_models, handwritten, huggingface_models, peft_models, timm_models, torchvision_models
 
-    of_torchvision.declare_torchvision_ops()  # others import it too
+    torchvision_models.declare_torchvision_ops()  # others import it too
     return {
-        "by hand": by_hand.MODELS,
-        "transformers": of_huggingface.MODELS,
-        "timm": of_timm.MODELS,
-        "torchvision": of_torchvision.MODELS,
-        "diffusers": of_diffusers.MODELS,
-        "peft": of_peft.MODELS,
+        "by hand": handwritten.MODELS,
+        "transformers": huggingface_models.MODELS,
+        "timm": timm_models.MODELS,
+        "torchvision": torchvision_models.MODELS,
+        "diffusers": diffusers_models.MODELS,
+        "peft": peft_models.MODELS,
     }
 
 

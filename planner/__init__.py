@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.missing import told
+from planner.missing_packages import explain_missing_packages
 
 if TYPE_CHECKING:
     __version__: str
     from graphs.errors import OutOfMemoryError, PlannerError
-    from graphs.plan import Plan
     from planner.advising import advise
+    from planner.plans.plan import Plan
     from planner.running import RunReport, run
     from planner.solving import solve
     from planner.torch_compile.checkpoint import checkpoint
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> object:
         "OutOfMemoryError": "graphs.errors",
         "PlannedStep": "planner.training.step",
         "PlannerError": "graphs.errors",
-        "Plan": "graphs.plan",
+        "Plan": "planner.plans.plan",
         "RunReport": "planner.running",
         "advise": "planner.advising",
         "checkpoint": "planner.torch_compile.checkpoint",
@@ -82,5 +82,5 @@ def __getattr__(name: str) -> object:
         "solve": "planner.solving",
         "trace": "planner.tracing",
     }
-    with told():
+    with explain_missing_packages():
         return getattr(import_module(modules[name]), name)

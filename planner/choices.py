@@ -14,7 +14,7 @@ from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
 from planner.profiling.link import format_rate, measured_link, published_link
-from planner.profiling.other_devices import DEVICES_KEY, known_devices, recorded_devices
+from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
 
 # What PCIe 4, or 5 beside a training step that uses memory itself, carries in each direction.
 LINK = "25GB/s"
@@ -57,17 +57,25 @@ class Choices:
         link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
         host_bytes: of the host's memory that a step may take; None where no option copies.
         exact: offer only ops that differ from the program in not a bit.
+        host_budget: what `host_bytes` was read from.
     """
 
     options: tuple[str, ...]
     link_bytes_per_s: float | None = None
     host_bytes: int | None = None
     exact: bool = False
+    host_budget: str | int | None = None
 
     @property
     def measures_link(self) -> bool:
         """Whether the link is to be measured where a step is profiled: something copies, and nobody said what it carries."""
         return self.host_bytes is not None and self.link_bytes_per_s is None
+
+    @property
+    def shares_host(self) -> bool:
+        """Whether the host's memory is a share of what is free, so that it is another amount each time."""
+        share = self.host_budget is None or (isinstance(self.host_budget, str) and self.host_budget.strip().endswith("%"))
+        return self.host_bytes is not None and share
 
     @property
     def places(self) -> bool:
@@ -104,14 +112,14 @@ class Choices:
         if self.exact:
             said["exact"] = exact_ops(graph)
         if self.places:
-            said[DEVICES_KEY] = recorded_devices(self._devices(graph.provenance))
+            said[DEVICES_KEY] = encode_devices(self._devices(graph.provenance))
         if self.host_bytes is None:
             return said
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
 
     def _devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
         """That ops may run on, of those that a graph of this provenance was traced with."""
-        known = known_devices(provenance) if self.places else ()
+        known = decode_devices(provenance) if self.places else ()
         return tuple(device.exactly for device in known) if self.exact else known
 
     def link(self, provenance: Mapping[str, object]) -> KnownLink:
@@ -160,13 +168,13 @@ def choices_of(
                 f"{' and '.join(given)} given, but no option that copies: add options=['offload'] (--options offload)"
             )
         return Choices(tuple(options), exact=exact) if options else None
-    free_bytes = psutil.virtual_memory().available
+    free_bytes, asked = psutil.virtual_memory().available, host_budget
     if host_budget is None:
         host_budget = int(_HOST_SHARE * free_bytes)
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
     rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
     Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # refused before anything is traced or measured
-    return Choices(tuple(options), rate, host_bytes, exact)
+    return Choices(tuple(options), rate, host_bytes, exact, asked)
 
 
 def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
@@ -185,24 +193,6 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
         raise _edited(f"a link of {said!r} ({error})") from None
 
 
-def is_amount(host_budget: str | int | None) -> bool:
-    """Whether it is one however much of the host's memory is free."""
-    return host_budget is not None and not (isinstance(host_budget, str) and host_budget.strip().endswith("%"))
-
-
-def check_amount(host_budget: str | int | None) -> None:
-    """Refuse what is no amount, where several processes train.
-
-    Raises:
-        PlannerError: it is none.
-    """
-    if not is_amount(host_budget):
-        raise PlannerError(
-            f"host_budget is {host_budget!r}, a part of the host's free memory, and each of several processes would take as "
-            "much: say how much each may take, as host_budget='8GB'"
-        )
-
-
 def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
     """`graph` with the options that the settings of a plan name, and no others that it was traced with.
 
@@ -211,7 +201,7 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
     names, only = recorded_options(settings), _recorded_exact(settings)
-    known, others = recorded_link(settings), known_devices(settings)
+    known, others = recorded_link(settings), decode_devices(settings)
     if known is None:
         return with_options(graph, names, Surroundings(Link.even(1.0), others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")

@@ -6,26 +6,28 @@ from statistics import median
 
 from torch import nn
 
-from graphs.eager import within_own_error
 from graphs.options import without_options
-from graphs.plan import Plan
 from graphs.pools import HOST
-from planner.capture.frontend.unchanged import unchanged
+from graphs.schedule import keep_everything
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.choices import recorded_options, with_recorded
 from planner.keeping_everything import why_it_does_not_fit
+from planner.models import Workload
 from planner.plan_check import check_sizes
-from planner.profiling.replay import written_by
+from planner.plans.eager import within_own_error
+from planner.plans.plan import Plan
+from planner.profiling.replay import written_tensors
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.settings import TraceSettings
 from planner.tracing import as_recorded, capture_step
-from solvers.policies.keep_everything import keep_everything
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 
@@ -122,7 +124,7 @@ def run(
         OutOfMemoryError: the plan does not fit into the free memory.
     """
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
-        report = _run(plan, model, loss_fn, as_leaves(batch), stages, repeats=repeats, seed=seed)
+        report = _run(plan, model, loss_fn, detach_batch(batch), stages, repeats=repeats, seed=seed)
         stages.finish()
     return report
 
@@ -139,7 +141,7 @@ def _run(
     not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
     outcomes: dict[str, measure.StepOutcome] = {}
-    written = written_by(captured, eager, batch)
+    written = written_tensors(captured, eager, batch)
     if not not_compared:
         steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)
@@ -156,7 +158,7 @@ def _run(
     with (
         stages.stage(Stage.COMPARE, f"timing {named}"),
         reporting("timing the plan"),
-        unchanged(eager, batch, written=written),
+        preserve_training_state(eager, batch, written=written),
     ):
         isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}
         times = measure.turn_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)
@@ -185,14 +187,12 @@ def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
-        captured = capture_step(
-            model,
-            loss_fn,
-            batch,
+        settings = TraceSettings(
             optimizer=str(provenance.get("optimizer", "none")),
             accumulate=bool(provenance.get("accumulate", False)),
             name=str(provenance.get("model", "")),
         )
+        captured = capture_step(Workload(model, loss_fn, batch), settings)
     return as_recorded(captured, provenance, recorded_options(plan.settings))
 
 

@@ -1,7 +1,7 @@
-"""Plans on a CUDA device beside eager PyTorch: what was predicted, what the allocator says, times and bits.
+"""Plans on a CUDA device compared with eager PyTorch: predicted and allocated memory, times and bits.
 
-A row for each model, way and budget, written as soon as it is there. The budgets are shares of eager PyTorch's peak. It fails if
-a plan takes more than its budget, or has other bits where eager PyTorch repeats its own.
+Each model, kind of plan and budget gives a row, written as soon as it is measured. Budgets are fractions of eager PyTorch's
+peak. The run fails if a plan exceeds its budget, or has other bits where eager PyTorch repeats its own.
 """
 
 import gc
@@ -37,13 +37,13 @@ MODELS: Mapping[str, Callable[..., Workload]] = {
     "gpt2": partial(build, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
     "resnet50": partial(build, "resnet50", batch=48),
 }
-_STEPS = 3  # of training, for the memory of plans
+_STEPS = 3  # training steps in which the memory of plans is measured
 _REPEATS = 5
 _SOLVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class PlanRow(Made):
     """One way to train a model at one budget."""
 
     model: str = key()
@@ -61,13 +61,13 @@ class Row(Made):
     overhead: float | None = value("predicted beside keeping everything")
     gap: float | None = value()
     bits: bool | None = value("equal to eager PyTorch's; for eager PyTorch, to those of another run")
-    gradient_error: float | None = value("as in graphs.eager.EagerComparison")
-    eager_error: float | None = value("as in graphs.eager.EagerComparison")
+    gradient_error: float | None = value("as in planner.plans.eager.EagerComparison")
+    eager_error: float | None = value("as in planner.plans.eager.EagerComparison")
     message: str = text("why there is no more")
 
 
-def eager_row(row: Row, workload: Workload) -> Row:
-    """Return `row` with what eager PyTorch takes, and whether it repeats its bits."""
+def eager_row(row: PlanRow, workload: Workload) -> PlanRow:
+    """Return `row` with the measurements of eager PyTorch, and whether it repeats its bits."""
     step = TrainingStep(workload.model, workload.loss_fn)
     row = replace(row, **memory(step, workload))
     times = median_times({"": step}, workload.batch, parameters=list(workload.model.parameters()), repeats=_REPEATS)
@@ -76,8 +76,8 @@ def eager_row(row: Row, workload: Workload) -> Row:
     return replace(row, step_s=times[""], bits=same, eager_error=None if same else first.gradient_error(second))
 
 
-def planned_row(row: Row, workload: Workload) -> Row:
-    """Return `row` with what a plan of its way and share takes."""
+def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
+    """Return `row` with the measurements of a plan of its kind and share."""
     began = time.perf_counter()
     step = planner.compile(*workload, budget=row.share, time_limit_s=_SOLVE_S, wait=_SOLVE_S, swap="never", **WAYS[row.way])
     plan, eager = step.plan, step.plan.eager
@@ -97,7 +97,7 @@ def planned_row(row: Row, workload: Workload) -> Row:
 
 
 def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
-    """Return the most that some steps of training take, by the names of the columns."""
+    """Return the peaks of some steps of training, by the names of the columns."""
     device = next(workload.model.parameters()).device
     library_bytes = warm_up_libraries(device)
     workload.model.zero_grad()
@@ -117,7 +117,7 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
     }
 
 
-def measure(row: Row, known: Sequence[Row]) -> Iterator[Row]:
+def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
     """Yield `row` with all that is measured, or with the error that came in between."""
     gc.collect()  # what the last row has left
     torch.cuda.empty_cache()
@@ -129,7 +129,7 @@ def measure(row: Row, known: Sequence[Row]) -> Iterator[Row]:
         yield replace(row, message=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
-def failures(rows: Sequence[Row]) -> Iterator[str]:
+def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
     """Say what plans did that they must not."""
     for row in rows:
         name = f"{row.model} {row.way} {row.share}".strip()
@@ -141,7 +141,7 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{name}: other bits than eager PyTorch, which repeats its own"
 
 
-def _bits(row: Row) -> str | None:
+def _bits(row: PlanRow) -> str | None:
     if row.bits is None or row.bits:
         return "equal" if row.bits else None
     errors = (error for error in (row.gradient_error, row.eager_error) if error is not None)
@@ -160,7 +160,7 @@ TABLE = (
 )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[PlanRow]) -> str:
     """Return the rows as Markdown."""
     last = rows[-1]
     return f"{markdown(rows, TABLE)}\n{last.machine}; torch {last.torch}; commit {last.commit}.\n"
@@ -168,7 +168,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Make all rows; 1 if one is not as it must be."""
-    parser = command_line(__doc__, Row, models=MODELS, out="results/gpu/plans")
+    parser = command_line(__doc__, PlanRow, models=MODELS, out="results/gpu/plans")
     parser.add_argument("--ways", default="recompute", help=f"with commas, of {', '.join(WAYS)} (default: %(default)s)")
     parser.add_argument("--shares", default="70%,50%", help="of eager PyTorch's peak, with commas (default: %(default)s)")
     arguments = parser.parse_args(words)
@@ -178,8 +178,8 @@ def main(words: Sequence[str] | None = None) -> int:
     pairs = [(EAGER, ""), *((way, share) for way in ways for share in shares)]
     keys = [(model, way, share) for way, share in pairs for model in arguments.models]
     about = provenance(torch.device("cuda"))
-    cases = {key: Row(model=key[0], way=key[1], share=key[2], **about) for key in keys}
-    study = Study(Row, measure, pages={"table.md": table}, failures=failures)
+    cases = {key: PlanRow(model=key[0], way=key[1], share=key[2], **about) for key in keys}
+    study = Study(PlanRow, measure, pages={"table.md": table}, failures=failures)
     return carry_out(study, arguments, cases, say=lambda row: markdown([row], TABLE).splitlines()[2])
 
 

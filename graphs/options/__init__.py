@@ -5,8 +5,7 @@ then on, and those that are not wanted are left out of it again. A name may come
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.checks import check_plain
@@ -22,14 +21,6 @@ from graphs.pools import DEVICE
 Rewrite = Callable[[Graph, Surroundings], Graph]  # the graph with more optional ops
 
 
-class Setting(StrEnum):
-    """How a step is captured and run, where not every choice goes with that; as users are told."""
-
-    TORCH_COMPILE = "torch.compile"
-    VARYING_SIZES = "dynamic=True"
-    INDUCTOR = "Inductor's kernels"
-
-
 @dataclass(frozen=True, slots=True)
 class Option:
     """A choice.
@@ -40,7 +31,6 @@ class Option:
         copies: whether it copies over the link to the host.
         places: whether it runs ops on other devices.
         lossy: whether solving needs to know to how many bits the whole may be compressed, as in ``compress:4``.
-        refused: what it does not go with, and for each why and what to do.
         default: whether ``planner.compile`` takes it where nobody says which: it is exact, goes with everything, and makes no
             program larger.
     """
@@ -50,37 +40,24 @@ class Option:
     copies: bool = False
     places: bool = False
     lossy: bool = False
-    refused: Mapping[Setting, str] = field(default_factory=dict)
     default: bool = False
 
-
-_OF_EAGER = {Setting.INDUCTOR: "it is found among those of eager PyTorch; leave it out, or take those"}
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         "offload": Option("tensors may be offloaded to host memory and reloaded, beside the computation", offloaded, copies=True),
-        "chunks": Option("loss heads and other large row-wise stretches may be computed in 2 to 16 chunks", refused=_OF_EAGER),
-        "pack": Option("masks, indices and inputs of activations may be stored in bits and bytes, exactly", refused=_OF_EAGER),
-        "kernels": Option("convolutions, attention and losses may use other kernels, with other workspaces", refused=_OF_EAGER),
+        "chunks": Option("loss heads and other large row-wise stretches may be computed in 2 to 16 chunks"),
+        "pack": Option("masks, indices and inputs of activations may be stored in bits and bytes, exactly"),
+        "kernels": Option("convolutions, attention and losses may use other kernels, with other workspaces"),
         "in-place": Option("element-wise ops may write over an input that nothing reads later", default=True),
         "compress": Option(
             "saved tensors may be stored in 1 to 8 bits, within the gradient error of 4 bits for all: compress:4",
             lossy=True,
-            refused={
-                **_OF_EAGER,
-                Setting.TORCH_COMPILE: "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
-                Setting.VARYING_SIZES: "how lossy a step may be is measured at one size; leave one of them out",
-            },
         ),
         "placement": Option(
             "ops may run on other devices, with copies between them",
             placed,
             places=True,
-            refused={
-                Setting.INDUCTOR: "they run on one device; leave it out, or take those of eager PyTorch",
-                Setting.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
-                Setting.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
-            },
         ),
     }
 )
@@ -134,17 +111,6 @@ def check_complete(names: Sequence[str]) -> None:
                 f"the option {name!r} needs to know how lossy the whole may be, as bits from {LEAST_BITS} to {MOST_BITS}: write "
                 f"'{name}:{REFERENCE_BITS}'"
             )
-
-
-def check_goes_with(names: Sequence[str], setting: Setting) -> None:
-    """Refuse what does not go with how a step is captured and run.
-
-    Raises:
-        UsageError: there is no such choice, or one does not; says why, and what to do.
-    """
-    for name, _ in map(parsed, names):
-        if (reason := OPTIONS[name].refused.get(setting)) is not None:
-            raise UsageError(f"the option {name!r} does not go with {setting}: {reason}")
 
 
 def traced_options(names: Sequence[str]) -> tuple[str, ...]:

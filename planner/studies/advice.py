@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphs.options import OPTIONS, parsed
-from graphs.plan import GraphSummary
 from graphs.units import format_bytes
+from planner.plans.plan import GraphSummary
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 import torch
 
-from graphs.errors import PlannerError
-from planner.capture.frontend.unchanged import unchanged
+from graphs.errors import PlannerError, first_line, typed_line
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
 from planner.models import Workload
@@ -91,7 +91,8 @@ class Benchmark:
             step = method.prepare(model, loss_fn)
             measured = self._check(method.name, step, hidden_bytes)
         except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
-            return Measured(method.name, error=_one_line(error), applies=not isinstance(error, InapplicableError))
+            said = first_line(error) if isinstance(error, PlannerError) else typed_line(error)
+            return Measured(method.name, error=said, applies=not isinstance(error, InapplicableError))
         self._steps[method.name] = step
         return measured
 
@@ -103,7 +104,7 @@ class Benchmark:
     def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
         """Seconds of a forward and backward pass of those that were entered, turn by turn; see ``measure.turn_times``."""
         model, _, batch = self._workload
-        with unchanged(model, batch):
+        with preserve_training_state(model, batch):
             steps = {name: measure.Isolated(self._steps[name], model, batch) for name in names}
             return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
@@ -118,7 +119,7 @@ class Benchmark:
         if self._host is not None:
             self._host.peak_bytes = self._host.used_bytes
         found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
-        with unchanged(model, batch):
+        with preserve_training_state(model, batch):
             isolated = measure.Isolated(step, model, batch)
             memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)
         errors = _Errors.between(reference, found)
@@ -198,9 +199,3 @@ def relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[s
 
 def _length(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values))
-
-
-def _one_line(error: Exception) -> str:
-    """The first line that says something; PyTorch's go on for pages."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return text if isinstance(error, PlannerError) else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""``make gpu``, rehearsed on the stand-in for a CUDA device: what it prints, and what it leaves behind."""
+"""``make gpu`` on the emulated CUDA device: its output and its files."""
 
 import csv
 import time
@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import plans, probe
-from benchmarks.gpu.__main__ import ROOT, Step
+from benchmarks.gpu.__main__ import ROOT, GpuStep
 from planner.models import Workload, build
 from tests.support.cuda_device import cuda_device, on_device
 
@@ -38,9 +38,7 @@ def test_the_probe_prints_a_line_for_each_fact(capsys: pytest.CaptureFixture[str
     assert lines["copies to the host"].endswith("GB/s")
 
 
-def test_a_probe_that_fails_is_a_line_and_the_others_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_probe_is_a_line_and_the_others_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> probe.Lines:
         yield "first", "found"
         raise RuntimeError("no such thing")
@@ -53,7 +51,7 @@ def test_a_probe_that_fails_is_a_line_and_the_others_run(
     assert capsys.readouterr().out.splitlines() == ["first: found", "broken: FAILED, RuntimeError: no such thing", "last: found"]
 
 
-def test_plans_are_rows_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plans, "MODELS", {"tiny": _tiny})
     monkeypatch.setattr(plans, "_SOLVE_S", 2.0)
     out = tmp_path / "plans"
@@ -107,7 +105,7 @@ def test_every_step_is_a_line_and_a_log(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = {"good": ("0", "0"), "bad": ("3", "0"), "long": ("0", "600")}
-    monkeypatch.setattr(gpu, "STEPS", {name: Step(("steps", *given), 5.0) for name, given in words.items()})
+    monkeypatch.setattr(gpu, "STEPS", {name: GpuStep(("steps", *given), 5.0) for name, given in words.items()})
     out = tmp_path / "out"
     assert gpu.main(["--out", str(out), "--steps", "good,bad,long"]) == 1
     said = capsys.readouterr().out
@@ -123,9 +121,7 @@ def test_every_step_is_a_line_and_a_log(
     assert not alive
 
 
-def test_without_a_gpu_nothing_is_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main(["--out", str(tmp_path / "out")]) == 2
     assert "no CUDA device" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import try_model, try_models
-from benchmarks.models import by_hand
+from benchmarks.models import handwritten
 from benchmarks.models.parts import Residual
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
@@ -171,8 +171,8 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         assert asked == expected
 
 
-@pytest.mark.parametrize("make", by_hand.MODELS.values(), ids=by_hand.MODELS)
-def test_every_model_by_hand_has_a_loss(make: Callable[[], Workload]) -> None:
+@pytest.mark.parametrize("make", handwritten.MODELS.values(), ids=handwritten.MODELS)
+def test_every_handwritten_model_has_a_loss(make: Callable[[], Workload]) -> None:
     torch.manual_seed(0)
     workload = make()
     loss = loss_of(whole_step(workload)(*workload.batch))

@@ -8,19 +8,18 @@ import pytest
 from graphs.ir import Graph
 from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, with_overwriting
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.result import Status
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.brute_force import fastest
 from tests.support.brute_force_copies import fastest_with_copies
 from tests.support.requests import ask

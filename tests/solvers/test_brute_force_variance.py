@@ -8,14 +8,14 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.brute_force_options import fastest_with_options
 from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
 from tests.support.requests import ask

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from graphs.errors import PlannerError
 from graphs.io import files
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.plan import GraphSummary, Plan
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule
+from planner.plans.plan import GraphSummary, Plan
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 sizes = st.integers(0, 2**63 - 1)
@@ -124,7 +124,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def through_text(data: dict[str, object]) -> object:
-    return json.loads(files.layout(data))
+    return json.loads(files.format_json(data))
 
 
 def files_in(folder: Path) -> list[str]:

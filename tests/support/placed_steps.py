@@ -17,10 +17,11 @@ from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
-from planner.profiling.other_devices import named_device
+from planner.profiling.other_devices import parse_device
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
 from planner.runtime.placed import moved
+from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
 from tests.support.all_choices import BESIDE, any_schedule
 from tests.support.steps import make
@@ -33,14 +34,14 @@ TRACED = ("chunks", "pack", "kernels", "in-place", "compress")
 def profiled(name: str) -> Capture:
     """The step `name` with measured times and workspaces."""
     workload = make(name)
-    return capture_profiled(*workload, passes=1)
+    return capture_profiled(workload, TraceSettings(passes=1))
 
 
 @cache
 def traced(name: str) -> Capture:
     """The step `name` with all that is found in it, measured."""
     workload = make(name)
-    return capture_profiled(*workload, passes=1, options=TRACED)
+    return capture_profiled(workload, TraceSettings(passes=1, options=TRACED))
 
 
 def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool = True, host_bytes: int | None = None) -> Capture:
@@ -73,7 +74,7 @@ def surroundings(captured: Capture, names: Sequence[str], main: torch.device = C
     """Devices called `names` beside `main`, and the host, over links that are faster than any."""
 
     def other(name: str) -> OtherDevice:
-        place = place_of(named_device(name))
+        place = place_of(parse_device(name))
         able = [moved(captured.program, op, op, main, place) is not None for op in captured.graph.program]
         times = tuple(op.time_s if can else None for op, can in zip(captured.graph.program, able, strict=True))
         return OtherDevice(name, times, 1e12, block_bytes=512 if place.type == "cuda" else 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.ir import Graph, Op
-from graphs.options import Setting, check_goes_with, check_options, traced_options
+from graphs.options import check_options, traced_options
 from graphs.options.selection import IN_PLACE, LEFT_OUT, TRACED, option_of, traced_with, without
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Call, Launches, variable
@@ -14,6 +14,7 @@ from planner.capture.options import chunks, kernels, packing
 from planner.capture.options.compression import compressed
 from planner.capture.options.in_place import in_place
 from planner.capture.options.kernels.worth import needless
+from planner.compatibility import Feature, check_compatible
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
     if not (wanted := traced_options(names)):
         return capture
     if capture.whole is not None:
-        check_goes_with(wanted, Setting.INDUCTOR)
+        check_compatible((*wanted, Feature.INDUCTOR))
     for name in wanted:
         capture = REWRITES[name].rewrite(capture)
     graph = capture.graph

@@ -7,6 +7,7 @@ import torch
 
 from graphs.errors import UsageError
 from graphs.options import traced_options, with_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, solve, tracing
 from planner.capture.lowering.lower import Capture
@@ -14,11 +15,11 @@ from planner.capture.options.in_place import with_out, working_in_place
 from planner.capture.step import TrainingStep
 from planner.choices import choices_of
 from planner.models import Workload
-from planner.profiling.replay import written_by
+from planner.profiling.replay import written_tensors
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
+from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import on_the_way
 from tests.support.executed import executed
 from tests.support.steps import make, random_schedule, solve_for
@@ -76,7 +77,7 @@ def test_a_product_with_a_number_which_rounds_otherwise_in_place_has_no_variant(
 def captured(name: str) -> tuple[Capture, Workload]:
     torch.manual_seed(7)
     workload = make(name)
-    return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["in-place"]), workload
+    return capture_profiled(workload, TraceSettings(passes=1, options=("in-place",))), workload
 
 
 @pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "tied", "shared_gradient", "unet"])
@@ -84,7 +85,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     capture, workload = captured(name)
     model, loss_fn, batch = workload
     step = TrainingStep(model, loss_fn)
-    eager = outcome(step, model, batch, seed=0, written=written_by(capture, step, batch))
+    eager = outcome(step, model, batch, seed=0, written=written_tensors(capture, step, batch))
     graph = capture.graph
     assert any(op.overwrites for op in graph.ops)
     schedules = [keep_everything(graph), *(random_schedule(graph, seed) for seed in range(2))]

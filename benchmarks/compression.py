@@ -19,11 +19,12 @@ from benchmarks.all_compressed import all_compressed
 from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
 from benchmarks.compression_table import BITS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
 from benchmarks.training_loop import Loop, Recipe
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner import options, tracing
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build

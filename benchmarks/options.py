@@ -17,8 +17,8 @@ from benchmarks.options_errors import MEASURED, error_rows
 from benchmarks.options_rows import ErrorRow, Offer, Row, set_name
 from benchmarks.options_table import error_table, table
 from graphs.io.files import write_text
-from graphs.options import OPTIONS, check_options, traced_options
 from planner import options
+from planner.capture.options import OPTIONS, check_options, traced_options
 from planner.solving import clock_of
 from planner.studies.rows import read_csv, read_rows, write_csv
 from planner.workload.tracing import Tracing

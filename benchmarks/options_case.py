@@ -10,10 +10,10 @@ from benchmarks.offload import HOST
 from benchmarks.options_rows import LEAST, Bits, Offer, Row, bits_of, set_name
 from benchmarks.solved import solved
 from graphs.ir import Graph
-from graphs.options import OPTIONS, traced_options, with_options
 from graphs.options.selection import holding
 from graphs.simulate import simulate
 from planner.budgets import budget_in_bytes
+from planner.capture.options import OPTIONS, traced_options, with_options
 from planner.choices import Choices, choices_of
 from planner.solving import summarize
 from solvers.clock import Clock

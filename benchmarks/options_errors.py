@@ -10,9 +10,10 @@ import torch
 from benchmarks.common import provenance
 from benchmarks.offload_case import budget_bytes_of
 from benchmarks.options_rows import Bits, ErrorRow, bits_of
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from planner import tracing
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime import measure

@@ -16,7 +16,6 @@ from torch import nn
 
 from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Schedule
@@ -25,6 +24,7 @@ from graphs.units import format_ratio, format_seconds
 from planner import tracing
 from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.profiling.devices import Device, get_device

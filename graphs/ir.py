@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from graphs.checks import check_graph
-from graphs.pools import COMPUTE, DEVICE, Pool
+from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
 
@@ -137,6 +137,11 @@ class Op:
     def exact(self) -> bool:
         """Whether it makes the bits that the program would."""
         return not self.differs
+
+    @property
+    def is_transfer(self) -> bool:
+        """True if it is optional and copies a tensor from one pool to another, on a channel."""
+        return self.optional and self.target == TRANSFER
 
 
 _DEVICE_POOL = Pool(DEVICE, COMPUTE)

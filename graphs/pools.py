@@ -5,6 +5,7 @@ from dataclasses import dataclass
 DEVICE = "device"  # the pool whose capacity is the budget
 HOST = "host"
 COMPUTE = "compute"  # the stream that owns the device's
+TRANSFER = "copy"  # target of the ops that copy from one pool to another
 HOST_TO_DEVICE = "host_to_device"
 DEVICE_TO_HOST = "device_to_host"
 COLLECTIVES = "collectives"

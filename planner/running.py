@@ -13,12 +13,12 @@ from graphs.pools import HOST
 from planner.capture.frontend.unchanged import unchanged
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
+from planner.capture.replay import written_by
 from planner.capture.signature import Batch, as_leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.choices import recorded_options, with_recorded
 from planner.keeping_everything import why_it_does_not_fit
 from planner.plan_check import check_sizes
-from planner.profiling.replay import written_by
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
 from planner.runtime.executor import Executor

@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
-from graphs.options.placement import is_copy, is_placed, on_devices_alone, placement_beside
+from graphs.options.option import GraphOption, Need
+from graphs.options.placement import is_placed, on_devices_alone, placement_beside
 from graphs.options.surroundings import Surroundings
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
@@ -48,17 +49,18 @@ class Copies:
     host_bytes: int | None
 
 
-def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
-    """`graph` with a round trip for each tensor that the program makes and reads on the device and does not keep.
+def _why_not(graph: Graph, _surroundings: Surroundings) -> str:
+    if on_devices_alone(graph):
+        return ""
+    return "offload is added to a graph that has other pools or streams already: add it once, and behind placement"
+
+
+def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
+    """Return `graph` with a round trip for each tensor that the program makes and reads on the device and does not keep.
 
     States of generators stay, and what only optional ops make, so also copies on other devices. Tensors of less than
     ``LEAST_BYTES`` stay, unless the graph has only such.
-
-    Raises:
-        GraphError: the graph has other pools or streams already than those of other devices.
     """
-    if not on_devices_alone(graph):
-        raise GraphError("offload is added to a graph that has other pools or streams already: add it once, and behind placement")
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
     made = [t for t in made if t.producers[0] < len(graph.program)]
     # What draws from a state writes it there first, and would have to wait for its copy.
@@ -80,8 +82,18 @@ def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     return replace(graph, ops=tuple(ops), tensors=tuple(tensors), pools=pools)
 
 
+OFFLOAD = GraphOption(
+    name="offload",
+    description="tensors may be offloaded to host memory and reloaded, beside the computation",
+    need=Need.LINK,
+    last=True,  # round trips are of what is in the device's memory, whatever makes it
+    accepts=_why_not,
+    apply=_offloaded,
+)
+
+
 def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
-    """The inverse of ``offloaded``: the rest with the same ids, and the round trips (None: there are none).
+    """The inverse of ``OFFLOAD``: the rest with the same ids, and the round trips (None: there are none).
 
     Raises:
         GraphError: the graph has other pools or streams than those, and than other devices have.
@@ -118,7 +130,7 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
 
 def _is_read(graph: Graph, t: Tensor) -> bool:
     """Whether an op reads it that does not just copy it to another device."""
-    return any(not is_copy(graph.ops[op]) for op in graph.consumers[t.id])
+    return any(not graph.ops[op].is_transfer for op in graph.consumers[t.id])
 
 
 def _other_choices(graph: Graph) -> GraphError:

@@ -21,16 +21,17 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
+from graphs.options.option import GraphOption, Need, Setting
+from graphs.options.passes import in_passes
 from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
-
-COPY = "copy"  # target of the ops that copy
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, TRANSFER, Pool
+from graphs.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choices that ``placed`` has given a graph. Devices are positions in `pools`, the main one 0.
+    """The choices that ``PLACEMENT`` has given a graph. Devices are positions in `pools`, the main one 0.
 
     Attributes:
         whole: the graph.
@@ -49,24 +50,67 @@ class Placement:
     copies: Mapping[tuple[int, int, int], int]
 
 
-def placed(graph: Graph, surroundings: Surroundings) -> Graph:
-    """`graph` with the choice of running the ops of its program on ``surroundings.others`` as well.
-
-    Raises:
-        GraphError: the graph has other pools or streams already; no other device is given, one has the name of another memory,
-            or not a time for each op; or no op can run there.
-    """
+def _why_not(graph: Graph, surroundings: Surroundings) -> str:
     if len(graph.pools) > 1 or len(graph.streams) > 1:
-        raise GraphError("placement is added to a graph that has other pools or streams already: add it once, and before them")
+        return "placement is added to a graph that has other pools or streams already: add it once, and before them"
     if not surroundings.others:
-        raise GraphError(
+        return (
             "placement needs another device, and the times of the ops there: trace the step with --other-devices cpu:2, or cuda "
             "(planner.trace(..., other_devices=['cuda'])), or give Surroundings(others=...)"
         )
+    pools, taken = [DEVICE], {DEVICE, COMPUTE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE}
+    for device in surroundings.others:
+        if reason := _mismatch(graph, device):
+            return reason
+        new = _new_names(pools, device.name)
+        if clashes := [name for name in new if name in taken]:
+            return f"device {device.name!r} would have a memory or stream {clashes[0]!r}, and there is one: rename it"
+        if not movable(graph, device):
+            return f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device"
+        pools.append(device.name)
+        taken.update(new)
+    return ""
+
+
+def _mismatch(graph: Graph, device: OtherDevice) -> str:
+    if len(device.times_s) == len(graph.program):
+        return ""
+    return (
+        f"device {device.name!r} has {len(device.times_s)} times for a program of {len(graph.program)} ops: give one for "
+        "each, None where an op cannot run there"
+    )
+
+
+def _new_names(pools: Sequence[str], device: str) -> list[str]:
+    """The names of the memory and the streams that a device adds to those with these `pools`."""
+    ends = [ends for pool in pools for ends in ((pool, device), (device, pool))]
+    return [device, f"{COMPUTE}@{device}", *(_channel(*pools) for pools in ends)]
+
+
+def _placed(graph: Graph, surroundings: Surroundings) -> Graph:
     writer = _Writer(graph)
     for device in surroundings.others:
         writer.add_device(device)
     return writer.graph()
+
+
+def _lifted(graph: Graph, schedule: Schedule) -> Schedule:
+    return in_passes(graph, schedule) if is_placed(graph) else schedule
+
+
+PLACEMENT = GraphOption(
+    name="placement",
+    description="ops may run on other devices, with copies between them",
+    refused={
+        Setting.INDUCTOR: "they run on one device; leave it out, or take those of eager PyTorch",
+        Setting.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
+        Setting.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
+    },
+    need=Need.DEVICES,
+    accepts=_why_not,
+    apply=_placed,
+    lift=_lifted,
+)
 
 
 class _Writer:
@@ -78,19 +122,11 @@ class _Writer:
         self.pools = list(graph.pools)
         self.places = [list(range(len(graph.tensors)))]
         self.others: list[OtherDevice] = []
-        self.taken = {DEVICE, COMPUTE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE}  # names of pools and streams
 
     def add_device(self, device: OtherDevice) -> None:
-        """Pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
+        """Add pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
         moved = movable(self.source, device)
         stream = f"{COMPUTE}@{device.name}"
-        ends = [ends for pool in self.pools for ends in ((pool.name, device.name), (device.name, pool.name))]
-        new = [device.name, stream, *(_channel(*pools) for pools in ends)]
-        if taken := [name for name in new if name in self.taken]:
-            raise GraphError(f"device {device.name!r} would have a memory or stream {taken[0]!r}, and there is one: rename it")
-        self.taken.update(new)
-        if not moved:
-            raise GraphError(f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device")
         self.pools.append(Pool(device.name, stream, device.capacity_bytes))
         self.others.append(device)
         there = dict.fromkeys(t for op, _ in moved for t in (*op.inputs, *op.outputs))
@@ -135,7 +171,7 @@ class _Writer:
                 continue
             phase = self.source.ops[t.producers[0] if t.producers else 0].phase
             time_s = link.latency_s + t.size_bytes / link.bytes_per_s
-            copy = Op(0, f"copy_{t.name}_{stream}", COPY, (before,), (after,), time_s)
+            copy = Op(0, f"copy_{t.name}_{stream}", TRANSFER, (before,), (after,), time_s)
             self._add(replace(copy, phase=phase, stream=stream, optional=True))
 
     def _add(self, op: Op) -> None:
@@ -155,7 +191,7 @@ def without_placement(graph: Graph) -> Graph:
         return graph
     others = devices_of(graph)[1:]
     there = {pool.owner for pool in others}
-    left = without(graph, lambda op: is_copy(op) or op.stream in there)
+    left = without(graph, lambda op: op.is_transfer or op.stream in there)
     return replace(left, pools=tuple(pool for pool in graph.pools if pool not in others))
 
 
@@ -172,22 +208,14 @@ def movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
     Raises:
         GraphError: the device has not a time, or None, for each op.
     """
-    if len(device.times_s) != len(graph.program):
-        raise GraphError(
-            f"device {device.name!r} has {len(device.times_s)} times for a program of {len(graph.program)} ops: give one for "
-            "each, None where an op cannot run there"
-        )
+    if reason := _mismatch(graph, device):
+        raise GraphError(reason)
     stay, times = fixed(graph), zip(graph.program, device.times_s, strict=True)
     return [(op, time_s) for op, time_s in times if time_s is not None and op.id not in stay]
 
 
-def is_copy(op: Op) -> bool:
-    """Whether it copies a tensor from one device to another."""
-    return op.optional and op.target == COPY
-
-
 def is_placed(graph: Graph) -> bool:
-    """Whether ``placed`` has given `graph` other devices."""
+    """Whether ``PLACEMENT`` has given `graph` other devices."""
     return len(devices_of(graph)) > 1
 
 
@@ -197,9 +225,9 @@ def devices_of(graph: Graph) -> tuple[Pool, ...]:
 
 
 def on_devices_alone(graph: Graph) -> bool:
-    """Whether the other pools and streams of `graph`, if any, are those that ``placed`` has given it."""
+    """Whether the other pools and streams of `graph`, if any, are those that ``PLACEMENT`` has given it."""
     owners = {pool.owner for pool in graph.pools}
-    return devices_of(graph) == graph.pools and all(op.stream in owners or is_copy(op) for op in graph.ops)
+    return devices_of(graph) == graph.pools and all(op.stream in owners or op.is_transfer for op in graph.ops)
 
 
 def _channel(source: str, target: str) -> str:
@@ -208,7 +236,7 @@ def _channel(source: str, target: str) -> str:
 
 
 def placement_of(graph: Graph) -> Placement:
-    """The choices of a graph that ``placed`` has made; of a plain graph those of one device.
+    """The choices of a graph that ``PLACEMENT`` has made; of a plain graph those of one device.
 
     Raises:
         GraphError: it has other choices than these.
@@ -223,7 +251,7 @@ def placement_beside(graph: Graph) -> Placement:
     """As ``placement_of``, of a graph that may have optional ops on the main device besides; those are in ``program``.
 
     Raises:
-        GraphError: it has other pools or streams, or ops there that ``placed`` does not make.
+        GraphError: it has other pools or streams, or ops there that ``PLACEMENT`` does not make.
     """
     first = next((op.id for op in graph.ops if op.stream != COMPUTE), len(graph.ops))
     count = next((t.id for t in graph.tensors if t.pool != graph.pools[0].name), len(graph.tensors))
@@ -236,7 +264,7 @@ def placement_beside(graph: Graph) -> Placement:
     copies: dict[tuple[int, int, int], int] = {}
     for op in graph.ops[first:]:
         known = False
-        if is_copy(op) and len(op.inputs) == len(op.outputs) == 1:
+        if op.is_transfer and len(op.inputs) == len(op.outputs) == 1:
             (before,), (after,) = op.inputs, op.outputs
             source, target = pool[graph.tensors[before].pool], pool[graph.tensors[after].pool]
             if source == 0 and target and after >= count > before:
@@ -247,7 +275,7 @@ def placement_beside(graph: Graph) -> Placement:
         elif len(op.replaces) == 1 and (d := device.get(op.stream, 0)):
             stood_for = graph.ops[op.replaces[0]]
             runs[d][stood_for.id] = op.id
-            known = (_placed(places[d], stood_for.inputs), _placed(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
+            known = (_there(places[d], stood_for.inputs), _there(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
         if not known:
             raise _other_choices(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):
@@ -271,5 +299,5 @@ def _other_choices(op: Op) -> GraphError:
     )
 
 
-def _placed(place: Sequence[int | None], tensors: Sequence[int]) -> tuple[int | None, ...]:
+def _there(place: Sequence[int | None], tensors: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(place[t] for t in tensors)

@@ -11,7 +11,6 @@ from graphs.schedule import Compute, Free, Schedule
 
 TRACED = "options"  # of the provenance: the choices that a graph was traced with
 LEFT_OUT = "left_out"  # likewise: names of ops of theirs that were found to be of no use
-IN_PLACE = "in-place"  # the choice that adds no op, but ``Op.overwrites``
 
 
 def traced_with(graph: Graph) -> tuple[str, ...]:
@@ -24,15 +23,14 @@ def traced_with(graph: Graph) -> tuple[str, ...]:
     return tuple(names)
 
 
-def holding(graph: Graph, names: Collection[str]) -> Graph:
-    """`graph` with the ops of the choices `names` only, of those that it was traced with."""
+def held_with(graph: Graph, names: Collection[str]) -> Graph:
+    """Return `graph` with the optional ops of the options `names` only, of those that it was traced with."""
     dropped = [name for name in traced_with(graph) if name not in names]
     if not dropped:
         return graph
     provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
     if left := [name for name in traced_with(graph) if name in names]:
         provenance[TRACED] = left
-    graph = graph.out_of_place() if IN_PLACE in dropped else graph
     kept = without(graph, lambda op: option_of(op) in dropped)
     return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
 

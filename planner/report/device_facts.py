@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 
 from graphs.ir import Graph
-from graphs.options import with_options
-from graphs.options.placement import movable
+from graphs.options.placement import PLACEMENT, movable
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
@@ -55,7 +54,7 @@ def device_facts(graph: Graph, device: OtherDevice, finding: float) -> DeviceFac
     proved_bytes, found_bytes = None, None
     if offered:
         around = Surroundings(Link.even(1.0), others=(device,))
-        proved_bytes, found_bytes = least_with(with_options(graph, ("placement",), around), finding)
+        proved_bytes, found_bytes = least_with(PLACEMENT.added_to(graph, around), finding)
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),

@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
-from graphs.options.offload import offloaded, without_copies
+from graphs.options.offload import OFFLOAD, without_copies
 from graphs.options.placement import without_placement
-from graphs.options.selection import IN_PLACE, exact_ops, holding, holding_ops, traced_with
+from graphs.options.selection import exact_ops, holding_ops, traced_with
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
+from planner.capture.options import holding, option_called
 from planner.profiling.other_devices import known_devices
 from planner.report.describe import aligned, provenance_lines, summary_data, table
 from planner.report.device_facts import DeviceFacts, device_facts, device_lines, least_with
@@ -118,7 +119,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     devices = [device.exactly if exact else device for device in known_devices(graph.provenance)]
     traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
-    whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
+    whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
     least, offloading = least_budget_bound(order), least_budget_bound(order, copies)
     found = simulate(order, least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes))
@@ -200,7 +201,7 @@ def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
     return [
         (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
-        ("  offered", f"{facts.ops:,} {'ops over an input' if name == IN_PLACE else 'optional ops'}, {exactness}"),
+        ("  offered", f"{facts.ops:,} {option_called(name).offers}, {exactness}"),
     ]
 
 

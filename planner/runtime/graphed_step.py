@@ -17,10 +17,10 @@ from graphs.ir import Graph, Kind, Op
 from planner.capture.frontend.unchanged import unchanged
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.replay import real_static, written_by
 from planner.capture.rewrites.random_ops import drawn_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.profiling.replay import real_static, written_by
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.torch_private.core import backward_comes_again, foreach_copy_, pytree

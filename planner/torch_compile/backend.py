@@ -74,7 +74,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             ``check_writes``, ``options``, ``link`` and ``host_budget`` (as there; all graphs share the host memory).
 
     Raises:
-        PlannerError: unknown options, options of graphs that do not go with this (``graphs.options``), or no budget.
+        PlannerError: unknown options, options of graphs that do not go with this (``planner.capture.options``), or no budget.
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
     budget = _budget(check_options(options))

@@ -16,12 +16,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.errors import InfeasibleError, LimitError
 from graphs.optimizers import OPTIMIZERS
-from graphs.options import Setting, check_goes_with, traced_options
+from graphs.options.option import Setting
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
 from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import check_goes_with, traced_options
 from planner.choices import check_amount, choices_of
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.runtime.channels import Channels

@@ -18,10 +18,10 @@ from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.unchanged import WritesUndone, unchanged
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import variable
+from planner.capture.replay import RealStep, written_by
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
-from planner.profiling.replay import RealStep, written_by
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
 from planner.runtime.pool_memory import measured_peak

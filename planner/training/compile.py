@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from graphs.errors import PlannerError
-from graphs.options import DEFAULTS, Setting, check_goes_with
+from graphs.options.option import Setting
 from planner.budgets import allowed_overhead, budget_or_overhead, cache_key
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import DEFAULTS, check_goes_with
 from planner.capture.signature import Batch, as_leaves
 from planner.capture.step import LossFn
 from planner.choices import check_amount, choices_of, is_amount

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from graphs.ir import Graph
-from graphs.options.placement import COPY
+from graphs.pools import TRANSFER
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from solvers.highs.program import Floats
 from solvers.xengine.program import XEngineProgram
@@ -33,7 +33,7 @@ def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
         for turn in program.turns(stage):
             for where, when, op in executed:
                 if (where, when) == (stage, turn) and not (
-                    graph.ops[op].target == COPY and there.issuperset(graph.ops[op].outputs)
+                    graph.ops[op].target == TRANSFER and there.issuperset(graph.ops[op].outputs)
                 ):
                     steps.append(Compute(op))
                     there.update(graph.ops[op].outputs)
@@ -64,7 +64,7 @@ def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
             continue
         op = graph.ops[step.op]
         places = [freed.pop(t) for t in op.outputs if t in freed]
-        if op.target == COPY and wanted.isdisjoint(op.outputs):
+        if op.target == TRANSFER and wanted.isdisjoint(op.outputs):
             for place in places:
                 found[place] = None
             continue

@@ -13,9 +13,9 @@ from benchmarks.options_errors import MEASURED, error_rows
 from benchmarks.options_rows import LEAST, NONE, Bits, ErrorRow, Offer, Row, bits_of
 from benchmarks.options_table import FLOATING, below_bound, error_table, table, worse
 from graphs.ir import Op
-from graphs.options import OPTIONS
 from graphs.units import format_ratio
 from planner import tracing
+from planner.capture.options import OPTIONS
 from planner.models import build
 from planner.studies.rows import read_rows
 from planner.workload.workload import parse_spec

@@ -13,10 +13,11 @@ from graphs.eager import Difference, EagerComparison
 from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.plan import Plan
 from graphs.simulate import simulate
 from planner import running, search, solve, tracing
+from planner.capture.options import with_options
 from planner.models import Workload, build
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text

@@ -11,11 +11,12 @@ import planner
 from benchmarks.all_compressed import all_compressed
 from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import read_plan, write_plan
-from graphs.options import with_options, without_options
-from graphs.options.variance import COMPRESS, KEEP, RESTORE
+from graphs.options import without_options
+from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.plan_check import check_plan

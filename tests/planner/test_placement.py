@@ -14,10 +14,10 @@ import planner
 from graphs.errors import GraphError, MismatchError, PlannerError, TraceError, UsageError
 from graphs.io.formats import read_graph, read_plan, write_graph
 from graphs.ir import Graph, Op
-from graphs.options import with_options
 from graphs.options.placement import fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.small import diamond
+from planner.capture.options import with_options
 from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
 from planner.profiling.other_devices import DEVICES_KEY, known_devices, named_device, recorded_devices

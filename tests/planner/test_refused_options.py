@@ -9,23 +9,22 @@ from torch import nn
 
 import planner
 from graphs.errors import UsageError
-from graphs.options import OPTIONS, Setting
+from graphs.options.option import Need, Setting
+from planner.capture.options import OPTIONS, needs
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 3)
 
 
 def compiled(name: str, **how: object) -> None:
-    others = ["cpu:2"] if OPTIONS[name].places else []
-    planner.compile(nn.Linear(4, 3), nn.MSELoss(), (X, Y), budget="100%", options=[_complete(name)], other_devices=others, **how)
+    others = ["cpu:2"] if Need.DEVICES in needs((name,)) else []
+    planner.compile(
+        nn.Linear(4, 3), nn.MSELoss(), (X, Y), budget="100%", options=[OPTIONS[name].to_try], other_devices=others, **how
+    )
 
 
 def under_torch_compile(name: str, **how: object) -> None:
-    options = {"budget": "100%", "options": [_complete(name)], **how}
+    options = {"budget": "100%", "options": [OPTIONS[name].to_try], **how}
     torch.compile(nn.Linear(4, 3), backend="planner", options=options)(X)
-
-
-def _complete(name: str) -> str:
-    return f"{name}:4" if OPTIONS[name].lossy else name
 
 
 WAYS: dict[Setting, list[Callable[[str], None]]] = {

@@ -5,7 +5,6 @@ from dataclasses import replace
 from random import Random
 
 from graphs.ir import Graph, Op
-from graphs.options.placement import is_copy
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
@@ -129,7 +128,7 @@ class _Walk:
         """Whether it is there, or one op can make it at any time; what the step returns comes with its pass."""
         makers = [op for op in self._makers(t) if op.recomputable and self.writers.keys().isdisjoint(op.inputs)]
         makers = [op for op in makers if all(self.graph.ops[p].recomputable for p in op.replaces)]
-        makers = [op for op in makers if not op.variance and (is_copy(op) or t not in self.graph.kept)]
+        makers = [op for op in makers if not op.variance and (op.is_transfer or t not in self.graph.kept)]
         return t in self.there or any(self.there.issuperset(op.inputs) and self._may_run(op) for op in makers)
 
     def _makers(self, t: int) -> list[Op]:

@@ -14,12 +14,12 @@ from bokeh.models import Span
 
 from graphs.clocks import passages
 from graphs.io.formats import write_graph, write_plan
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
+from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.report import chart
 from planner.report import timeline as timeline_module

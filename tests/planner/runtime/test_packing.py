@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from graphs.errors import InfeasibleError
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime.executor import Executor

@@ -19,9 +19,9 @@ from graphs.pools import COMPUTE
 from graphs.schedule import Compute
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.replay import written_by
 from planner.capture.step import TrainingStep
 from planner.models import Workload
-from planner.profiling.replay import written_by
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.options.selection import option_of, without
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_options, with_overwriting
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.capture.options import with_options
 from solvers.clock import WallClock, WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request

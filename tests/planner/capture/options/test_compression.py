@@ -10,12 +10,13 @@ from benchmarks.all_compressed import all_compressed
 from graphs.errors import GraphError, ScheduleError, TraceError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Phase
-from graphs.options import check_options, check_traced, with_options, without_options
-from graphs.options.variance import KEEP, RESTORE, variance_at
+from graphs.options import without_options
+from graphs.options.compress import KEEP, RESTORE, variance_at
 from graphs.simulate import simulate
-from planner.capture.options.compression import kept_tensors
-from planner.capture.options.compression.forms import FORMS, GROUP
-from planner.capture.options.compression.kept import Keep, Layout, Restore
+from planner.capture.options import check_options, check_traced, with_options
+from planner.capture.options.compress.find import kept_tensors
+from planner.capture.options.compress.forms import FORMS, GROUP
+from planner.capture.options.compress.kept import Keep, Layout, Restore
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.models import build

@@ -4,7 +4,7 @@ import math
 
 from graphs.ir import Graph
 
-COMPRESS = "compress"  # the first word of what the ops of compressed keeping call
+COMPRESS = "compress"  # the option, and the first word of what its ops call
 KEEP = f"{COMPRESS}.keep"  # the first two of those that make what is kept
 RESTORE = f"{COMPRESS}.restore"  # and of those that make of it what is read
 REFERENCE_BITS = 4  # at which each tensor that can be compressed has an op

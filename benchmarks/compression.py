@@ -20,6 +20,7 @@ from benchmarks.common import columns_of, command_line, exit_code, one_thread, p
 from benchmarks.compression_table import BITS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import without_options
+from graphs.options.compress import VARIANCE
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner import options, tracing
@@ -154,7 +155,7 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
             loop=Loop(own.model, step, recipe, other_start if bits == OTHER_WEIGHTS else start, seed=seed),
             predicted_peak_bytes=simulate(capture.graph, schedule).peak_bytes,
             peak_bytes=peak_bytes,
-            predicted_error=math.sqrt(capture.graph.variance(schedule.computed)),
+            predicted_error=math.sqrt(capture.graph.used(VARIANCE, schedule.computed)),
             error=wanted.gradient_error(found),
         )
     return begun

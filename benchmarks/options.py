@@ -17,8 +17,9 @@ from benchmarks.options_errors import MEASURED, error_rows
 from benchmarks.options_rows import ErrorRow, Offer, Row, set_name
 from benchmarks.options_table import error_table, table
 from graphs.io.files import write_text
+from graphs.options.option import Need
 from planner import options
-from planner.capture.options import OPTIONS, check_options, traced_options
+from planner.capture.options import OPTIONS, check_options, needs, traced_options
 from planner.solving import clock_of
 from planner.studies.rows import read_csv, read_rows, write_csv
 from planner.workload.tracing import Tracing
@@ -35,9 +36,8 @@ MODELS: Mapping[str, str] = {
     "gpt2-medium-4k": "zoo:gpt2,layers=24,width=1024,heads=16,batch=2,seq=4096,dtype=bfloat16",
     **{name: offload.MODELS[name] for name in ("llama-16", "vit-l", "resnet50", "unet")},
 }
-_BITS = 4  # of what is compressed
 # Placement needs other devices.
-NAMES = tuple(f"{name}:{_BITS}" if option.lossy else name for name, option in OPTIONS.items() if not option.places)
+NAMES = tuple(option.to_try for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
 LIMIT_S = 60.0
 COLUMNS = columns_of(Row)
 OFFER_COLUMNS = columns_of(Offer)

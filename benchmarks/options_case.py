@@ -10,10 +10,11 @@ from benchmarks.offload import HOST
 from benchmarks.options_rows import LEAST, Bits, Offer, Row, bits_of, set_name
 from benchmarks.solved import solved
 from graphs.ir import Graph
+from graphs.options.option import Need
 from graphs.options.selection import holding
 from graphs.simulate import simulate
 from planner.budgets import budget_in_bytes
-from planner.capture.options import OPTIONS, traced_options, with_options
+from planner.capture.options import needs, traced_options, with_options
 from planner.choices import Choices, choices_of
 from planner.solving import summarize
 from solvers.clock import Clock
@@ -132,5 +133,4 @@ class Case:
 
 
 def _choices(options: Sequence[str]) -> Choices | None:
-    copies = any(OPTIONS[name].copies for name in options if name in OPTIONS)
-    return choices_of(options, host_budget=HOST if copies else None)
+    return choices_of(options, host_budget=HOST if Need.LINK in needs(options) else None)

@@ -10,8 +10,9 @@ from graphs.checks import check_sums
 from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph
 from graphs.options import without_options
+from graphs.options.compress import gradient_error
 from graphs.options.offload import OFFLOAD, without_copies
-from graphs.options.selection import differences, gradient_error
+from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
 from graphs.plan import GraphSummary, Plan
 from graphs.schedule import Schedule

@@ -1,6 +1,5 @@
 """Which optional ops a graph holds: of some choices, or none but the program."""
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -81,7 +80,7 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
         for i, op in enumerate(ops)
     )
     kept = frozenset(new_tensor[t] for t in graph.kept)
-    return Graph(tuple(renamed), tuple(tensors), kept, graph.provenance, graph.pools, graph.variance_limit)
+    return Graph(tuple(renamed), tuple(tensors), kept, graph.provenance, graph.pools, graph.limits)
 
 
 class PartOf:
@@ -104,11 +103,6 @@ class PartOf:
             for step in schedule.steps
         )
         return Schedule(tuple(steps))
-
-
-def gradient_error(graph: Graph, computed: Collection[int]) -> float | None:
-    """Predicted error of the gradients, as a part of their norm, where `computed` is executed; None where no option is lossy."""
-    return None if graph.variance_limit == math.inf else math.sqrt(graph.variance(computed))
 
 
 def differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import pytest
 from graphs.errors import GraphError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.options import without_options
+from graphs.options.compress import VARIANCE
 from graphs.options.offload import OFFLOAD, without_copies
 from graphs.options.placement import PLACEMENT, is_placed, placement_beside, placement_of, without_placement
 from graphs.options.selection import without_computed
@@ -24,7 +25,7 @@ def test_any_order_of_names_gives_the_same_graph() -> None:
         known = around(graph, "second", "third")
         first, *rest = (with_options(graph, names, known) for names in permutations(BESIDE))
         assert all((first.ops, first.tensors, first.pools) == (other.ops, other.tensors, other.pools) for other in rest)
-        assert (first.program, first.kept, first.variance_limit) == (graph.program, graph.kept, 0.5)
+        assert (first.program, first.kept, dict(first.limits)[VARIANCE]) == (graph.program, graph.kept, 0.5)
         # The program, what is computed otherwise, what other devices do, and last the round trips to the host.
         assert first.ops[: len(graph.ops)] == graph.ops
         kinds = [0 if op.stream == COMPUTE else 2 if op.stream in (DEVICE_TO_HOST, HOST_TO_DEVICE) else 1 for op in first.ops]

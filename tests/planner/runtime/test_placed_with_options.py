@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from graphs.errors import CopyError
+from graphs.options.compress import gradient_error
 from graphs.options.passes import in_passes
-from graphs.options.selection import gradient_error, option_of
+from graphs.options.selection import option_of
 from graphs.pools import COMPUTE
 from graphs.schedule import Compute
 from graphs.simulate import simulate

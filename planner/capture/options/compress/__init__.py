@@ -1,11 +1,10 @@
 """Compressed keeping, lossy: what the backward pass reads of the forward pass is kept in few bits, and made again to be read."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
 from graphs.options.compress import COMPRESS as NAME
-from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, variance_at
+from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, within
 from graphs.options.option import Argument, Setting
 from planner.capture.options.option import EAGER_KERNELS, StepOption
 
@@ -26,10 +25,6 @@ def _measure(capture: "Capture", real: "RealStep | None") -> Graph:
     return modelled_variances(capture) if real is None else measured_variances(capture, real)
 
 
-def _limited(graph: Graph, bits: int) -> Graph:
-    return replace(graph, variance_limit=variance_at(graph, bits))
-
-
 COMPRESS = StepOption(
     name=NAME,
     description="saved tensors may be stored in 1 to 8 bits, within the gradient error of 4 bits for all: compress:4",
@@ -38,7 +33,7 @@ COMPRESS = StepOption(
         Setting.TORCH_COMPILE: "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
         Setting.VARYING_SIZES: "how lossy a step may be is measured at one size; leave one of them out",
     },
-    argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "how lossy the whole may be", _limited),
+    argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "how lossy the whole may be", within),
     apply=_apply,
     measure=_measure,
 )

@@ -8,13 +8,13 @@ tried here.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphs.ir import Graph, Phase
-from graphs.options.compress import SENSITIVITY, modelled_variance
+from graphs.options.compress import modelled_variance, with_variances
 from graphs.schedule import Compute, schedule_of
 from planner.capture.frontend.random_states import random_states_kept
 from planner.capture.lowering.lower import Capture
@@ -25,17 +25,17 @@ from planner.capture.replay import RealStep
 
 
 def modelled_variances(capture: Capture) -> Graph:
-    """Return the graph of `capture` with modelled ``Op.variance``; nothing is run.
+    """Return the graph of `capture` with modelled variances; nothing is run.
 
     Each tensor changes its part of the gradients as much as itself. Numbers are taken as normal, and the parts as equal.
     """
     found = kept_tensors(capture)
     modelled = {op: modelled_variance(form) / len(found) for kept in found for form, (_, op) in kept.ops.items()}
-    return _with_variances(capture.graph, modelled, "modelled") if found else capture.graph
+    return with_variances(capture.graph, modelled, "modelled") if found else capture.graph
 
 
 def measured_variances(capture: Capture, real: RealStep) -> Graph:
-    """Return the graph of `capture`, whose step is `real`, with measured ``Op.variance``.
+    """Return the graph of `capture`, whose step is `real`, with measured variances.
 
     The forward pass is run once, and the backward pass once more for each rounding that is tried, with all that it reads held
     meanwhile. Parameters, buffers and random state are afterwards as they were. Where the gradients are all zero, or not
@@ -55,12 +55,7 @@ def measured_variances(capture: Capture, real: RealStep) -> Graph:
                 measured[restore] = passes.squared_error(kept, form, exact) / norm
     if not all(map(math.isfinite, measured.values())):
         return modelled_variances(capture)
-    return _with_variances(capture.graph, measured, "measured")
-
-
-def _with_variances(graph: Graph, variance: dict[int, float], how: str) -> Graph:
-    ops = tuple(replace(op, variance=variance.get(op.id, 0.0)) for op in graph.ops)
-    return replace(graph, ops=ops, provenance={**graph.provenance, SENSITIVITY: how})
+    return with_variances(capture.graph, measured, "measured")
 
 
 @dataclass(frozen=True, slots=True)

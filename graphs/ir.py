@@ -262,6 +262,11 @@ class Graph:
                 found.setdefault(resource, {})[op.id] = amount
         return found
 
+    def ends(self, transfer: Op) -> tuple[str, str]:
+        """Return the names of the pools that a transfer goes from and to."""
+        (source,), (target,) = transfer.inputs, transfer.outputs
+        return self.tensors[source].pool, self.tensors[target].pool
+
     def used(self, resource: str, computed: Collection[int]) -> float:
         """Return how much of `resource` is used where the ops `computed` are executed, each counted once."""
         amounts = self._amounts.get(resource, {})

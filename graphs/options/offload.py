@@ -1,7 +1,7 @@
 """Offload: a tensor goes to the host, its memory on the device is free meanwhile, and it comes back before it is read.
 
-Two optional ops for a tensor t: copy-out makes ``t@host`` from t, on the channel from the device to the host; copy-in is a
-second producer of t, on the channel back. A channel carries one copy at a time, both work beside the computation.
+Two transfers for a tensor t: one makes ``t@host`` from t, over the channel from the device to the host; one is a second producer
+of t, over the channel back. A channel carries one copy at a time, both work beside the computation.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.option import GraphOption, Need
 from graphs.options.placement import is_placed, on_devices_alone, placement_beside
 from graphs.options.surroundings import Surroundings
+from graphs.options.transfers import Writer
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 # What is smaller is not worth a copy: PCIe carries it in 20 us, about what it takes to start and to wait for it.
@@ -66,20 +67,14 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     # What draws from a state writes it there first, and would have to wait for its copy.
     made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
-    ops, tensors = list(graph.ops), list(graph.tensors)
+    writer = Writer(graph)
     for t in large or made:
-        out_s, in_s = surroundings.link.out_s(t.size_bytes), surroundings.link.in_s(t.size_bytes)
-        out, back, copy = len(ops), len(ops) + 1, len(tensors)
-        phase = graph.ops[t.producers[0]].phase
-        ops += (
-            Op(out, f"copy_out_{t.name}", "copy_out", (t.id,), (copy,), out_s, 0, phase, stream=DEVICE_TO_HOST, optional=True),
-            Op(back, f"copy_in_{t.name}", "copy_in", (copy,), (t.id,), in_s, 0, phase, stream=HOST_TO_DEVICE, optional=True),
-        )
-        tensors[t.id] = replace(t, producers=(*t.producers, back))
-        tensors.append(Tensor(copy, f"{t.name}@host", t.size_bytes, (out,), t.kind, t.shape, t.dtype, pool=HOST))
-    # The stream that fills the host's memory owns it: nothing else waits for room there.
-    pools = (*graph.pools, Pool(HOST, DEVICE_TO_HOST, surroundings.host_bytes))
-    return replace(graph, ops=tuple(ops), tensors=tuple(tensors), pools=pools)
+        copy = writer.add_copy(t, HOST)
+        writer.add_transfer(t, t.id, copy, surroundings.link.out)
+        writer.add_transfer(t, copy, t.id, surroundings.link.back)
+    # It computes nothing: nothing but the channel that fills it waits for room there.
+    writer.pools.append(Pool(HOST, surroundings.link.out.stream, surroundings.host_bytes))
+    return writer.graph()
 
 
 OFFLOAD = GraphOption(
@@ -102,7 +97,7 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
         return graph, None
     host = next((pool for pool in graph.pools if pool.name == HOST), None)
     made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
-    rest = next((op.id for op in graph.ops if op.optional and op.stream == DEVICE_TO_HOST), len(graph.ops))
+    rest = next((op.id for op in graph.ops if op.is_transfer and op.stream == DEVICE_TO_HOST), len(graph.ops))
     trips: dict[int, RoundTrip] = {}
     copying = graph.ops[rest:]
     for out, back in zip(copying[::2], copying[1::2], strict=False):

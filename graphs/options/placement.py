@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.errors import GraphError
-from graphs.ir import Graph, Kind, Op, Tensor
+from graphs.ir import Graph, Kind, Op
 from graphs.options.option import GraphOption, Need, Setting
 from graphs.options.passes import in_passes
 from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, TRANSFER, Pool
+from graphs.options.transfers import Writer
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, channel, computing
 from graphs.schedule import Schedule
 
 
@@ -84,14 +85,14 @@ def _mismatch(graph: Graph, device: OtherDevice) -> str:
 def _new_names(pools: Sequence[str], device: str) -> list[str]:
     """The names of the memory and the streams that a device adds to those with these `pools`."""
     ends = [ends for pool in pools for ends in ((pool, device), (device, pool))]
-    return [device, f"{COMPUTE}@{device}", *(_channel(*pools) for pools in ends)]
+    return [device, computing(device), *(channel(*pools) for pools in ends)]
 
 
 def _placed(graph: Graph, surroundings: Surroundings) -> Graph:
-    writer = _Writer(graph)
+    devices = _Devices(graph)
     for device in surroundings.others:
-        writer.add_device(device)
-    return writer.graph()
+        devices.add(device)
+    return devices.writer.graph()
 
 
 def _lifted(graph: Graph, schedule: Schedule) -> Schedule:
@@ -113,76 +114,47 @@ PLACEMENT = GraphOption(
 )
 
 
-class _Writer:
+class _Devices:
     """Adds devices to a graph, one after the other."""
 
     def __init__(self, graph: Graph) -> None:
-        self.source = graph
-        self.ops, self.tensors = list(graph.ops), list(graph.tensors)
-        self.pools = list(graph.pools)
-        self.places = [list(range(len(graph.tensors)))]
-        self.others: list[OtherDevice] = []
+        self.source, self.writer = graph, Writer(graph)
+        self.places = [{t.id: t.id for t in graph.tensors}]  # by pool, what each tensor of the graph is there
 
-    def add_device(self, device: OtherDevice) -> None:
+    def add(self, device: OtherDevice) -> None:
         """Add pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
         moved = movable(self.source, device)
-        stream = f"{COMPUTE}@{device.name}"
-        self.pools.append(Pool(device.name, stream, device.capacity_bytes))
-        self.others.append(device)
-        there = dict.fromkeys(t for op, _ in moved for t in (*op.inputs, *op.outputs))
-        place = [-1] * len(self.source.tensors)
-        for t in sorted(there):
-            place[t] = len(self.tensors)
-            base = self.source.tensors[t]
-            size_bytes = -(-base.size_bytes // device.block_bytes) * device.block_bytes
-            copy = Tensor(place[t], f"{base.name}@{device.name}", size_bytes, (), base.kind, base.shape, base.dtype)
-            self.tensors.append(replace(copy, pool=device.name))
-        self.places.append(place)
-        here = len(self.places) - 1
-        for source in range(here):
-            self._copy_all(source, here)
+        pools = [pool.name for pool in self.writer.pools]
+        self.writer.pools.append(Pool(device.name, computing(device.name), device.capacity_bytes))
+        read_or_made = sorted({t for op, _ in moved for t in (*op.inputs, *op.outputs)})
+        there = {t: self.writer.add_copy(self.source.tensors[t], device.name, device.block_bytes) for t in read_or_made}
+        for pool, here in zip(pools, self.places, strict=True):
+            self._copy_all(here, there, device.channel(pool, device.name))
         for op, time_s in moved:
-            inputs, outputs = (tuple(place[t] for t in tensors) for tensors in (op.inputs, op.outputs))
-            self._add(
+            self.writer.add_op(
                 replace(
                     op,
                     name=f"{op.name}@{device.name}",
-                    inputs=inputs,
-                    outputs=outputs,
+                    inputs=tuple(there[t] for t in op.inputs),
+                    outputs=tuple(there[t] for t in op.outputs),
                     time_s=time_s,
                     workspace_bytes=device.workspaces_bytes[op.id] if device.workspaces_bytes else op.workspace_bytes,
-                    stream=stream,
+                    stream=computing(device.name),
                     optional=True,
                     replaces=(op.id,),
                     overwrites=(),
                     differs="" if op.id in device.exact else device.differs,
                 )
             )
-        for target in range(here):
-            self._copy_all(here, target)
+        for pool, here in zip(pools, self.places, strict=True):
+            self._copy_all(there, here, device.channel(device.name, pool))
+        self.places.append(there)
 
-    def _copy_all(self, source: int, target: int) -> None:
-        """Copies of all tensors that may be in both memories; none to where a tensor is static."""
-        link = self.others[max(source, target) - 1]
-        stream = _channel(self.pools[source].name, self.pools[target].name)
+    def _copy_all(self, source: Mapping[int, int], target: Mapping[int, int], channel: Channel) -> None:
+        """Copy all tensors that may be in both memories, but none to where a tensor is static."""
         for t in self.source.tensors:
-            before, after = self.places[source][t.id], self.places[target][t.id]
-            if before < 0 or after < 0 or (t.static and target == 0):
-                continue
-            phase = self.source.ops[t.producers[0] if t.producers else 0].phase
-            time_s = link.latency_s + t.size_bytes / link.bytes_per_s
-            copy = Op(0, f"copy_{t.name}_{stream}", TRANSFER, (before,), (after,), time_s)
-            self._add(replace(copy, phase=phase, stream=stream, optional=True))
-
-    def _add(self, op: Op) -> None:
-        op = replace(op, id=len(self.ops))
-        self.ops.append(op)
-        for t in op.outputs:
-            self.tensors[t] = replace(self.tensors[t], producers=(*self.tensors[t].producers, op.id))
-
-    def graph(self) -> Graph:
-        """What has become of it."""
-        return replace(self.source, ops=tuple(self.ops), tensors=tuple(self.tensors), pools=tuple(self.pools))
+            if t.id in source and t.id in target and not (t.static and target is self.places[0]):
+                self.writer.add_transfer(t, source[t.id], target[t.id], channel)
 
 
 def without_placement(graph: Graph) -> Graph:
@@ -190,8 +162,8 @@ def without_placement(graph: Graph) -> Graph:
     if not is_placed(graph):
         return graph
     others = devices_of(graph)[1:]
-    there = {pool.owner for pool in others}
-    left = without(graph, lambda op: op.is_transfer or op.stream in there)
+    there = {pool.name for pool in others}
+    left = without(graph, lambda op: any(graph.tensors[t].pool in there for t in (*op.inputs, *op.outputs)))
     return replace(left, pools=tuple(pool for pool in graph.pools if pool not in others))
 
 
@@ -214,6 +186,11 @@ def movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
     return [(op, time_s) for op, time_s in times if time_s is not None and op.id not in stay]
 
 
+def between_devices(graph: Graph, op: Op) -> bool:
+    """Return True if `op` is a transfer from one device to another, and not from or to the host."""
+    return op.is_transfer and HOST not in graph.ends(op)
+
+
 def is_placed(graph: Graph) -> bool:
     """Whether ``PLACEMENT`` has given `graph` other devices."""
     return len(devices_of(graph)) > 1
@@ -221,18 +198,13 @@ def is_placed(graph: Graph) -> bool:
 
 def devices_of(graph: Graph) -> tuple[Pool, ...]:
     """The pools of the devices, the main one first: without the host's."""
-    return tuple(pool for pool in graph.pools if pool.name == DEVICE or pool.owner == f"{COMPUTE}@{pool.name}")
+    return tuple(pool for pool in graph.pools if pool.computes)
 
 
 def on_devices_alone(graph: Graph) -> bool:
     """Whether the other pools and streams of `graph`, if any, are those that ``PLACEMENT`` has given it."""
     owners = {pool.owner for pool in graph.pools}
     return devices_of(graph) == graph.pools and all(op.stream in owners or op.is_transfer for op in graph.ops)
-
-
-def _channel(source: str, target: str) -> str:
-    """Name of the stream of the copies from one pool to another."""
-    return f"{source}_to_{target}"
 
 
 def placement_of(graph: Graph) -> Placement:
@@ -270,7 +242,8 @@ def placement_beside(graph: Graph) -> Placement:
             if source == 0 and target and after >= count > before:
                 places[target][before], base[after] = after, before
             key = source, target, base[before]
-            known = source != target and base[before] == base[after] < count and key not in copies and not op.replaces
+            known = graph.pools[source].computes and graph.pools[target].computes
+            known = known and source != target and base[before] == base[after] < count and key not in copies and not op.replaces
             copies[key] = op.id
         elif len(op.replaces) == 1 and (d := device.get(op.stream, 0)):
             stood_for = graph.ops[op.replaces[0]]

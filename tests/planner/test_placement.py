@@ -212,11 +212,13 @@ def test_copies_take_a_latency_besides_their_bytes() -> None:
     graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
     copies = [op for op in graph.ops if op.target == "copy"]
     assert copies and all(op.time_s == 0.25 + graph.tensors[op.inputs[0]].size_bytes / 2 for op in copies)
-    with pytest.raises(GraphError, match=r"a copy from or to 'b' takes -1.0 s besides its bytes"):
+    with pytest.raises(GraphError, match=r"a copy from 'device' to 'b' takes -1.0 s besides its bytes"):
         replace(device, latency_s=-1.0)
 
 
 def test_devices_of_an_edited_file_are_refused_as_such() -> None:
     said = {DEVICES_KEY: [{"name": "cpu:2", "times_s": [1.0], "bytes_per_s": 0.0}]}
-    with pytest.raises(MismatchError, match=r"not what a trace measures \(the link of 'cpu:2' carries 0.0 bytes a second"):
+    with pytest.raises(
+        MismatchError, match=r"not what a trace measures \(the link from 'device' to 'cpu:2' carries 0.0 bytes a second"
+    ):
         known_devices(said)

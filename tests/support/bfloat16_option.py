@@ -55,9 +55,9 @@ def _saved(capture: Capture) -> Iterator[tuple[Op, int, torch.Tensor]]:
     """What the forward pass makes in float32 and the backward pass reads, with the op that makes it and a fake value."""
     graph = capture.graph
     for op, node, call in zip(graph.program, capture.nodes, capture.program.calls, strict=False):
-        for t, path in call.outputs if node is not None and op.phase is Phase.FORWARD else ():
+        for t, path in call.outputs if op.phase is Phase.FORWARD else ():
             read = any(graph.ops[reader].phase is Phase.BACKWARD for reader in graph.consumers[t])
-            value = value_of(node, path) if graph.tensors[t].kind is Kind.ACTIVATION and read else None
+            value = value_of(node, path) if node is not None and graph.tensors[t].kind is Kind.ACTIVATION and read else None
             if value is not None and value.dtype is torch.float32 and value.is_contiguous():
                 yield op, t, value
 

@@ -119,7 +119,7 @@ def test_beside_copies_to_the_host() -> None:
     graph = with_options(capture.graph, ["offload", "pack"], Surroundings(Link.even(25e9), host_bytes=10**9))
     (budget,) = on_the_way(with_options(capture.graph, ()), 0.3)
     plan = solve(capture.graph, budget, options=["offload", "pack"], link=25e9, work_limit=20.0)
-    assert plan.peak_bytes <= budget and any(op.target == "copy_out" for op in graph.ops)
+    assert plan.peak_bytes <= budget and any(op.is_transfer for op in graph.ops)
     assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
 
 

@@ -12,7 +12,7 @@ from graphs.options.compress import VARIANCE
 from graphs.options.offload import OFFLOAD, without_copies
 from graphs.options.placement import PLACEMENT, is_placed, placement_beside, placement_of, without_placement
 from graphs.options.selection import without_computed
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
 from graphs.simulate import simulate
 from planner.capture.options import with_options
 from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
@@ -34,6 +34,20 @@ def test_any_order_of_names_gives_the_same_graph() -> None:
         assert places == sorted(places) and set(places) == {0, 1, 2}
         assert [pool.name for pool in first.pools] == [DEVICE, "second", "third", HOST]
         assert graph_from_dict(graph_to_dict(first)) == first
+
+
+def test_transfers_are_of_one_kind_wherever_they_go() -> None:
+    for seed in range(10):
+        graph = found_in_a_step(seed)
+        whole = with_options(graph, BESIDE, around(graph, "second", "third"))
+        transfers = [op for op in whole.ops if op.is_transfer]
+        assert {HOST, "second", "third"} <= {pool for op in transfers for pool in whole.ends(op)}
+        for op in transfers:
+            source, target = whole.ends(op)
+            assert op.stream == channel(source, target) and op.name.endswith(f"_{op.stream}") and source != target
+            assert (op.time_s > 0 or not whole.tensors[op.inputs[0]].size_bytes) and op.exact and not op.workspace_bytes
+        computing = {pool.owner for pool in whole.pools if pool.computes}
+        assert all(op.is_transfer or op.stream in computing for op in whole.ops)
 
 
 def test_stand_ins_and_copies_are_of_the_program_alone() -> None:

@@ -15,13 +15,14 @@ import planner
 from benchmarks.compiled_rows import ATEN, OURS, PEAK_OF, REFERENCE, Row
 from benchmarks.kept_captures import KeptCaptures
 from graphs.errors import BudgetError, LimitError, PlannerError
-from graphs.options.selection import IN_PLACE
 from graphs.units import format_bytes
 from planner import tracing
+from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.models import Workload
 from planner.runtime.machine import commit
 from planner.runtime.measure import device_name
+from planner.settings import TraceSettings
 from planner.solving import order_for
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured
@@ -178,8 +179,8 @@ class _Comparison:
         """The least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
-            timed = (tracing.profiled(captured, *self._workload, passes=1) for captured in captures)
-            graphs = [(with_traced(captured, (IN_PLACE,)) if method == OURS else captured).graph for captured in timed]
+            timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
+            graphs = [(with_traced(captured, (IN_PLACE.name,)) if method == OURS else captured).graph for captured in timed]
             orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
             self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)
         return self._least[method]

@@ -21,7 +21,7 @@ from benchmarks.compression_table import BITS, EXACT, OTHER_WEIGHTS, Row, failur
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import without_options
 from graphs.options.compress import VARIANCE
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from planner import options, tracing
 from planner.capture.lowering.lower import Capture
@@ -32,7 +32,7 @@ from planner.models import Workload, build
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from solvers.policies.keep_everything import keep_everything
+from planner.settings import TraceSettings
 
 _VOCAB, _PERIOD = 64, 4
 _CLASSES, _NOISE = 10, 3.0
@@ -134,7 +134,7 @@ def curves(name: str, case: Case, steps: int, seed: int) -> Iterator[Row]:
 
 def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     """The curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
-    captured = tracing.capture_profiled(*workload, optimizer=recipe.optimizer, accumulate=False, passes=1, options=["compress"])
+    captured = tracing.capture_profiled(workload, TraceSettings(optimizer=recipe.optimizer, passes=1, options=("compress",)))
     program = without_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), keep_everything(program)

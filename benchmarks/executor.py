@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
+from graphs.schedule import keep_everything
 from graphs.units import format_seconds
 from planner.capture.frontend.unchanged import unchanged
 from planner.capture.signature import Batch, call
@@ -23,7 +24,6 @@ from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, turn_times
 from planner.studies.baselines import own_code
-from solvers.policies.keep_everything import keep_everything
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {

@@ -14,6 +14,7 @@ from benchmarks.offload_rows import Row
 from benchmarks.offload_table import table
 from planner import options
 from planner.choices import choices_of
+from planner.settings import TraceSettings
 from planner.studies.rows import read_rows, write_csv
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
@@ -71,7 +72,7 @@ def solve_suite(name: str, models: Sequence[str], file: Path) -> None:
     choices = choices_of(["offload"], suite.link, HOST)
     assert choices is not None
     for model in [model for model in models if model in suite.budgets]:
-        graph = Tracing(roofline=suite.device).graph(parse_spec(MODELS[model]))
+        graph = Tracing(TraceSettings(roofline=suite.device)).graph(parse_spec(MODELS[model]))
         rows = read_rows(file, Row)
         case = Case(name, model, graph, choices, suite.budgets[model], LIMIT_S, TOLERANCE)
         for row in case.rows({row.key for row in rows}):

@@ -13,6 +13,7 @@ from graphs.io.files import write_text
 from graphs.units import format_bytes, format_ratio, parse_budget
 from planner.choices import choices_of
 from planner.report.tables import as_markdown
+from planner.settings import TraceSettings
 from planner.studies.max_batch import max_batch
 from planner.studies.rows import write_csv
 from planner.studies.sizes import Wanted, samples_for
@@ -51,7 +52,9 @@ CASES: Mapping[str, Case] = {
 
 def rows_of(name: str, case: Case, *, budget: str = BUDGET, limit_s: float = LIMIT_S) -> Iterator[dict[str, object]]:
     """A row for each method on one case."""
-    sizes = Sizes(parse_spec(case.spec), case.varies, Tracing(roofline="h200", optimizer="adamw"), unit=case.unit, way_out="")
+    sizes = Sizes(
+        parse_spec(case.spec), case.varies, Tracing(TraceSettings(roofline="h200", optimizer="adamw")), unit=case.unit, way_out=""
+    )
     wanted = Wanted(
         budget_bytes=parse_budget(budget, peak_bytes=0),
         max_overhead=MAX_OVERHEAD,

@@ -20,6 +20,7 @@ from graphs.io.files import write_text
 from graphs.options.option import Need
 from planner import options
 from planner.capture.options import OPTIONS, check_options, needs, traced_options
+from planner.settings import TraceSettings
 from planner.solving import clock_of
 from planner.studies.rows import read_csv, read_rows, write_csv
 from planner.workload.tracing import Tracing
@@ -51,7 +52,7 @@ def solve_model(model: str, names: Sequence[str], clock: Callable[[], Clock], fo
     known = {row.key for row in rows}
     if len(there) == len(names) and known >= {(model, set_name(some), budget) for some in sets_of(there) for budget in BUDGETS}:
         return
-    traced = Tracing(roofline=DEVICE, options=traced_options(names)).graph(parse_spec(MODELS[model]))
+    traced = Tracing(TraceSettings(roofline=DEVICE, options=traced_options(names))).graph(parse_spec(MODELS[model]))
     case = Case(model, traced, names, clock, TOLERANCE)
     offers = sorted([*(offer for offer in offers if offer not in there), *case.offers], key=_place)
     write_csv(folder / "offers.csv", OFFER_COLUMNS, map(asdict, offers))

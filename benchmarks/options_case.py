@@ -11,10 +11,9 @@ from benchmarks.options_rows import LEAST, Bits, Offer, Row, bits_of, set_name
 from benchmarks.solved import solved
 from graphs.ir import Graph
 from graphs.options.option import Need
-from graphs.options.selection import holding
 from graphs.simulate import simulate
 from planner.budgets import budget_in_bytes
-from planner.capture.options import needs, traced_options, with_options
+from planner.capture.options import holding, needs, traced_options, with_options
 from planner.choices import Choices, choices_of
 from planner.solving import summarize
 from solvers.clock import Clock

@@ -11,6 +11,7 @@ from benchmarks.common import provenance
 from benchmarks.offload_case import budget_bytes_of
 from benchmarks.options_rows import Bits, ErrorRow, bits_of
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
@@ -20,12 +21,12 @@ from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.measured import relative_error
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -113,7 +114,7 @@ def error_rows(model: str, option: str, clock: Callable[[], Clock]) -> Iterator[
     """
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
-    captured = tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=_REPEATS, options=[option])
+    captured = tracing.capture_profiled(workload, TraceSettings(passes=_REPEATS, options=(option,)))
     blank = ErrorRow(
         model=model,
         option=option,

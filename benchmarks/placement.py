@@ -18,7 +18,7 @@ from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, 
 from graphs.ir import Graph
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
@@ -27,6 +27,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.models import Workload
 from planner.profiling.devices import Device, get_device
 from planner.profiling.other_devices import known_devices
 from planner.profiling.roofline import model_times
@@ -34,15 +35,15 @@ from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.workload.workload import load, parse_spec
+from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
-from solvers.xengine import XEngineParams
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
 INTEGRATED = Device("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
@@ -138,7 +139,7 @@ def pair_of(step: Step, pair: str) -> Pair:
         captured = capture(*step)
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
-    measured = tracing.capture_profiled(*step, optimizer="none", accumulate=False, passes=9, other_devices=(MEASURED[pair],))
+    measured = tracing.capture_profiled(Workload(*step), TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
     (second,) = known_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 

@@ -105,7 +105,7 @@ def solve_case(case: Case, file: Path) -> Outcome:
 
 def writing_seconds(graph: Graph, budget_bytes: int) -> float:
     """How long PuLP takes to write the reference's program."""
-    from solvers.checkmate.model import CheckmateModel  # imports PuLP, which the memory of other solves shall not hold
+    from solvers.baselines.common.checkmate_program import CheckmateModel
 
     began = time.perf_counter()
     CheckmateModel(problem_of(graph, budget_bytes)).build()

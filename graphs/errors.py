@@ -114,3 +114,14 @@ def is_handled_by_a_caller(error: BaseException) -> bool:
     while frame is not None and frame is not handled_in:
         frame = frame.f_back
     return frame is not None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line that an error says, or its type if it says nothing: messages of PyTorch go on for pages."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def typed_line(error: BaseException) -> str:
+    """Return the type of an error and the first line that it says."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

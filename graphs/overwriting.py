@@ -35,7 +35,7 @@ class Overwriting:
 def kept_that_are_overwritten(graph: Graph, schedule: Schedule) -> set[int]:
     """Return the tensors in memory between the passes that the backward pass writes over, so that it cannot come again."""
     cut = boundary(graph, schedule)
-    kept, overwriting, found = live_after(graph, schedule.steps[:cut]), Overwriting(graph), set[int]()
+    kept, overwriting, found = set(live_after(graph, schedule.steps[:cut])), Overwriting(graph), set[int]()
     for place, step in enumerate(schedule.steps):
         over = overwriting.follow(schedule.steps, place)
         if place >= cut:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from graphs.checks import check_plain
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Phase
 
@@ -69,6 +70,16 @@ def schedule_of(graph: Graph, computed: Sequence[int], held: Mapping[int, Collec
     return Schedule(tuple(reversed(steps)))
 
 
+def keep_everything(graph: Graph) -> Schedule:
+    """Return the schedule without recomputation: every op once in program order, every tensor freed after its last use.
+
+    Raises:
+        GraphError: the graph has choices: what keeping everything is depends on them.
+    """
+    check_plain(graph)
+    return schedule_of(graph, range(len(graph.ops)))
+
+
 def boundary(graph: Graph, schedule: Schedule) -> int:
     """Number of steps of the forward pass: up to the last first execution of a forward op, itself or stood for, and frees."""
     pending = {op.id for op in graph.program if op.phase is Phase.FORWARD}
@@ -84,12 +95,13 @@ def boundary(graph: Graph, schedule: Schedule) -> int:
     return index
 
 
-def live_after(graph: Graph, steps: Iterable[Step]) -> set[int]:
-    """Return the tensors made by ops that are in memory after `steps`, the first ones of a schedule."""
-    live: set[int] = set()
-    for step in steps:
+def live_after(graph: Graph, steps: Iterable[Step]) -> dict[int, int]:
+    """Return the tensors that the first `steps` of a schedule leave in memory, each with the index of the step that made it."""
+    live: dict[int, int] = {}
+    for index, step in enumerate(steps):
         if isinstance(step, Compute):
-            live.update(graph.ops[step.op].outputs)
+            for t in graph.ops[step.op].outputs:
+                live.setdefault(t, index)
         else:
-            live.discard(step.tensor)
+            live.pop(step.tensor, None)
     return live

@@ -11,8 +11,8 @@ from planner.missing import told
 if TYPE_CHECKING:
     __version__: str
     from graphs.errors import OutOfMemoryError, PlannerError
-    from graphs.plan import Plan
     from planner.advising import advise
+    from planner.plans.plan import Plan
     from planner.running import RunReport, run
     from planner.solving import solve
     from planner.torch_compile.checkpoint import checkpoint
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> object:
         "OutOfMemoryError": "graphs.errors",
         "PlannedStep": "planner.training.step",
         "PlannerError": "graphs.errors",
-        "Plan": "graphs.plan",
+        "Plan": "planner.plans.plan",
         "RunReport": "planner.running",
         "advise": "planner.advising",
         "checkpoint": "planner.torch_compile.checkpoint",

@@ -3,15 +3,14 @@
 import os
 import threading
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.plan import Plan
-from planner.solving import solve
+from planner.plans.plan import Plan
+from planner.settings import SolveSettings
+from planner.solving import solve_graph
 from solvers.child_process import ChildProcess, connection_to_parent, description
 
 _NICE = 10  # steps of priority below the training that it runs beside
@@ -22,12 +21,12 @@ class Job:
     """A solve: a graph, a budget and settings.
 
     Attributes:
-        graph, budget_bytes, settings: arguments of ``planner.solving.solve``.
+        graph, budget_bytes, settings: arguments of ``planner.solving.solve_graph``.
     """
 
     graph: Graph
     budget_bytes: int
-    settings: Mapping[str, Any]
+    settings: SolveSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def main() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     try:
-        ended = Ended(solve(job.graph, job.budget_bytes, on_plan=send, **job.settings))
+        ended = Ended(solve_graph(job.graph, job.budget_bytes, job.settings, on_plan=send))
     except PlannerError as error:
         ended = Ended(failure=str(error))
     except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is

@@ -58,17 +58,25 @@ class Choices:
         link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
         host_bytes: of the host's memory that a step may take; None where no option copies.
         exact: offer only ops that differ from the program in not a bit.
+        host_budget: what `host_bytes` was read from.
     """
 
     options: tuple[str, ...]
     link_bytes_per_s: float | None = None
     host_bytes: int | None = None
     exact: bool = False
+    host_budget: str | int | None = None
 
     @property
     def measures_link(self) -> bool:
         """Whether the link is to be measured where a step is profiled: something copies, and nobody said what it carries."""
         return self.host_bytes is not None and self.link_bytes_per_s is None
+
+    @property
+    def shares_host(self) -> bool:
+        """Whether the host's memory is a share of what is free, so that it is another amount each time."""
+        share = self.host_budget is None or (isinstance(self.host_budget, str) and self.host_budget.strip().endswith("%"))
+        return self.host_bytes is not None and share
 
     @property
     def places(self) -> bool:
@@ -162,13 +170,13 @@ def choices_of(
                 f"{' and '.join(given)} given, but no option that copies: add options=[{copying!r}] (--options {copying})"
             )
         return Choices(tuple(options), exact=exact) if options else None
-    free_bytes = psutil.virtual_memory().available
+    free_bytes, asked = psutil.virtual_memory().available, host_budget
     if host_budget is None:
         host_budget = int(_HOST_SHARE * free_bytes)
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
     rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
     Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # refused before anything is traced or measured
-    return Choices(tuple(options), rate, host_bytes, exact)
+    return Choices(tuple(options), rate, host_bytes, exact, asked)
 
 
 def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
@@ -185,24 +193,6 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
         return KnownLink(msgspec.convert(said, Link), msgspec.convert(source, LinkSource))
     except (msgspec.ValidationError, GraphError) as error:
         raise _edited(f"a link of {said!r} ({error})") from None
-
-
-def is_amount(host_budget: str | int | None) -> bool:
-    """Whether it is one however much of the host's memory is free."""
-    return host_budget is not None and not (isinstance(host_budget, str) and host_budget.strip().endswith("%"))
-
-
-def check_amount(host_budget: str | int | None) -> None:
-    """Refuse what is no amount, where several processes train.
-
-    Raises:
-        PlannerError: it is none.
-    """
-    if not is_amount(host_budget):
-        raise PlannerError(
-            f"host_budget is {host_budget!r}, a part of the host's free memory, and each of several processes would take as "
-            "much: say how much each may take, as host_budget='8GB'"
-        )
 
 
 def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:

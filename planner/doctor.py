@@ -16,6 +16,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.runtime.free_memory import free_bytes
 from planner.runtime.link import link_alone
 from planner.runtime.machine import machine
+from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.torch_private.capture import graph_breaks
 from planner.tracing import trace
@@ -122,7 +123,7 @@ def _captured(model: ModelSpec) -> Iterator[Fact]:
 def _graph(model: ModelSpec) -> Graph:
     """Return the graph of `model`, with times by a roofline."""
     with suppress(TraceError):  # a step may branch on what is in its batch, which fake tensors do not know
-        return Tracing(roofline="cpu").graph(model)
+        return Tracing(TraceSettings(roofline="cpu")).graph(model)
     return trace(*Tracing().built(model), roofline="cpu")
 
 

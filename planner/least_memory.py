@@ -7,10 +7,10 @@ from dataclasses import replace
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import without_copies
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
-from solvers.policies.keep_everything import keep_everything
 from solvers.result import Result, SolveProgress, Status, is_within
 
 PRECISION = 0.01  # of the budget found: where the bisection ends

@@ -10,12 +10,12 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.compress import gradient_error
 from graphs.options.selection import differences
-from graphs.plan import GraphSummary, Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
 from planner.choices import with_recorded
+from planner.plans.plan import GraphSummary, Plan
 from planner.solving import check_same_graph, other_peaks, summarize
-from solvers.policies.keep_everything import keep_everything
 from solvers.result import Status, is_within
 
 _ROUNDING = 1e-9  # relative, on sums of seconds

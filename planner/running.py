@@ -6,10 +6,9 @@ from statistics import median
 
 from torch import nn
 
-from graphs.eager import within_own_error
 from graphs.options import without_options
-from graphs.plan import Plan
 from graphs.pools import HOST
+from graphs.schedule import keep_everything
 from planner.capture.frontend.unchanged import unchanged
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
@@ -18,14 +17,17 @@ from planner.capture.signature import Batch, as_leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.choices import recorded_options, with_recorded
 from planner.keeping_everything import why_it_does_not_fit
+from planner.models import Workload
 from planner.plan_check import check_sizes
+from planner.plans.eager import within_own_error
+from planner.plans.plan import Plan
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.settings import TraceSettings
 from planner.tracing import as_recorded, capture_step
-from solvers.policies.keep_everything import keep_everything
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 
@@ -185,14 +187,12 @@ def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
-        captured = capture_step(
-            model,
-            loss_fn,
-            batch,
+        settings = TraceSettings(
             optimizer=str(provenance.get("optimizer", "none")),
             accumulate=bool(provenance.get("accumulate", False)),
             name=str(provenance.get("model", "")),
         )
+        captured = capture_step(Workload(model, loss_fn, batch), settings)
     return as_recorded(captured, provenance, recorded_options(plan.settings))
 
 

@@ -1,10 +1,8 @@
 """From a graph and a budget to a plan. Never imports torch."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from graphs.checks import check_sums
 from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
@@ -14,25 +12,28 @@ from graphs.options.compress import gradient_error
 from graphs.options.offload import OFFLOAD, without_copies
 from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
-from graphs.plan import GraphSummary, Plan
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.capture.options import as_executed, with_options
 from planner.choices import Choices, choices_of
 from planner.least_memory import least_memory
+from planner.plans.plan import GraphSummary, Plan
+from planner.settings import SolveSettings
 from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, WallClock, WorkClock, left
+from solvers.clock import Clock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
-from solvers.policies.keep_everything import keep_everything
-from solvers.registry import SOLVERS, Solver, get_solver
+from solvers.registry import Solver, check_takes, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows.heuristics.sending import least_sending
+
+Tell = Callable[[SolveProgress], None]  # called as a solve advances
+Stop = Callable[[], bool]  # polled: whether a solve is to end
 
 # Other solvers stand for what others do: in program order, unless they are told otherwise.
 _REORDERED = frozenset({"windows"})
@@ -54,8 +55,9 @@ def solve(
     link: str | float | None = None,
     host_budget: str | int | None = None,
     exact: bool = False,
-    on_progress: Callable[[SolveProgress], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    params: object = None,
+    on_progress: Tell | None = None,
+    should_stop: Stop | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Find the fastest schedule of `graph` that fits a budget, with a lower bound on the step time.
@@ -79,6 +81,7 @@ def solve(
         link, host_budget: for ``offload``: bytes a second (``50GB/s``) and host memory (``64GB``). Without `link`, the measured
             or else the published rate of the device is used.
         exact: of the options, use only what was verified to give the same bits.
+        params: of the solver: for ``windows`` a ``WindowsParams`` (``solvers.windows.params``). None: its defaults.
         on_progress: called as the solve advances.
         should_stop: polled; when it returns True, the best schedule so far is returned.
         on_plan: called with each better plan on the way.
@@ -90,11 +93,31 @@ def solve(
         UsageError, PlannerError: no such solver, an option with a wrong value, or the solver failed.
     """
     budget = budget_or_overhead(budget, max_overhead)
-    clock = clock_of(time_limit_s, work_limit)
-    run = get_solver(solver)
-    tolerance = Tolerance.of(tolerance)
-    choices = choices_of(options, link, host_budget, exact=exact)
-    graph = with_options(graph, ()) if choices is None else offered_to(solver, graph, choices)
+    settings = SolveSettings(
+        solver=solver,
+        tolerance=Tolerance.of(tolerance),
+        time_limit_s=time_limit_s,
+        work_limit=work_limit,
+        reorder=reorder,
+        choices=choices_of(options, link, host_budget, exact=exact),
+        params=params,
+    )
+    return solve_graph(graph, budget, settings, on_progress=on_progress, should_stop=should_stop, on_plan=on_plan)
+
+
+def solve_graph(
+    graph: Graph,
+    budget: str | int,
+    settings: SolveSettings,
+    *,
+    on_progress: Tell | None = None,
+    should_stop: Stop | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> Plan:
+    """Return the plan of ``solve`` for `settings`; `budget` is what ``budget_or_overhead`` returns."""
+    clock, choices = settings.clock(), settings.choices
+    run = get_solver(settings.solver)
+    graph = with_options(graph, ()) if choices is None else offered_to(settings.solver, graph, choices)
     summary = summarize(graph)
     overhead = allowed_overhead(budget)
     recorded = {} if choices is None else choices.recorded(graph)
@@ -110,31 +133,31 @@ def solve(
             status=Status.FEASIBLE,
             schedule=schedule,
             bound_s=bound_s,
-            solver=solver,
+            solver=settings.solver,
             seconds=clock.seconds,
             settings=request.settings,
             versions={},
         )
 
     if overhead is not None:
-        result = _least_memory(run, graph, solver, overhead, tolerance, clock, reorder, on_progress, should_stop)
+        result = _least_memory(run, graph, settings, overhead, clock, on_progress, should_stop)
     else:
         budget_bytes = budget_in_bytes(budget, summary.keep_everything_peak_bytes)
-        request = Request(graph, budget_bytes, tolerance, clock, on_progress, should_stop)
+        request = Request(graph, budget_bytes, settings.tolerance, clock, on_progress, should_stop, settings.params)
         if on_plan is not None:
             request = replace(request, on_schedule=lambda schedule, bound_s: on_plan(made(interim(schedule, bound_s))))
-        solved = _solved(run, request, solver, reorder)
+        solved = _solved(run, request, settings)
         result = solved.result
         if result.status is Status.INFEASIBLE:
             raise InfeasibleError(result.message + _what_would_do(solved.order.graph, budget_bytes, clock, should_stop))
     return made(result)
 
 
-def _solved(run: Solver, request: Request, solver: str, reorder: bool | None) -> Solved:  # noqa: FBT001
-    """Return the answer to `request` in the order, or the best of the orders, that `reorder` asks for."""
-    if reorder:
+def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
+    """Return the answer to `request` in the order, or the best of the orders, that `settings` ask for."""
+    if settings.reorder:
         return solve_reordered(run, request)
-    if reorder is None and solver in _REORDERED:
+    if settings.reorder is None and settings.solver in _REORDERED:
         return solve_in_best_order(run, request)
     return solve_in(in_program_order(request.graph), run, request)
 
@@ -142,19 +165,17 @@ def _solved(run: Solver, request: Request, solver: str, reorder: bool | None) ->
 def _least_memory(
     run: Solver,
     graph: Graph,
-    solver: str,
+    settings: SolveSettings,
     overhead: float,
-    tolerance: Tolerance,
     clock: Clock,
-    reorder: bool | None,  # noqa: FBT001
-    on_progress: Callable[[SolveProgress], None] | None,
-    should_stop: Callable[[], bool] | None,
+    on_progress: Tell | None,
+    should_stop: Stop | None,
 ) -> Result:
     """Return the schedule of least memory that takes no longer than keeping everything by more than `overhead`."""
-    order = order_for(graph, solver, reorder=reorder, clock=clock.part(_REORDER_SHARE * clock.limit))
+    order = order_for(graph, settings.solver, reorder=settings.reorder, clock=clock.part(_REORDER_SHARE * clock.limit))
 
-    def solve_at(budget_bytes: int, *given: Any) -> Result:
-        return run(Request(order.graph, budget_bytes, tolerance, *given))
+    def solve_at(budget_bytes: int, clock: Clock, tell: Tell | None, stop: Stop | None) -> Result:
+        return run(Request(order.graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
 
     found = least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
     return order.result_of_source(found)
@@ -173,26 +194,8 @@ def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
     Raises:
         PlannerError: `solver` takes no graph that has some.
     """
-    entry = SOLVERS[solver]
-    if choices.places != entry.places and (choices.places or entry.only_places):
-        does = "places no ops on other devices" if choices.places else "does nothing but place ops on other devices"
-        raise PlannerError(f"the solver {solver!r} {does}: take the solver 'windows', or other options than {choices.named}")
-    if not entry.only_places and not entry.copies and not (entry.choices and choices.host_bytes is None):
-        does = "copies nothing" if entry.choices else "recomputes only"
-        raise PlannerError(f"the solver {solver!r} {does}: leave the options out, or take the solver 'windows'")
+    check_takes(solver, copies=choices.host_bytes is not None, places=choices.places, named=choices.named)
     return choices.offered(graph)
-
-
-def clock_of(time_limit_s: float, work_limit: float | None = None) -> Clock:
-    """A clock that starts now, for one of the two limits.
-
-    Raises:
-        PlannerError: the limit is not above zero.
-    """
-    what, limit, unit = ("time", time_limit_s, "seconds") if work_limit is None else ("work", work_limit, "a number")
-    if not math.isfinite(limit) or limit <= 0:
-        raise PlannerError(f"{what} limit is {limit!r}: must be {unit}, above 0")
-    return WallClock(limit) if work_limit is None else WorkClock(limit)
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
@@ -260,7 +263,7 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
     )
 
 
-def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> str:
+def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Stop | None) -> str:
     """Budgets that are known to do: where a single op refutes `budget_bytes`, as otherwise the solver has said what is known;
     and with round trips to the host, where `graph` offers none.
 

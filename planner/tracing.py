@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from graphs.errors import TraceError
 from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import check_traced
 from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_needless
 from planner.capture.replay import RealStep, real_static
 from planner.capture.signature import Batch, as_leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
-from planner.profiling.devices import get_device
+from planner.models import Workload
+from planner.profiling.devices import Device, get_device
 from planner.profiling.exactness import needs_comparison, with_exactness
 from planner.profiling.link import MEASURED_LINK
 from planner.profiling.other_devices import DEVICES_KEY, recorded_devices
@@ -31,6 +30,7 @@ from planner.runtime.free_memory import free_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.link import link_beside
 from planner.runtime.release import release_unused
+from planner.settings import TraceSettings
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
@@ -72,138 +72,100 @@ def trace(
         on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
 
     Raises:
-        TraceError: the step cannot be captured as one static graph, or something is to be measured with a roofline.
-        UsageError: there is no such option, or it is not found in a step.
+        TraceError: the step cannot be captured as one static graph.
+        UsageError: there is no such option, it is not found in a step, or something is to be measured with a roofline.
         OutOfMemoryError: one op alone needs more than is free.
     """
-    check_traced(options)
-    if roofline is not None and other_devices:
-        raise TraceError(f"ops cannot be measured on {other_devices[0]!r} with the roofline {roofline!r}, for nothing is run")
-    if roofline is not None and measure_link:
-        raise TraceError(
-            f"the link to the host cannot be measured with the roofline {roofline!r}, for nothing is run: leave out one of them; "
-            "without a link, what is published of the device counts"
-        )
-    batch = as_leaves(batch)
+    settings = TraceSettings(
+        optimizer, accumulate, roofline, passes, measure_link, name, options=tuple(options), other_devices=tuple(other_devices)
+    )
+    return trace_workload(Workload(model, loss_fn, batch), settings, on_progress)
+
+
+def trace_workload(workload: Workload, settings: TraceSettings, on_progress: View | None = None) -> Graph:
+    """Return the graph of a training step, as ``trace`` does."""
+    workload = workload._replace(batch=as_leaves(workload.batch))
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
-        if roofline is None:
-            captured = capture_profiled(
-                model,
-                loss_fn,
-                batch,
-                optimizer=optimizer,
-                accumulate=accumulate,
-                passes=passes,
-                measure_link=measure_link,
-                name=name,
-                options=options,
-                other_devices=other_devices,
-                stages=stages,
-            )
+        if settings.roofline is None:
+            captured = capture_profiled(workload, settings, stages)
         else:
             with stages.stage(Stage.CAPTURE):
-                device = get_device(roofline)
-                cuda = device.name != "cpu"
-                captured = capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, as_on_cuda=cuda, name=name)
-                captured = with_traced(custom_ops_once(captured), options)
-            captured = without_needless(replace(captured, graph=model_times(captured, device)))
+                captured = _modelled(workload, settings, get_device(settings.roofline))
         stages.finish()
     return captured.graph
 
 
-def capture_profiled(
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    batch: Batch,
-    *,
-    optimizer: str = "none",
-    accumulate: bool = False,
-    passes: int = 5,
-    measure_link: bool = False,
-    name: str = "",
-    options: Sequence[str] = (),
-    other_devices: Sequence[str] = (),
-    stages: Stages | None = None,
-) -> Capture:
+def _modelled(workload: Workload, settings: TraceSettings, device: Device) -> Capture:
+    """Return the step with the times that a roofline gives."""
+    captured = capture(
+        *workload,
+        optimizer=settings.optimizer,
+        accumulate=settings.accumulate,
+        as_on_cuda=device.name != "cpu",
+        name=settings.name,
+    )
+    captured = with_traced(custom_ops_once(captured), settings.options)
+    return without_needless(replace(captured, graph=model_times(captured, device)))
+
+
+def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages | None = None) -> Capture:
     """Return the step as ``trace`` measures it, with the program that executes it; progress is reported to `stages`."""
     stages = stages or Stages()
     with stages.stage(Stage.CAPTURE):
-        captured = capture_step(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name)
+        captured = capture_step(workload, settings)
     with stages.stage(Stage.MEASURE) as stage:
-        return profiled(
-            captured,
-            model,
-            loss_fn,
-            batch,
-            passes=passes,
-            options=options,
-            measure_link=measure_link,
-            other_devices=other_devices,
-            on_op=stage.advance,
-        )
+        return profiled(captured, workload, settings, on_op=stage.advance)
 
 
-def capture_step(
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    batch: Batch,
-    *,
-    optimizer: str = "none",
-    accumulate: bool = False,
-    name: str = "",
-    variant: "Variant | None" = None,
-) -> Capture:
+def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Variant | None" = None) -> Capture:
     """Return the step with the sizes that its shapes say, and no times: nothing is executed.
 
     Args:
-        model, loss_fn, batch, optimizer, accumulate, name: as in ``trace``.
+        workload: what is trained.
+        settings: of these the optimizer, `accumulate` and the name count.
         variant: how Inductor compiles its kernels; None for those of eager PyTorch.
     """
+    optimizer, accumulate, name = settings.optimizer, settings.accumulate, settings.name
     if variant is not None:
-        captured = capture_kernels(model, loss_fn, batch, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
+        captured = capture_kernels(*workload, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
     else:
-        captured = with_dense_sizes(capture(model, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, name=name))
+        captured = with_dense_sizes(capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name))
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return captured
 
 
 def profiled(
     captured: Capture,
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    batch: Batch,
+    workload: Workload,
+    settings: TraceSettings,
     *,
-    passes: int = 5,
-    options: Sequence[str] = (),
-    measure_link: bool = False,
-    other_devices: Sequence[str] = (),
     on_op: Callable[[int, int], None] | None = None,
 ) -> Capture:
-    """Return `captured` with measured times, workspaces and sizes, and with the `options` that are found in it.
+    """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it.
 
     Ops are measured one at a time (``profiling.profile``). Some options need the whole step, executed with everything kept: to
     find out which of their ops are exact, and how lossy others are. Where it does not fit into what is free, ops that may round
     count as rounding, and what is modelled of the lossy ones counts.
 
     Args:
-        captured: what ``capture_step`` returned.
-        model, loss_fn, batch, passes, options, measure_link, other_devices: as in ``trace``.
+        captured: what ``capture_step`` returned for `workload`.
+        settings: of these `passes`, `options`, `measure_link` and `other_devices` count.
         on_op: told how many of the ops are measured, and of how many.
     """
-    step = TrainingStep(model, loss_fn)
-    static = real_static(captured, step, batch)
+    step, passes = TrainingStep(workload.model, workload.loss_fn), settings.passes
+    static = real_static(captured, step, workload.batch)
     warm_up_libraries(static[0].device)
     captured = profile(captured, static, passes=passes, on_op=on_op)
     prepare_for_tight_memory(captured.graph, static[0].device)
-    if options:
-        offered = with_traced(captured, options)
+    if settings.options:
+        offered = with_traced(captured, settings.options)
         captured = profile(offered, static, passes=passes) if len(offered.graph.ops) > len(captured.graph.ops) else offered
-        captured = _compared(captured, step, batch)
+        captured = _compared(captured, step, workload.batch)
     recorded: dict[str, object] = {}
-    if measure_link:
+    if settings.measure_link:
         recorded[MEASURED_LINK] = link_beside(captured, static, captured.graph.time_s).recorded
-    if other_devices:
-        recorded[DEVICES_KEY] = recorded_devices(measured_devices(captured, static, other_devices, passes=passes))
+    if settings.other_devices:
+        recorded[DEVICES_KEY] = recorded_devices(measured_devices(captured, static, settings.other_devices, passes=passes))
     release_unused(static[0].device)
     graph = replace(captured.graph, provenance={**captured.graph.provenance, **recorded})
     return without_needless(replace(captured, graph=graph))

@@ -8,13 +8,12 @@ from graphs.options import without_options
 from graphs.options.offload import without_copies
 from graphs.options.placement import without_placement
 from graphs.options.selection import PartOf, without_computed
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, left
 from solvers.ending import ended
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance

@@ -1,7 +1,7 @@
 """Solvers by name. Adding a method is adding one file and one line here."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 from graphs.checks import check_plain
@@ -34,15 +34,17 @@ class Entry:
     large_programs: bool = False
 
 
-CHEN = "solvers.policies.chen"
-DTR = "solvers.policies.dtr"
-MEGENGINE = "solvers.policies.megengine"
-SAC = "solvers.policies.sac"
-XENGINE = "solvers.xengine"
+def _baseline(module: str, description: str, rule: str = "", *, large_programs: bool = False) -> Entry:
+    options = {"rule": rule} if rule else {}
+    return Entry(f"solvers.baselines.{module}", description, options, large_programs=large_programs)
 
 
-def _offload(module: str, description: str, *, large_programs: bool = False) -> Entry:
-    return Entry(f"solvers.policies.offload.{module}", description, copies=True, offloads=True, large_programs=large_programs)
+def _offloading(module: str, description: str, *, large_programs: bool = False) -> Entry:
+    return replace(_baseline(module, description, large_programs=large_programs), copies=True, offloads=True)
+
+
+def _placing(module: str, description: str, rule: str = "") -> Entry:
+    return replace(_baseline(module, description, rule, large_programs=True), places=True, only_places=True)
 
 
 SOLVERS: dict[str, Entry] = {
@@ -53,69 +55,87 @@ SOLVERS: dict[str, Entry] = {
         choices=True,
         places=True,
     ),
-    "keep-everything": Entry("solvers.policies.keep_everything", "keep everything: no recomputation"),
-    "checkmate": Entry(
-        "solvers.checkmate",
-        "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
-        large_programs=True,
+    "keep-everything": _baseline("keep_everything", "keep everything: no recomputation"),
+    "checkmate": _baseline(
+        "checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)", large_programs=True
     ),
-    "rounding": Entry("solvers.rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", large_programs=True),
-    "checkpoint-blocks": Entry(
-        "solvers.policies.checkpoint_blocks", "recompute each block's forward before its backward, blocks being what fits best"
+    "rounding": _baseline("rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", large_programs=True),
+    "checkpoint-blocks": _baseline(
+        "checkpoint_blocks", "recompute each block's forward before its backward, blocks being what fits best"
     ),
-    "chen-sqrt": Entry(CHEN, "recompute about sqrt(n) segments (Chen et al.)"),
-    "chen-greedy": Entry(CHEN, "recompute segments that end after a number of bytes, searched", {"rule": "chen-greedy"}),
-    "griewank": Entry("solvers.policies.griewank", "binomial checkpointing of a chain (revolve)"),
-    "rotor": Entry("solvers.policies.rotor", "the optimal schedule of a chain (dynamic programme)"),
-    "sac": Entry(SAC, "selective checkpointing: of the lists of matmuls, convolutions and attention the best"),
-    "sac-every-second": Entry(
-        SAC, "selective checkpointing: save all of these but every second matmul", {"rule": "sac-every-second"}
+    "chen-sqrt": _baseline("chen", "recompute about sqrt(n) segments (Chen et al.)"),
+    "chen-greedy": _baseline("chen", "recompute segments that end after a number of bytes, searched", "chen-greedy"),
+    "griewank": _baseline("griewank", "binomial checkpointing of a chain (revolve)"),
+    "rotor": _baseline("rotor", "the optimal schedule of a chain (dynamic programme)"),
+    "sac": _baseline("sac", "selective checkpointing: of the lists of matmuls, convolutions and attention the best"),
+    "sac-every-second": _baseline("sac", "selective checkpointing: save all these but every second matmul", "sac-every-second"),
+    "sac-attention": _baseline("sac", "selective checkpointing: save attention only", "sac-attention"),
+    "memory-budget": _baseline("memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
+    "dtr": _baseline("dtr", "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
+    "dtr-full": _baseline("dtr", "DTR online, with the exact cost of the evicted neighbourhood", "dtr-full"),
+    "dtr-local": _baseline("dtr", "DTR online, with a tensor's own cost only", "dtr-local"),
+    "lru": _baseline("dtr", "online: evict what was read least recently", "lru"),
+    "largest": _baseline("dtr", "online: evict the largest", "largest"),
+    "msps": _baseline("dtr", "online: evict by cost with evicted ancestors / bytes (MSPS)", "msps"),
+    "dtr-random": _baseline("dtr", "online: evict at random", "dtr-random"),
+    "megengine": _baseline("megengine", "MegEngine online: DTR with costs by bytes and small tensors spared, settings tried"),
+    "megengine-static": _baseline("megengine", "MegEngine with the step known: by next use, settings tried", "megengine-static"),
+    "save-on-cpu": _offloading("save_on_cpu", "offload all that is saved, and wait (PyTorch's save_on_cpu)"),
+    "offload-activations": _offloading("offload_activations", "offload all that is saved, beside the computation (torchtune)"),
+    "deepspeed-offload": _offloading(
+        "deepspeed_offload", "offload all that is large, keep the largest that there is room for (DeepSpeed)"
     ),
-    "sac-attention": Entry(SAC, "selective checkpointing: save attention only", {"rule": "sac-attention"}),
-    "memory-budget": Entry("solvers.policies.memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
-    "dtr": Entry(DTR, "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
-    "dtr-full": Entry(DTR, "DTR online, with the exact cost of the evicted neighbourhood", {"rule": "dtr-full"}),
-    "dtr-local": Entry(DTR, "DTR online, with a tensor's own cost only", {"rule": "dtr-local"}),
-    "lru": Entry(DTR, "online: evict what was read least recently", {"rule": "lru"}),
-    "largest": Entry(DTR, "online: evict the largest", {"rule": "largest"}),
-    "msps": Entry(DTR, "online: evict by cost with evicted ancestors / bytes (MSPS)", {"rule": "msps"}),
-    "dtr-random": Entry(DTR, "online: evict at random", {"rule": "dtr-random"}),
-    "megengine": Entry(MEGENGINE, "MegEngine online: DTR with costs by bytes and small tensors spared, settings tried"),
-    "megengine-static": Entry(
-        MEGENGINE, "MegEngine with the step known: by next use, settings tried", {"rule": "megengine-static"}
+    "sac-and-offload": _offloading(
+        "sac_and_offload", "selective checkpointing, what is saved offloaded a layer late (torchtitan)"
     ),
-    "save-on-cpu": _offload("save_on_cpu", "offload all that is saved, and wait (PyTorch's save_on_cpu)"),
-    "offload-activations": _offload("offload_activations", "offload all that is saved, beside the computation (torchtune)"),
-    "deepspeed-offload": _offload("deepspeed", "offload all that is large, keep the largest that there is room for (DeepSpeed)"),
-    "sac-and-offload": _offload("sac_and_offload", "selective checkpointing, what is saved offloaded a layer late (torchtitan)"),
-    "capuchin-swap": _offload("capuchin", "swap in order of measured free time (Capuchin)"),
-    "delta": _offload("delta", "DELTA online: evict the largest and stalest, swapped or recomputed"),
-    "auto-perf-maxing": _offload("auto_perf", "fractions of layers by an LP, tensors by an ILP each, in rounds (torchtitan)"),
-    "poet": _offload(
+    "capuchin-swap": _offloading("capuchin_swap", "swap in order of measured free time (Capuchin)"),
+    "delta": _offloading("delta", "DELTA online: evict the largest and stalest, swapped or recomputed"),
+    "auto-perf-maxing": _offloading(
+        "auto_perf_maxing", "fractions of layers by an LP, tensors by an ILP each, in rounds (torchtitan)"
+    ),
+    "poet": _offloading(
         "poet", "POET's program: recompute or page, paging at no time; for small graphs (MILP, HiGHS)", large_programs=True
     ),
-    "monet": Entry(
-        "solvers.policies.monet",
-        "MONeT's program: recompute the forward pass, choose kernels; small (HiGHS)",
+    "monet": replace(
+        _baseline("monet", "MONeT's program: recompute the forward pass, choose kernels; small (HiGHS)", large_programs=True),
         choices=True,
-        large_programs=True,
     ),
-    "xengine": Entry(
-        XENGINE,
-        "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)",
-        places=True,
-        only_places=True,
-        large_programs=True,
-    ),
-    "xengine-overlapped": Entry(
-        XENGINE,
-        "the same for the makespan of devices that work side by side",
-        {"overlapped": True},
-        places=True,
-        only_places=True,
-        large_programs=True,
+    "xengine": _placing("xengine", "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)"),
+    "xengine-overlapped": _placing(
+        "xengine", "the same for the makespan of devices that work side by side", "xengine-overlapped"
     ),
 }
+
+
+def check_solver(name: str) -> Entry:
+    """Return the entry of the solver called `name`.
+
+    Raises:
+        PlannerError: no such solver; names those there are.
+    """
+    if name not in SOLVERS:
+        raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
+    return SOLVERS[name]
+
+
+def check_takes(name: str, *, copies: bool, places: bool, named: str) -> None:
+    """Refuse options of a graph that the solver called `name` does not know.
+
+    Args:
+        copies: one of them copies to the host.
+        places: one of them runs ops on other devices.
+        named: all of them, for the message.
+
+    Raises:
+        PlannerError: it takes no graph that has them.
+    """
+    entry = check_solver(name)
+    if places != entry.places and (places or entry.only_places):
+        does = "places no ops on other devices" if places else "does nothing but place ops on other devices"
+        raise PlannerError(f"the solver {name!r} {does}: take the solver 'windows', or other options than {named}")
+    if not entry.only_places and not entry.copies and not (entry.choices and not copies):
+        does = "copies nothing" if entry.choices else "recomputes only"
+        raise PlannerError(f"the solver {name!r} {does}: leave the options out, or take the solver 'windows'")
 
 
 def get_solver(name: str) -> Solver:
@@ -124,9 +144,7 @@ def get_solver(name: str) -> Solver:
     Raises:
         PlannerError: no such solver; names those there are.
     """
-    if name not in SOLVERS:
-        raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
-    entry = SOLVERS[name]
+    entry = check_solver(name)
     function = import_module(entry.module).solve
 
     def solve(request: Request) -> Result:

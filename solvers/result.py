@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph
-from graphs.plan import relative_gap
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 
@@ -128,3 +127,12 @@ class Result:
 def known_class(graph: Graph, schedules: str) -> str:
     """`schedules`, those that a solver knows which counts outputs beside inputs, also where they may be written over these."""
     return f"{schedules}, and its outputs beside its inputs" if graph.writes_over_inputs else schedules
+
+
+def relative_gap(time_s: float | None, bound_s: float | None) -> float | None:
+    """(time - bound) / bound, 0 where both are 0, None where one is unknown."""
+    if time_s is None or bound_s is None:
+        return None
+    if bound_s > 0:
+        return max(0.0, (time_s - bound_s) / bound_s)
+    return 0.0 if time_s <= 0 else None

@@ -56,7 +56,7 @@ class Row:
         planning_s: until ``planner.compile`` has returned.
         step_s: median seconds of a step; `slowdown` is beside eager PyTorch, `overhead` predicted beside keeping everything.
         bits: equal to eager PyTorch's; for eager PyTorch, to those of another run.
-        gradient_error, eager_error: as in ``graphs.eager.EagerComparison``.
+        gradient_error, eager_error: as in ``planner.plans.eager.EagerComparison``.
         message: why there is no more.
     """
 

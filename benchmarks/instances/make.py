@@ -14,6 +14,7 @@ from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.settings import TraceSettings
 from planner.solving import order_for, summarize
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
@@ -40,7 +41,7 @@ SYNTHETIC: Mapping[str, Callable[[], Graph]] = {
 def graphs(names: Sequence[str]) -> Iterator[tuple[str, Graph]]:
     """The graphs by name, in the order of ops that they are solved in."""
     for name in names:
-        graph = SYNTHETIC[name]() if name in SYNTHETIC else Tracing(roofline="h200").graph(parse_spec(ZOO[name]))
+        graph = SYNTHETIC[name]() if name in SYNTHETIC else Tracing(TraceSettings(roofline="h200")).graph(parse_spec(ZOO[name]))
         yield name, order_for(graph, "windows", reorder=True).graph
 
 

@@ -10,12 +10,26 @@ from graphs.options.surroundings import Surroundings
 from graphs.schedule import Schedule
 
 
-class Setting(StrEnum):
-    """How a step is captured and run, where not every option goes with that; as users are told."""
+class Feature(StrEnum):
+    """What a user asks for besides options of a graph, or trains with; as messages name it."""
 
     TORCH_COMPILE = "torch.compile"
+    INDUCTOR = "kernels='inductor'"
     VARYING_SIZES = "dynamic=True"
-    INDUCTOR = "Inductor's kernels"
+    CUDA_GRAPH = "cuda_graph=True"
+    REPLAN = "replan=True"
+    SEVERAL_PROCESSES = "several processes"
+    ON_CPU = "a model on the CPU"
+    MAX_OVERHEAD = "max_overhead="
+    HOST_SHARE = "a share of the host's memory"
+    ROOFLINE = "roofline="
+    MEASURED_LINK = "measure_link=True"
+    OTHER_DEVICES = "other_devices="
+
+
+def conflict(one: str, other: Feature, reason: str) -> str:
+    """Return the message that two things do not go together, with why and what to do."""
+    return f"{one} does not go with {other}: {reason}"
 
 
 class Need(StrEnum):
@@ -72,7 +86,7 @@ class Option:
     name: str
     description: str
     offers: str = "optional ops"
-    refused: Mapping[Setting, str] = field(default_factory=dict)
+    refused: Mapping[Feature, str] = field(default_factory=dict)
     default: bool = False
     argument: Argument | None = None
     restored: Callable[[Graph], Graph] = _unchanged_graph
@@ -88,10 +102,10 @@ class Option:
         """The name to begin with, as in ``compress:4``."""
         return self.name if self.argument is None else f"{self.name}:{self.argument.usual}"
 
-    def against(self, setting: Setting) -> str:
-        """Return why it does not go with `setting`, and what to do; "" if it does."""
-        reason = self.refused.get(setting)
-        return "" if reason is None else f"the option {self.name!r} does not go with {setting}: {reason}"
+    def against(self, feature: Feature) -> str:
+        """Return why it does not go with `feature`, and what to do; "" if it does."""
+        reason = self.refused.get(feature)
+        return "" if reason is None else conflict(f"the option {self.name!r}", feature, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

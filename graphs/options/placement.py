@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op
-from graphs.options.option import GraphOption, Need, Setting
+from graphs.options.option import Feature, GraphOption, Need
 from graphs.options.passes import in_passes
 from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
@@ -103,9 +103,11 @@ PLACEMENT = GraphOption(
     name="placement",
     description="ops may run on other devices, with copies between them",
     refused={
-        Setting.INDUCTOR: "they run on one device; leave it out, or take those of eager PyTorch",
-        Setting.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
-        Setting.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
+        Feature.INDUCTOR: "these kernels run on one device; leave it out, or take kernels='eager'",
+        Feature.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
+        Feature.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
+        Feature.CUDA_GRAPH: "ops on other devices run one by one; leave one of them out",
+        Feature.SEVERAL_PROCESSES: "ops are placed in one process; leave it out, or the wrapper of the model",
     },
     need=Need.DEVICES,
     accepts=_why_not,

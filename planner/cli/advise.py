@@ -58,9 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.say(f"building {arguments.model}")
         from planner.advising import advise
+        from planner.settings import TraceSettings
         from planner.workload.tracing import Tracing
 
-        tracing = Tracing(device=arguments.device, roofline=arguments.roofline, seed=arguments.seed)
+        tracing = Tracing(TraceSettings(roofline=arguments.roofline), device=arguments.device, seed=arguments.seed)
         advice = advise(
             *tracing.built(arguments.model),
             optimizer=arguments.optimizer,

@@ -15,6 +15,7 @@ from planner import options
 from planner.capture.options import OPTIONS, traced_options
 from planner.choices import LINK
 from planner.profiling.devices import DEVICES
+from planner.settings import TraceSettings
 from planner.visible import visible, visible_lines
 from planner.workload.tracing import Tracing
 
@@ -178,15 +179,14 @@ def add_how_to_trace(parser: Parser) -> None:
 
 def tracing(arguments: argparse.Namespace) -> Tracing:
     """Return what the options of ``add_how_to_trace`` say."""
-    return Tracing(
-        device=arguments.device,
+    settings = TraceSettings(
         roofline=arguments.roofline,
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         passes=arguments.passes,
-        seed=arguments.seed,
         options=traced_options(getattr(arguments, "options", ())),  # of commands that have them
     )
+    return Tracing(settings, device=arguments.device, seed=arguments.seed)
 
 
 def trace_model(
@@ -199,8 +199,9 @@ def trace_model(
 ) -> "Graph":
     """Build and trace `model`, as the options of ``add_how_to_trace`` say; the rest as in ``tracing.trace``."""
     progress.say(f"building {model}")
-    how = replace(tracing(arguments), measure_link=measure_link, other_devices=other_devices)
-    return how.graph(model, on_progress=progress)
+    how = tracing(arguments)
+    settings = replace(how.settings, measure_link=measure_link, other_devices=other_devices)
+    return replace(how, settings=settings).graph(model, on_progress=progress)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:

@@ -171,6 +171,7 @@ def _measure(
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
     from planner.runtime.executor import open_channels
+    from planner.settings import TraceSettings
     from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import Settings, compare_measured, profiled
     from planner.studies.offloading import offloading_methods
@@ -182,11 +183,13 @@ def _measure(
     captured = profiled(
         built,
         folder,
-        optimizer=arguments.optimizer,
-        accumulate=arguments.accumulate,
-        passes=arguments.passes,
-        measure_link=choices is not None and choices.measures_link,
-        name=str(spec),
+        TraceSettings(
+            optimizer=arguments.optimizer,
+            accumulate=arguments.accumulate,
+            passes=arguments.passes,
+            measure_link=choices is not None and choices.measures_link,
+            name=str(spec),
+        ),
     )
     settings = Settings(
         model=str(spec),

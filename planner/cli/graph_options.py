@@ -4,6 +4,7 @@ import argparse
 
 from planner.capture.options import OPTIONS, traced_options
 from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text, table_of
+from planner.compatibility import table
 
 
 def add(commands: Commands) -> None:
@@ -20,10 +21,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list. Returns the exit code."""
+    """Print the list, and what does not go together. Returns the exit code."""
     described = {name: option.description for name, option in OPTIONS.items()}
     if arguments.json:
         print_json(dict(described))
     else:
-        print_text(table_of(described))
+        refused = "\n".join(f"  {things} with {other}: {reason}" for things, other, reason in table())
+        print_text(f"{table_of(described)}\n\nwhat does not go together:\n{refused}")
     return DONE

@@ -24,10 +24,11 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the file holds. Returns the exit code."""
-    from graphs.io.formats import read_graph_or_plan
-    from graphs.plan import Plan
+    from planner.facts.graph import graph_facts
+    from planner.plans.document import read_graph_or_plan
+    from planner.plans.plan import Plan
     from planner.report.describe import plan_data, plan_info_text
-    from planner.report.graph_facts import graph_data, graph_facts, graph_text
+    from planner.report.graph_text import graph_data, graph_text
 
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):

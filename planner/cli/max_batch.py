@@ -156,7 +156,7 @@ def _modelled_and_measured(
 
     modelled: tuple[LargestSize, ...] = ()
     with suppress(InfeasibleError, LimitError):
-        modelled = _search(arguments, wanted, replace(how, roofline="cpu"), progress, should_stop)
+        modelled = _search(arguments, wanted, replace(how, settings=replace(how.settings, roofline="cpu")), progress, should_stop)
     if should_stop() and modelled:
         return modelled
     if modelled:

@@ -19,7 +19,7 @@ from planner.cli.arguments import (
 from planner.workload.workload import ModelSpec, parse_spec
 
 if TYPE_CHECKING:
-    from graphs.plan import Plan
+    from planner.plans.plan import Plan
     from planner.running import RunReport
 
 
@@ -48,8 +48,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run and measure, and print both beside what was predicted. Returns the exit code."""
-    from graphs.io.formats import read_plan
     from planner.plan_check import check_with_its_graph
+    from planner.plans.document import read_plan
     from planner.progress import LineView
     from planner.report.describe import run_data, run_text
 

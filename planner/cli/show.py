@@ -9,7 +9,7 @@ from planner import options
 from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
 
 if TYPE_CHECKING:
-    from graphs.plan import Plan
+    from planner.plans.plan import Plan
 
 
 def add(commands: Commands) -> None:
@@ -35,12 +35,13 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write what is asked for. Returns the exit code."""
     from graphs.io.files import check_writable, write_text
-    from graphs.io.formats import read_graph, read_plan
+    from graphs.io.formats import read_graph
+    from planner.facts.timeline import Timeline
     from planner.plan_check import planned_graph
+    from planner.plans.document import read_plan
     from planner.report.budget_curve import read_curve
     from planner.report.chrome_trace import chrome_trace
     from planner.report.page import page
-    from planner.report.timeline import Timeline
 
     curve = () if arguments.curve is None else read_curve(arguments.curve)
     makers = ((arguments.output, lambda timeline: page(timeline, curve)), (arguments.trace, chrome_trace))

@@ -8,7 +8,7 @@ from planner import options
 from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
 
 if TYPE_CHECKING:
-    from graphs.plan import Plan
+    from planner.plans.plan import Plan
     from planner.report.snapshot import DevicePeak
 
 _LISTED = 15
@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the snapshot says. Returns the exit code."""
-    from graphs.io.formats import read_plan
+    from planner.plans.document import read_plan
     from planner.report.snapshot import read_snapshot
 
     peaks = read_snapshot(arguments.file)

@@ -21,6 +21,7 @@ from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
+    from solvers.windows.params import WindowsParams
 
 
 def add(commands: Commands) -> None:
@@ -86,6 +87,12 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="with --solver checkmate: write its program as well, for other solvers (.lp or .mps)",
     )
+    parser.add_argument(
+        "--params",
+        metavar="FILE",
+        help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
+        "found, never what is proved",
+    )
     add_choices(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
     add_quiet(parser)
@@ -94,8 +101,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Solve, and write the plan if asked to. Returns the exit code."""
     from graphs.io.files import check_writable
-    from graphs.io.formats import read_graph, write_plan
+    from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.plans.document import write_plan
     from planner.progress import LineView, Stage, Stages
     from planner.report.describe import plan_data, plan_text
     from planner.report.plan_views import naming
@@ -108,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{arguments.output} is the graph itself: name another file for the plan")
     if arguments.write_model is not None:
         _write_model(graph, arguments)
+    params = _params(arguments)
     with (
         LineView(quiet=arguments.quiet) as progress,
         StopOnInterrupt(progress) as interrupt,
@@ -126,6 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
             link=arguments.link,
             host_budget=arguments.host_budget,
             exact=arguments.exact,
+            params=params,
             on_progress=stage.solving(base_s=graph.time_s),
             should_stop=interrupt,
         )
@@ -139,6 +149,17 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _params(arguments: argparse.Namespace) -> "WindowsParams | None":
+    if arguments.params is None:
+        return None
+    if arguments.solver != "windows":
+        raise UsageError("--params holds parameters of the solver windows: leave it out, or take --solver windows")
+    from solvers.params_file import read_params
+    from solvers.windows.params import WindowsParams
+
+    return read_params(arguments.params, WindowsParams)
+
+
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     if arguments.solver != "checkmate":
         raise UsageError("--write-model writes the program of the solver checkmate: add --solver checkmate")
@@ -147,7 +168,7 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     from planner.budgets import budget_in_bytes
     from planner.capture.options import with_options
     from planner.solving import order_for, summarize
-    from solvers.checkmate import write_model
+    from solvers.baselines.checkmate import write_model
 
     graph = with_options(graph, ())
     peak_bytes = summarize(graph).keep_everything_peak_bytes

@@ -20,9 +20,11 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, check_module
 from planner.distributed.ranks import Ranks, SingleProcess
+from planner.models import Workload
 from planner.runtime.channels import Channels
 from planner.runtime.earlier_gradients import BUCKETS, TO_SEND
 from planner.runtime.executor import Executor, open_channels
+from planner.settings import TraceSettings
 from planner.tracing import capture_step
 
 if TYPE_CHECKING:
@@ -52,15 +54,13 @@ class Unwrapped:
         """Inside, the parameters of the module are plain tensors, and no hook of a wrapper acts on it. All ranks enter it."""
         return nullcontext()
 
-    def capture(
-        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
-    ) -> Capture:
+    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
         """The step, with all memory that this process holds throughout. Called inside ``opened``.
 
         Args:
-            loss_fn, batch, optimizer, accumulate, variant: as in ``planner.tracing.capture_step``.
+            loss_fn, batch, settings, variant: as in ``planner.tracing.capture_step``.
         """
-        return capture_step(self.module, loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
+        return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """`executor` as the training loop calls it."""
@@ -82,12 +82,11 @@ class Replicated(Unwrapped):
         """Inside, other parameters stand for those that the wrapper waits for."""
         return _other_parameters(self.module)
 
-    def capture(
-        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
-    ) -> Capture:
+    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
         """The step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
         in_buckets = self._model.gradient_as_bucket_view
-        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate and not in_buckets, variant=variant)
+        accumulate = settings.accumulate and not in_buckets
+        captured = super().capture(loss_fn, batch, replace(settings, accumulate=accumulate), variant)
         name = "gradients_in_buckets" if in_buckets else BUCKETS
         graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, name, _trained_bytes(self.module))
         return replace(captured, graph=graph)
@@ -145,15 +144,13 @@ class Sharded(Unwrapped):
         finally:
             self._reshard()
 
-    def capture(
-        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
-    ) -> Capture:
+    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
         """The step on whole parameters, beside this rank's shards: of optimizer state there is no more.
 
         Earlier gradients are whole as long as they are not sent (``set_requires_gradient_sync(False)``).
         """
         whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
-        captured = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
+        captured = super().capture(loss_fn, batch, settings, variant)
         captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from graphs.errors import UnknownOptionError, UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
+
+    from planner.capture.signature import Batch
+    from planner.capture.step import LossFn
 
 
 class Workload(NamedTuple):
     """What is trained: a model, the loss of its output against the last of the batch, and a batch."""
 
     model: "nn.Module"
-    loss_fn: "Callable[[Any, Tensor], Tensor] | None"
-    batch: "tuple[Tensor, ...] | Mapping[str, object]"
+    loss_fn: "LossFn | None"
+    batch: "Batch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
 from planner.capture.frontend.random_states import RandomStates, random_states_kept
 from planner.capture.lowering.lower import Capture
@@ -304,9 +304,9 @@ class _Profiler:
         op, node = call.op, self.capture.nodes[call.op.id]
         composed = self.capture.program.calls[op.id].composed
         if composed is None and node is None:
-            raise PlannerError(f"op {op.name} cannot be measured alone: {_first_line(error)}") from error
+            raise PlannerError(f"op {op.name} cannot be measured alone: {first_line(error)}") from error
         warnings.warn(
-            f"op {op.name} cannot be measured alone ({_first_line(error)}): its time is modelled, and a workspace that it may "
+            f"op {op.name} cannot be measured alone ({first_line(error)}): its time is modelled, and a workspace that it may "
             "need is not in the plan; leave a margin",
             stacklevel=2,
         )
@@ -325,7 +325,7 @@ class _Profiler:
         known = get_device("cpu") if self.device.type == "cpu" else device_called(name)
         if known is None:
             raise PlannerError(
-                f"op {call.op.name} cannot be measured alone ({_first_line(error)}), and no times are known for {name!r}: name a "
+                f"op {call.op.name} cannot be measured alone ({first_line(error)}), and no times are known for {name!r}: name a "
                 f"device like it, roofline=, of {', '.join(DEVICES)}"
             ) from error
         return known
@@ -400,7 +400,3 @@ def _pick(value: Any, path: str) -> torch.Tensor:
         value = value[int(index)]
     found: torch.Tensor = value
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

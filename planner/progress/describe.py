@@ -1,8 +1,8 @@
 """Progress in words."""
 
-from graphs.eager import slower_than
-from graphs.plan import Plan
 from graphs.units import format_bytes, format_ratio
+from planner.plans.eager import slower_than
+from planner.plans.plan import Plan
 from planner.progress.stages import Progress, Stage
 
 

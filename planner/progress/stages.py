@@ -11,8 +11,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from graphs.plan import relative_gap
-from solvers.result import SolveProgress
+from solvers.result import SolveProgress, relative_gap
 
 
 class Stage(StrEnum):

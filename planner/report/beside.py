@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from graphs.pools import COMPUTE, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.report.streams import Stream, Trip, Wait, capacity_text, followed_by, spaced, streams, trips, waits
-from planner.report.timeline import Held, Timeline, module_of
+from planner.facts.streams import Stream, Trip, Wait, streams, trips, waits
+from planner.facts.timeline import Held, Timeline, module_of
+from planner.report.describe import capacity_text, followed_by, spaced
 
 
 @dataclass(frozen=True, slots=True)

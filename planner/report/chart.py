@@ -15,16 +15,16 @@ from graphs.ir import Op
 from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
-from planner.report.baselines import Baseline, baselines
+from planner.facts.baselines import Baseline, baselines
+from planner.facts.columns import COLUMNS, memory_columns
+from planner.facts.lives import Life, Lives, lives_of
+from planner.facts.reserved import reserved_bytes
+from planner.facts.timeline import Timeline, block
 from planner.report.budget_curve import CurvePoint
-from planner.report.columns import COLUMNS, memory_columns
+from planner.report.describe import capacity_text, spaced
 from planner.report.lanes import Bar, bars, lanes
-from planner.report.lives import Life, Lives, lives_of
 from planner.report.module_groups import grouped
 from planner.report.plots import size_unit, time_unit
-from planner.report.reserved import reserved_bytes
-from planner.report.streams import capacity_text, spaced
-from planner.report.timeline import Timeline, block
 from planner.visible import visible
 
 if TYPE_CHECKING:

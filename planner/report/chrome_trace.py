@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
-from planner.report.columns import left_bytes, stretches
-from planner.report.streams import Wait, followed_by, waits
-from planner.report.timeline import Execution, Timeline
+from planner.facts.columns import left_bytes, stretches
+from planner.facts.streams import Wait, waits
+from planner.facts.timeline import Execution, Timeline
+from planner.report.describe import followed_by
 
 _PROCESS = 1
 _ROWS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.OPTIMIZER: 3}

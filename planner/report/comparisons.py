@@ -8,14 +8,13 @@ from textwrap import shorten
 import pandas as pd
 
 from graphs.io.files import write_text
-from graphs.plan import relative_gap
 from graphs.units import format_bytes
 from planner.report.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.report.tables import as_markdown
 from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
 from planner.visible import visible
-from solvers.result import Reason, Status
+from solvers.result import Reason, Status, relative_gap
 
 LEGEND = (
     "does not apply: the method is not for this model, at any budget; OOM: what the method does needs more; thrash: the step "

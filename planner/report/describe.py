@@ -4,18 +4,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from graphs.eager import slower_than
+from graphs.ir import Op
 from graphs.options.selection import LEFT_OUT
-from graphs.plan import Plan
-from graphs.pools import HOST
+from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.options import needs
 from planner.choices import recorded_link, recorded_options
+from planner.plans.eager import slower_than
+from planner.plans.plan import Plan
 from planner.profiling.link import MEASURED_LINK, measured_link
 from planner.profiling.other_devices import DEVICES_KEY, known_devices
 from planner.visible import visible
 
 if TYPE_CHECKING:
+    from planner.facts.streams import Wait
     from planner.running import RunReport
 
 
@@ -260,3 +262,24 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
     return [(visible(name), visible(text(name, value))) for name, value in provenance.items()]
+
+
+def spaced(name: str) -> str:
+    """The name of a stream or a pool, for people."""
+    return visible(name).replace("_", " ")
+
+
+def followed_by(wait: "Wait") -> str:
+    """What a wait is over for."""
+    match wait.following:
+        case None:
+            return "the end of the step"
+        case Op(name=name):
+            return name
+        case tensor:
+            return f"memory of {tensor.name} goes"
+
+
+def capacity_text(pool: Pool) -> str:
+    """What a pool holds at most, for people."""
+    return "without a limit" if pool.capacity_bytes is None else f"of {format_bytes(pool.capacity_bytes)}"

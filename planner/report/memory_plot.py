@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes
-from planner.report.baselines import Baseline
-from planner.report.columns import stretches
+from planner.facts.baselines import Baseline
+from planner.facts.columns import stretches
+from planner.facts.timeline import Timeline
 from planner.report.plots import COLORS, add_legend, new_figure, set_title, size_unit, time_unit
-from planner.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

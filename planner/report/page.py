@@ -7,13 +7,13 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from graphs.eager import EagerComparison
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.facts.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
+from planner.plans.eager import EagerComparison
 from planner.report.beside import beside, travels
 from planner.report.budget_curve import CurvePoint
 from planner.report.chart import charts
-from planner.report.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
 from planner.visible import visible
 
 _LISTED = 15

@@ -9,16 +9,17 @@ from markupsafe import escape
 
 from graphs.errors import PlannerError
 from graphs.io.files import is_replaced
-from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
+from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.facts.baselines import Baseline, baselines
+from planner.facts.timeline import Timeline
 from planner.plan_check import check_plan, graph_path, planned_graph
-from planner.report.baselines import Baseline, baselines
+from planner.plans.document import read_plan, write_plan
+from planner.plans.plan import Plan
 from planner.report.describe import table
 from planner.report.memory_plot import plot_plan
 from planner.report.memory_sketch import sketch
-from planner.report.timeline import Timeline
 from planner.visible import visible, visible_lines
 
 if TYPE_CHECKING:

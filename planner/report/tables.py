@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from graphs.plan import Plan
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.plans.plan import Plan
 
 if TYPE_CHECKING:
     from planner.running import RunReport

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from graphs.errors import CopyError, GraphError
-from graphs.options.option import Need, Setting
+from graphs.options.option import Feature, Need
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
 from planner.capture.frontend.unchanged import same
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Call, load, variable
 from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.options import check_goes_with, needing
+from planner.capture.options import needing
 from planner.capture.rewrites.own_generators import states_kept
+from planner.compatibility import check_compatible
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.other_devices import NamedDevice, named_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
@@ -52,7 +53,7 @@ def other_devices(
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if not all(isinstance(call, Call) for call in capture.program.calls):
-        check_goes_with(needing(Need.DEVICES), Setting.INDUCTOR)
+        check_compatible((*needing(Need.DEVICES), Feature.INDUCTOR))
     return tuple(_Profile(capture, static, named_device(name)).device(passes) for name in names)
 
 

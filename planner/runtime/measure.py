@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.eager import Difference
 from planner.capture.frontend.unchanged import WritesUndone, same, unchanged
 from planner.capture.signature import Batch, arguments, as_leaves, call, leaves
+from planner.plans.eager import Difference
 from planner.profiling.allocator import cpu_allocations, no_collection
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.machine import machine

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs.plan import GraphSummary
 from graphs.units import format_bytes
 from planner.capture.options import option_called
+from planner.plans.plan import GraphSummary
 
 
 @dataclass(frozen=True, slots=True)

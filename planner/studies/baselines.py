@@ -28,8 +28,8 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.runtime.measure import Step
 from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
 from planner.torch_private.capture import functorch_config, inductor_config
-from solvers.policies.sac import LISTS, SacRule, SaveList, save_lists
-from solvers.policies.torch_ops import base_name
+from solvers.baselines.common.torch_ops import base_name
+from solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
 
 # Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more, each time.
 BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
@@ -114,7 +114,7 @@ def sac(
     Its steps raise InapplicableError where no op in the blocks is one of those that are saved.
 
     Args:
-        rule: what is saved, as in ``solvers.policies.sac``; for the rule ``sac`` all kinds there. Every second op is
+        rule: what is saved, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is
             counted in each block, as torchtitan does.
         save: targets of ops, such as ``aten.mm.default`` or ``mm``, instead.
         save_list: what is saved, instead.

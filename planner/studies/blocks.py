@@ -1,6 +1,6 @@
 """Modules of a PyTorch model that may be its blocks, to be checkpointed one by one.
 
-As for graphs (``solvers.policies.checkpoint_blocks``) there are two families. At *level* n they are the numbered modules
+As for graphs (``solvers.baselines.common.blocks``) there are two families. At *level* n they are the numbered modules
 whose path has n numbers, such as ``model.layers.3``; at *depth* n the modules n steps below the model that have others
 inside, such as ``model.stem``, what an ``nn.ModuleList`` holds standing in its place.
 """

@@ -21,6 +21,7 @@ from planner.models import Workload
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name
+from planner.settings import TraceSettings
 from planner.solving import check_same_graph, summarize
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
@@ -46,16 +47,7 @@ class Settings:
     seed: int = 0
 
 
-def profiled(
-    workload: Workload,
-    folder: Path,
-    *,
-    optimizer: str = "none",
-    accumulate: bool = False,
-    passes: int = 5,
-    measure_link: bool = False,
-    name: str = "",
-) -> Capture:
+def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Capture:
     """The captured step with the times in ``graph.json`` of `folder`; measured, and written there, if there is none.
 
     A comparison that goes on later goes on with the same times, and the same link to the host if one was measured.
@@ -66,14 +58,12 @@ def profiled(
     """
     path = folder / "graph.json"
     if not path.exists():
-        captured = tracing.capture_profiled(
-            *workload, optimizer=optimizer, accumulate=accumulate, passes=passes, measure_link=measure_link, name=name
-        )
+        captured = tracing.capture_profiled(workload, settings)
         folder.mkdir(parents=True, exist_ok=True)
         write_graph(captured.graph, path)
         return captured
     known = read_graph(path)
-    captured = tracing.capture_step(*workload, optimizer=optimizer, accumulate=accumulate, name=name)
+    captured = tracing.capture_step(workload, settings)
     captured = tracing.as_recorded(captured, known.provenance, ())
     check_same_graph(summarize(known), summarize(captured.graph))
     return replace(captured, graph=known)

@@ -9,10 +9,10 @@ from typing import TypeAlias
 
 from graphs.errors import OutputError
 from graphs.ir import Graph
-from graphs.plan import relative_gap
 from graphs.units import format_bytes, format_seconds
 from planner.studies import rows as tables
 from solvers.registry import SOLVERS
+from solvers.result import relative_gap
 
 OPTIMUM = "windows"  # the method whose bound holds for all
 PEAK_OF = "peak of "  # begins the budget that is what another method was measured to take

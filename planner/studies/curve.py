@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph
-from graphs.plan import GraphSummary
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
 from planner.choices import Choices
+from planner.plans.plan import GraphSummary
 from planner.solving import offered_to, order_for, summarize
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run

@@ -8,13 +8,11 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import without_copies
-from graphs.plan import relative_gap
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers.clock import Clock, left
-from solvers.policies.keep_everything import keep_everything
-from solvers.result import Result, Status, status_of
+from solvers.result import Result, Status, relative_gap, status_of
 
 _ANY_BUDGET = math.inf  # a bound found here holds everywhere
 _FIRST_ROUND = 0.5  # of the time that is left: for one turn of each budget

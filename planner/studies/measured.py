@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.frontend.unchanged import unchanged
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
@@ -91,7 +91,8 @@ class Benchmark:
             step = method.prepare(model, loss_fn)
             measured = self._check(method.name, step, hidden_bytes)
         except Exception as error:  # noqa: BLE001 (whatever stops one method, the others are measured)
-            return Measured(method.name, error=_one_line(error), applies=not isinstance(error, InapplicableError))
+            said = first_line(error) if isinstance(error, PlannerError) else typed_line(error)
+            return Measured(method.name, error=said, applies=not isinstance(error, InapplicableError))
         self._steps[method.name] = step
         return measured
 
@@ -198,9 +199,3 @@ def relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[s
 
 def _length(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values))
-
-
-def _one_line(error: Exception) -> str:
-    """The first line that says something; PyTorch's go on for pages."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return text if isinstance(error, PlannerError) else f"{type(error).__name__}: {text}"

@@ -5,7 +5,6 @@ again when, is ours (``planner.torch_compile.partition``). Guards, graph breaks 
 """
 
 import copy
-import math
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +17,16 @@ from torch import fx
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from planner.budgets import is_share, read_budget
+from planner.budgets import is_share
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.messages import readable
 from planner.capture.lowering.lower import Capture
 from planner.profiling.devices import DEVICES, Device, device_called, get_device
 from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
-from planner.search import Search, Wait
 from planner.solving import summarize
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
+from planner.torch_compile.backend_settings import BackendSettings, settings_of
 from planner.torch_compile.partition import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
 from planner.torch_compile.shared_budget import SharedBudget
@@ -44,21 +43,6 @@ from planner.torch_private.capture import (
 )
 from planner.torch_private.core import pytree
 
-_OPTIONS = (
-    "budget",
-    "check_writes",
-    "host_budget",
-    "kernels",
-    "link",
-    "options",
-    "roofline",
-    "time_limit_s",
-    "tolerance",
-    "wait",
-)
-_COMPILERS = ("eager", "inductor")
-
-
 _BUDGETS: dict[int, SharedBudget] = {}  # by call of torch.compile, as long as what it compiled is there
 
 
@@ -74,11 +58,11 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             ``check_writes``, ``options``, ``link`` and ``host_budget`` (as there; all graphs share the host memory).
 
     Raises:
-        PlannerError: unknown options, options of graphs that do not go with this (``planner.capture.options``), or no budget.
+        PlannerError: unknown options, options that do not go together (``planner.compatibility``), or no budget.
         InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
     """
-    budget = _budget(check_options(options))
-    if budget.options.get("kernels") == "inductor":
+    budget = _budget(settings_of(options))
+    if budget.settings.run.kernels == "inductor":
         return _compile_kernels(module, inputs, budget)
     # As training loops do it: backward() is called outside autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
@@ -93,12 +77,12 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        device, measure = _device(joint, budget.options), "roofline" not in budget.options
+        device, measure = _device(joint, budget.settings.roofline), budget.settings.roofline is None
         with _stages() as stages:
             with stages.stage(Stage.MEASURE) as stage:
                 captured = capture_joint(joint, device, measure=measure, options=budget.traced, on_op=stage.advance)
             graph = PlannedOps(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
-            if budget.options.get("check_writes"):
+            if budget.settings.run.check_writes:
                 graph.checked = _input_names(module, joint, captured)
             _plan(graph, add, stages)
         planned.append(graph)
@@ -139,9 +123,9 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graph = PlannedKernels(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
-        if budget.options.get("check_writes"):
+        if budget.settings.run.check_writes:
             graph.checked = _input_names(module, joint, captured)
-        if is_share(budget.options["budget"]):
+        if is_share(budget.budget):
             graph.eager = _as_eager(joint)
         with stages:
             _plan(graph, add, stages)
@@ -208,13 +192,11 @@ def _trains(module: fx.GraphModule) -> bool:
     return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
-def _budget(options: Mapping[str, Any]) -> SharedBudget:
-    """The budget of the call of ``torch.compile`` whose graph is being compiled."""
-    wait = Wait.of(options.get("wait"))
-    made = SharedBudget(options, lambda graph, budget, **settings: Search(settings, wait).first_plan(graph, budget))
+def _budget(settings: BackendSettings) -> SharedBudget:
+    """Return the budget of the call of ``torch.compile`` whose graph is being compiled."""
     made_by = _made_by(InstructionTranslator.current_tx())
     if id(made_by) not in _BUDGETS:
-        _BUDGETS[id(made_by)] = made
+        _BUDGETS[id(made_by)] = SharedBudget(settings)
         weakref.finalize(made_by, _BUDGETS.pop, id(made_by), None)
     return _BUDGETS[id(made_by)]
 
@@ -238,33 +220,10 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
 dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
 
 
-def check_options(options: Mapping[str, object] | None) -> dict[str, Any]:
-    """Return the backend's options.
-
-    Raises:
-        PlannerError: one is unknown, has a value that it cannot have, or there is no budget.
-    """
-    given = dict(options or {})
-    for name, value in given.items():
-        if name not in _OPTIONS:
-            raise PlannerError(f"unknown option {name!r} of the backend planner: choose from {', '.join(_OPTIONS)}")
-        if name in ("time_limit_s", "tolerance") and not (isinstance(value, int | float) and math.isfinite(value)):
-            raise PlannerError(f"option {name!r} is {value!r}: must be a number")
-    if given.get("kernels", "eager") not in _COMPILERS:
-        raise PlannerError(f"option 'kernels' is {given['kernels']!r}: choose from {', '.join(_COMPILERS)}")
-    if given.get("kernels") == "inductor" and "roofline" in given:
-        raise PlannerError("option 'roofline' models ATen's ops, and Inductor's kernels are measured: leave it out")
-    if not isinstance(budget := given.get("budget"), str | int | float):
-        raise PlannerError(
-            'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'
-        )
-    return {**given, "budget": read_budget(budget)}
-
-
-def _device(joint: fx.GraphModule, options: Mapping[str, object]) -> Device:
+def _device(joint: fx.GraphModule, roofline: str | None) -> Device:
     """The device whose times are modelled."""
-    if "roofline" in options:
-        return get_device(str(options["roofline"]))
+    if roofline is not None:
+        return get_device(roofline)
     where = device_of(joint)
     if where.type == "cpu":
         return get_device("cpu")

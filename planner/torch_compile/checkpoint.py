@@ -12,8 +12,9 @@ from graphs.errors import PlannerError
 from planner.budgets import budget_in_bytes, read_budget
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
-from planner.search import Wait
+from planner.settings import Wait
 from planner.torch_compile import backend
+from planner.torch_compile.backend_settings import settings_of
 from planner.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
 
 M = TypeVar("M", bound=nn.Module)
@@ -80,8 +81,9 @@ def checkpoint(
         "roofline": roofline,
         "check_writes": check_writes,
     }
-    checked = backend.check_options({name: value for name, value in given.items() if value is not None and value != ()})
-    model._compiled_call_impl = _call(model, torch.compile(_own(model), backend=backend.planner, dynamic=False, options=checked))
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value != ()}
+    settings_of(asked)  # refused before the first call
+    model._compiled_call_impl = _call(model, torch.compile(_own(model), backend=backend.planner, dynamic=False, options=asked))
     return model
 
 

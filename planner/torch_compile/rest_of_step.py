@@ -10,11 +10,10 @@ from dataclasses import replace
 from graphs.ir import Graph, Op, Phase
 from graphs.options import without_options
 from graphs.pools import DEVICE
-from graphs.schedule import Compute, Schedule, Step, boundary, live_after, schedule_of
+from graphs.schedule import Compute, Schedule, Step, boundary, keep_everything, live_after, schedule_of
 from graphs.simulate import simulate
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.keep_everything import keep_everything
 
 _TRIES = 5  # of bytes to be left for the rest, on the way to the most
 _TRY_S = 2.0

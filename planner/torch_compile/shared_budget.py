@@ -6,34 +6,30 @@ all are known, with what each leaves in memory for the others, and are planned a
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.errors import InfeasibleError, LimitError
 from graphs.optimizers import OPTIMIZERS
-from graphs.options.option import Setting
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from planner import solving
 from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import check_goes_with, traced_options
-from planner.choices import check_amount, choices_of
+from planner.choices import Choices
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.runtime.channels import Channels
+from planner.search import Search
+from planner.torch_compile.backend_settings import BackendSettings
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.round_trips import RoundTrips, host_room, with_host_bytes
 from planner.torch_compile.step_memory import Seen, beside, unread
 from planner.torch_compile.together import Together
-from solvers.tolerance import WIDENING
-
-Solve = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -52,26 +48,17 @@ class _Run:
 class SharedBudget:
     """What one call of ``torch.compile`` may use, of the device's memory and of the host's.
 
-    Args:
-        options: of that call.
-        solve: as ``planner.solving.solve``.
-
-    Raises:
-        PlannerError: the options of its graphs, or what they need to know, cannot be read.
+    Attributes:
+        settings: of that call.
+        budget: in bytes once it is known, where it is ``auto``.
     """
 
-    def __init__(self, options: Mapping[str, Any], solve: Solve) -> None:
-        self.options = options
-        choices = choices_of(options.get("options", ()), options.get("link"), options.get("host_budget"))
-        if choices is not None:
-            check_goes_with(choices.options, Setting.TORCH_COMPILE)
-            if options.get("kernels") == "inductor":
-                check_goes_with(choices.options, Setting.INDUCTOR)
-        if choices is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            check_amount(options.get("host_budget"))
-        self._choices = choices
+    def __init__(self, settings: BackendSettings) -> None:
+        self.settings, self.budget = settings, settings.budget
+        self._choices = choices = settings.solve.choices
         self._trips = None if choices is None or choices.host_bytes is None else RoundTrips(choices)
-        self._solve = solve
+        found = Choices(self.traced) if self.traced else None  # other options are in the graphs already
+        self._solve = Search(replace(settings.solve, choices=found), settings.run).first_plan
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
@@ -87,7 +74,7 @@ class SharedBudget:
     @property
     def traced(self) -> tuple[str, ...]:
         """The choices that were asked for and are found in the captured graphs."""
-        return () if self._choices is None else traced_options(self._choices.options)
+        return self.settings.solve.traced_options
 
     def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
         """Plan a graph that was just reached.
@@ -101,8 +88,8 @@ class SharedBudget:
             InfeasibleError, LimitError: nothing fits, beside what the graphs before it keep.
         """
         self._learning = True
-        if is_auto(self.options["budget"]):
-            self.options = {**self.options, "budget": _auto_bytes(inputs, model := list(model))}
+        if is_auto(self.budget):
+            self.budget = _auto_bytes(inputs, model := list(model))
         self._runs = [run for run in self._runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
         runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
@@ -132,7 +119,7 @@ class SharedBudget:
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
             if graph.lean is None:
-                graph.schedule = self._solve(with_host_bytes(captured, there), room, **self._settings).schedule
+                graph.schedule = self._solve(with_host_bytes(captured, there), room).schedule
             else:
                 rest_bytes = room - captured.static_bytes - kept_bytes(captured, graph.lean)
                 graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean, there)
@@ -152,21 +139,16 @@ class SharedBudget:
 
     @property
     def _in_percent(self) -> bool:
-        return is_share(self.options["budget"])
+        return is_share(self.budget)
 
     @property
     def limit_s(self) -> float:
         """Seconds for each graph."""
-        return float(self.options.get("time_limit_s", 60.0))
+        return self.settings.solve.time_limit_s
 
     @property
     def _host_bytes(self) -> int:
         return 0 if self._trips is None else self._trips.host_bytes
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        tolerance = self.options.get("tolerance", WIDENING)
-        return {"time_limit_s": self.limit_s, "tolerance": tolerance, "options": self.traced}  # others are in the graphs already
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
         """Return the budget in bytes, for a step of these graphs; a share is of the largest step so far.
@@ -178,7 +160,7 @@ class SharedBudget:
         peaks = [solving.summarize(graph).keep_everything_peak_bytes for graph in captured]
         step_bytes = max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks))
         self._largest_bytes = max(self._largest_bytes, step_bytes)
-        return budget_in_bytes(self.options["budget"], self._largest_bytes)
+        return budget_in_bytes(self.budget, self._largest_bytes)
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
         """Note a forward pass; where the last step is over, plan its graphs together."""
@@ -227,7 +209,7 @@ class SharedBudget:
         captured = graph.captured.graph
         roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
         try:
-            schedule = without_rest(captured, self._solve(roomy, budget_bytes, **self._settings).schedule)
+            schedule = without_rest(captured, self._solve(roomy, budget_bytes).schedule)
         except (InfeasibleError, LimitError):
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from graphs.errors import InfeasibleError
 from graphs.options import without_options
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
@@ -14,7 +14,6 @@ from planner.torch_compile.round_trips import host_room
 from planner.torch_compile.step_memory import Seen, beside
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.keep_everything import keep_everything
 
 _HALVINGS = 4  # on the way to how much the graphs may keep
 _WITNESS_S = 2.0  # for showing that a graph fits

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, FormatError, OutputError, PlannerError
 from graphs.io.files import check_writable
-from graphs.io.formats import read_plan, write_plan
-from graphs.plan import Plan
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes
+from planner.plans.document import read_plan, write_plan
+from planner.plans.plan import Plan
 
 # In a plan's provenance: the peak that budgets are shares of, in bytes, where it is not that of its own graph.
 SHARES_OF = "shares_of_bytes"

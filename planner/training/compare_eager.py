@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from graphs.eager import DifferingOp, EagerComparison
-from graphs.errors import EagerWarning
+from graphs.errors import EagerWarning, typed_line
 from graphs.ir import Op
-from graphs.plan import Plan
 from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.unchanged import WritesUndone, unchanged
 from planner.capture.lowering.lower import Capture
@@ -22,6 +20,8 @@ from planner.capture.replay import RealStep, written_by
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
+from planner.plans.eager import DifferingOp, EagerComparison
+from planner.plans.plan import Plan
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
 from planner.runtime.pool_memory import measured_peak
@@ -97,8 +97,7 @@ def _failure(error: Exception, device: torch.device) -> str:
     if allocator_failure(error) is not None:
         release_unused(device)
         return "it needs more memory than there is"
-    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first_line}"
+    return typed_line(error)
 
 
 def _own_error(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
@@ -19,6 +18,8 @@ from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
+from planner.models import Workload
+from planner.plans.plan import Plan
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.channels import Channels
@@ -29,6 +30,7 @@ from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
 from planner.search import Search
+from planner.settings import TraceSettings
 from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
@@ -51,31 +53,22 @@ class Compiler:
 
     Attributes:
         wrapper: how the model is trained.
-        loss_fn, optimizer, accumulate, passes: as in ``compile``.
+        loss_fn: as in ``compile``.
+        trace: how steps are captured and measured.
         search: how graphs are solved for a budget.
         recorder: makes what records a step, to be replayed; None: steps run op by op.
         compare_eager: whether steps are run beside eager PyTorch.
         channels: by which all its steps copy to the host and back; None where no graph offers that.
-        measure_link: whether copies to the host and back are measured beside a step that is profiled.
-        options: choices that graphs are given, of which some are found in the captured step.
-        other_devices: that ops of a step that is profiled are measured on too.
-        check_writes: find writes to what backward passes read that autograd does not see.
         stages: what planning is reported to.
     """
 
     wrapper: Unwrapped
     loss_fn: LossFn | None
-    optimizer: str
-    accumulate: bool
-    passes: int
+    trace: TraceSettings
     search: Search
     recorder: Callable[[], Recorder] | None = None
     compare_eager: bool = True
     channels: Channels | None = None
-    measure_link: bool = False
-    options: tuple[str, ...] = ()
-    other_devices: tuple[str, ...] = ()
-    check_writes: bool = False
     stages: Stages = field(default_factory=Stages)
 
     def capture(self, batch: Batch) -> Capture:
@@ -85,7 +78,7 @@ class Compiler:
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes and kernels that `plan` was made for; `captured` is from ``capture``."""
         del batch
-        return as_recorded(captured, plan.graph.provenance, self.options)
+        return as_recorded(captured, plan.graph.provenance, self.trace.options)
 
     def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
@@ -100,25 +93,15 @@ class Compiler:
         return self.solve(captured, batch, budget)
 
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
-        optimizer, accumulate = self.optimizer, self.accumulate
         with self.stages.stage(Stage.CAPTURE):
-            captured = self.wrapper.capture(self.loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
+            captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
         return captured if self.recorder is None else recordable(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
         with self.stages.stage(Stage.MEASURE) as stage:
-            return profiled(
-                captured,
-                self.wrapper.module,
-                self.loss_fn,
-                batch,
-                passes=self.passes,
-                options=self.options,
-                measure_link=self.measure_link,
-                other_devices=self.other_devices,
-                on_op=stage.advance,
-            )
+            workload = Workload(self.wrapper.module, self.loss_fn, batch)
+            return profiled(captured, workload, self.trace, on_op=stage.advance)
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """The step of a profiled capture: solved until the measured peak is within the budget.
@@ -158,7 +141,7 @@ class Compiler:
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
         """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""
-        executor.start_training(plan.budget_bytes, check_writes=self.check_writes)
+        executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
         return PlannedStep(
             plan,
             self.wrapper.wrapped(executor),
@@ -170,8 +153,8 @@ class Compiler:
     def _first_plan(self, graph: Graph, budget: str | int, *, rehearses: bool = True) -> Plan:
         compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager and rehearses else 0.0
         self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
-        if self.search.wait.seconds is not None:
-            self.stages.expect({Stage.SOLVE: self.search.wait.seconds})
+        if self.search.run.wait.seconds is not None:
+            self.stages.expect({Stage.SOLVE: self.search.run.wait.seconds})
         with self.stages.stage(Stage.SOLVE) as stage:
             return self.search.first_plan(graph, budget, stage)
 
@@ -184,7 +167,7 @@ class Compiler:
     @property
     def _swaps(self) -> bool:
         """True if the plans of steps are swapped while they train."""
-        return self.search.goes_on and self.recorder is None and not self.other_devices
+        return self.search.run.goes_on and self.recorder is None and not self.trace.other_devices
 
     def _improving(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
@@ -243,7 +226,7 @@ class Compiler:
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
         plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
-        executor.start_training(plan.budget_bytes, check_writes=self.check_writes)
+        executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 

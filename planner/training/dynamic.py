@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from graphs.errors import InfeasibleError, LimitError
-from graphs.plan import Plan
 from planner.capture.signature import Batch, as_leaves, leaves
+from planner.plans.plan import Plan
 from planner.training.lru import LRUCache
 from planner.training.step import PlannedStep
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.units import format_bytes
 from planner.choices import with_recorded
+from planner.plans.plan import Plan
 from planner.runtime.graph_pool import pool_bytes
 
 _TRIES = 6  # solves: segments are coarse, so that a plan that takes less need not keep less

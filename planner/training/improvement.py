@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
-from graphs.eager import EagerComparison
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.units import format_bytes
 from planner.background import BackgroundSolve
 from planner.capture.lowering.lower import Capture
 from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
+from planner.plans.eager import EagerComparison
+from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import Search

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from graphs.ir import Graph
-from graphs.plan import Plan
 from planner.budgets import budget_in_bytes, is_share
 from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
+from planner.plans.plan import Plan
 from planner.solving import eager_peak_bytes, summarize
 from planner.training.cache import SHARES_OF
 from planner.training.compiler import Compiler
@@ -44,7 +44,9 @@ class InductorCompiler(Compiler):
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if is_share(budget):
             # Of the peak of eager PyTorch, whose kernels are measured for that.
-            eager = replace(self, options=(), measure_link=False).profile(self._captured(batch, None), batch)
+            eager = replace(self, trace=replace(self.trace, options=(), measure_link=False)).profile(
+                self._captured(batch, None), batch
+            )
             whole_bytes = eager_peak_bytes(eager.graph, captured.graph)
             captured = _shares_of(whole_bytes, captured)
         budget_bytes = budget_in_bytes(budget, whole_bytes)

@@ -5,8 +5,8 @@ from typing import Any
 from warnings import warn
 
 from graphs.errors import MismatchError
-from graphs.plan import Plan
 from planner.capture.signature import Batch, as_leaves
+from planner.plans.plan import Plan
 from planner.training.step import PlannedStep
 
 

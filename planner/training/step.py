@@ -11,13 +11,13 @@ import torch
 from graphs.errors import PlannerError
 from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
-from graphs.plan import Plan
 from planner.capture.signature import Batch, as_leaves
 from planner.choices import with_recorded
+from planner.facts.timeline import Timeline
+from planner.plans.plan import Plan
 from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page
 from planner.report.plan_views import html
-from planner.report.timeline import Timeline
 from planner.runtime.executor import Executor
 from planner.training.improvement import Consultation, Swap
 

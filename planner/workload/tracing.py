@@ -1,8 +1,9 @@
 """From what is to be trained, named in one line, to its graph. Imports torch when it traces."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from planner.settings import TraceSettings
 from planner.workload import workload
 from planner.workload.workload import ModelSpec
 
@@ -17,20 +18,13 @@ class Tracing:
     """Settings for building and tracing models.
 
     Attributes:
+        settings: of the trace; with a roofline nothing is allocated.
         device, seed: as in ``workload.load``.
-        roofline, optimizer, accumulate, passes, measure_link, options, other_devices: as in ``tracing.trace``; with a roofline
-            nothing is allocated.
     """
 
+    settings: TraceSettings = field(default_factory=TraceSettings)
     device: str = "cpu"
-    roofline: str | None = None
-    optimizer: str = "none"
-    accumulate: bool = False
-    passes: int = 5
     seed: int = 0
-    measure_link: bool = False
-    options: tuple[str, ...] = ()
-    other_devices: tuple[str, ...] = ()
 
     def built(self, model: ModelSpec) -> "Workload":
         """The model, its loss function and a batch; fake with a roofline.
@@ -38,7 +32,7 @@ class Tracing:
         Raises:
             ModelError: the model cannot be built.
         """
-        fake, as_on_cuda = self.roofline is not None, self.roofline not in (None, "cpu")
+        fake, as_on_cuda = self.settings.roofline is not None, self.settings.roofline not in (None, "cpu")
         return workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
 
     def graph(self, model: ModelSpec, *, on_progress: "View | None" = None) -> "Graph":
@@ -51,15 +45,4 @@ class Tracing:
         built = self.built(model)
         from planner import tracing
 
-        return tracing.trace(
-            *built,
-            optimizer=self.optimizer,
-            accumulate=self.accumulate,
-            roofline=self.roofline,
-            passes=self.passes,
-            measure_link=self.measure_link,
-            name=str(model),
-            options=self.options,
-            other_devices=self.other_devices,
-            on_progress=on_progress,
-        )
+        return tracing.trace_workload(built, replace(self.settings, name=str(model)), on_progress)

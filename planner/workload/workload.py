@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import ModelError, UnknownOptionError, UsageError
+from graphs.errors import ModelError, UnknownOptionError, UsageError, typed_line
 
 if TYPE_CHECKING:
     from planner.models import Workload
@@ -126,7 +126,7 @@ def _built(path: Path, spec: ModelSpec) -> "Workload":
     try:
         returned = function(**options)
     except Exception as error:
-        raise ModelError(f"{spec.function} of {path} failed: {_one_line(error, path)}") from error
+        raise ModelError(f"{spec.function} of {path} failed: {_with_line(error, path)}") from error
     return _checked(returned, f"{spec.function} of {path}")
 
 
@@ -161,7 +161,7 @@ def _import_file(path: Path) -> ModuleType:
         file_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ModelError(f"{path} cannot be imported: {_one_line(error, path)}") from error
+        raise ModelError(f"{path} cannot be imported: {_with_line(error, path)}") from error
     return module
 
 
@@ -262,17 +262,12 @@ def _listed(parameters: dict[str, inspect.Parameter]) -> str:
     return f"its options are {', '.join(texts)}"
 
 
-def _one_line(error: BaseException, path: Path) -> str:
+def _with_line(error: BaseException, path: Path) -> str:
     """The error in one line, with the last line of the user's file that led to it."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    place = ""
     if isinstance(error, SyntaxError) and error.lineno is not None:
-        said, place = error.msg, f" ({error.filename}, line {error.lineno})"
-    else:
-        line = _last_line_in(error.__traceback__, path)
-        if line is not None:
-            place = f" ({path}, line {line})"
-    return f"{type(error).__name__}{f': {said}' if said else ''}{place}"
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    line = _last_line_in(error.__traceback__, path)
+    return typed_line(error) + ("" if line is None else f" ({path}, line {line})")
 
 
 def _last_line_in(traceback: TracebackType | None, path: Path) -> int | None:

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from graphs.ir import Graph
-from graphs.schedule import Compute
+from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
-from solvers.policies.keep_everything import keep_everything
 
 
 def keep_everything_peak_bytes(graph: Graph) -> int:

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.instances.check import NotValidError, check
 from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, as_instance, as_steps, graphs, main
 from benchmarks.instances.read import names, read
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
-from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import random_schedule
 
 

@@ -8,11 +8,11 @@ import pytest
 from graphs.clocks import passages, run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op, Tensor
-from graphs.lives import Life, lives
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import Simulation, simulate
 from graphs.synthetic.small import training_chain
+from tests.support.lives import Life, lives
 
 COPIES = "copies"
 A, B, C, D, A_HOST = range(5)

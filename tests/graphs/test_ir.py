@@ -11,12 +11,12 @@ from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
+from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain, diamond
-from planner.report.graph_facts import graph_facts
+from planner.facts.graph import graph_facts
 from planner.solving import solve
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from tests.support.requests import ask
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from graphs.clocks import run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
-from graphs.lives import lives
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_overwriting, with_overwriting
 from tests.support.event_judge import during, judged, live, runs
+from tests.support.lives import lives
 from tests.support.random_choices import graph_with_choices, schedule_with_choices
 
 seeds = st.integers(0, 2**32)

@@ -9,21 +9,24 @@ from typing import Any
 import pytest
 
 import planner.training.compile as training
-from graphs.eager import Difference, EagerComparison
 from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
-from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
+from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, search, solve, tracing
 from planner.capture.options import with_options
+from planner.facts.graph import graph_facts
 from planner.models import Workload, build
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
+from planner.plans.document import read_plan, write_plan
+from planner.plans.eager import Difference, EagerComparison
+from planner.plans.plan import Plan
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
-from planner.report.graph_facts import graph_facts, graph_text
+from planner.report.graph_text import graph_text
+from planner.settings import SolveSettings
 from planner.training.compare_eager import warn_of_differences
-from solvers.policies.keep_everything import keep_everything
 from tests.support.command import call, refused
 from tests.support.stand_ins import in_chunks, make, optional_ops, plan_of, schedule_with
 
@@ -98,11 +101,11 @@ def test_training_by_it_warns_of_nothing_and_says_how_much(
 ) -> None:
     asked: list[Any] = []
 
-    def solved(graph: Graph, budget: int | str, **options: Any) -> Plan:
-        asked.append(options["options"])
+    def solved(graph: Graph, budget: int | str, settings: SolveSettings, **options: Any) -> Plan:
+        asked.append(settings.options)
         return plan_of(graph, schedule_with(graph, in_chunks(graph, 8)), 10**9)
 
-    monkeypatch.setattr(search, "solve", solved)
+    monkeypatch.setattr(search, "solve_graph", solved)
     model, loss_fn, batch = workload
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerWarning)

@@ -10,9 +10,9 @@ import torch
 import planner
 from benchmarks.all_compressed import all_compressed
 from graphs.errors import MismatchError, PlannerError
-from graphs.io.formats import read_plan, write_plan
 from graphs.options import without_options
 from graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.capture.lowering.lower import Capture
@@ -20,12 +20,13 @@ from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.plan_check import check_plan
+from planner.plans.document import read_plan, write_plan
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.training.step import PlannedStep
-from solvers.policies.keep_everything import keep_everything
 
 FACTOR = 2.0  # that a measured gradient error is from the predicted one at most
 
@@ -38,7 +39,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def captured(workload: Workload) -> Capture:
-    return tracing.capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["compress"])
+    return tracing.capture_profiled(workload, TraceSettings(passes=1, options=("compress",)))
 
 
 def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:

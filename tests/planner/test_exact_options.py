@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from graphs.errors import MismatchError, PlannerError
-from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from planner import running, solve, tracing
 from planner.capture.options.traced import with_graph
 from planner.choices import choices_of, with_recorded
 from planner.models import Workload
 from planner.plan_check import check_plan
+from planner.plans.document import read_plan, write_plan
+from planner.settings import TraceSettings
 from tests.support.command import call, refused
 from tests.support.stand_ins import make
 
@@ -56,7 +58,7 @@ def test_it_is_run_on_what_is_captured_again(graph: Graph, workload: Workload) -
 
 
 def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
-    captured = tracing.as_recorded(tracing.capture_step(*workload), graph.provenance, ["chunks"])
+    captured = tracing.as_recorded(tracing.capture_step(workload, TraceSettings()), graph.provenance, ["chunks"])
     names = [op.name for op in graph.ops if op.optional and op.exact]
     held = with_graph(captured, with_recorded(captured.graph, {"options": ["chunks"], "exact": names}))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))

@@ -11,13 +11,14 @@ from torch import nn
 
 import planner
 from graphs.errors import UsageError
-from graphs.io.formats import read_graph, read_plan, write_graph, write_plan
+from graphs.io.formats import read_graph, write_graph
 from graphs.simulate import simulate
 from planner import running
 from planner.capture import options
 from planner.capture.options import OPTIONS, register, with_options
 from planner.models import Workload
 from planner.plan_check import check_plan
+from planner.plans.document import read_plan, write_plan
 from tests.support import bfloat16_option
 from tests.support.bfloat16_option import BFLOAT16
 from tests.support.command import call

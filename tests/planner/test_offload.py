@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from graphs.errors import BudgetError, GraphError, InfeasibleError, MismatchError, PlannerError
-from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
@@ -16,9 +16,10 @@ from graphs.synthetic.random_graphs import random_training_step
 from planner import solve
 from planner.capture.options import with_options
 from planner.choices import LINK, KnownLink, LinkSource, choices_of
+from planner.facts.graph import graph_facts
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
+from planner.plans.document import read_plan, write_plan
 from planner.profiling.link import MEASURED_LINK, LinkProfile, Rates
-from planner.report.graph_facts import graph_facts
 from solvers.order.reorder import reordered
 from tests.support.command import call, refused
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import GraphError, MismatchError, PlannerError, TraceError, UsageError
-from graphs.io.formats import read_graph, read_plan, write_graph
+from graphs.errors import GraphError, MismatchError, PlannerError, UsageError
+from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph, Op
 from graphs.options.placement import fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
@@ -20,6 +20,7 @@ from graphs.synthetic.small import diamond
 from planner.capture.options import with_options
 from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
+from planner.plans.document import read_plan
 from planner.profiling.other_devices import DEVICES_KEY, known_devices, named_device, recorded_devices
 from planner.solving import solve
 from tests.support.all_choices import found_in_a_step
@@ -121,7 +122,7 @@ def test_compiled(tmp_path: Path) -> None:
     assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))
     with pytest.raises(PlannerError, match=r"other_devices= and options=\['placement'\] go together"):
         planner.compile(model, nn.MSELoss(), batch, budget="100%", other_devices=[SECOND])
-    with pytest.raises(PlannerError, match="leave out cuda_graph=True and the wrapper"):
+    with pytest.raises(PlannerError, match="does not go with cuda_graph=True"):
         planner.compile(model, nn.MSELoss(), batch, budget="100%", options=["placement"], other_devices=[SECOND], cuda_graph=True)
 
 
@@ -165,7 +166,7 @@ def test_what_a_file_may_not_say() -> None:
         with_recorded(diamond(), edited("quick"))
     with pytest.raises(GraphError, match="device 'cpu' has 1 times for a program of 5 ops"):
         with_recorded(diamond(), edited([1.0]))
-    with pytest.raises(TraceError, match="ops cannot be measured on 'cuda' with the roofline 'cpu', for nothing is run"):
+    with pytest.raises(UsageError, match="roofline= does not go with other_devices=: nothing is run"):
         planner.trace(nn.Linear(2, 2), None, (torch.ones(2),), roofline="cpu", other_devices=["cuda"])
 
 

@@ -10,20 +10,21 @@ import torch
 from torch import nn
 
 import planner
-from graphs.io.formats import read_plan, write_plan
 from graphs.ir import Graph
 from graphs.options.passes import in_passes
-from graphs.plan import Plan
 from graphs.pools import HOST
 from graphs.simulate import simulate
 from planner import search
 from planner.choices import choices_of
+from planner.facts.graph import graph_facts
+from planner.facts.timeline import Timeline
 from planner.plan_check import check_plan
+from planner.plans.document import read_plan, write_plan
+from planner.plans.plan import Plan
 from planner.report.describe import plan_text
-from planner.report.graph_facts import graph_facts
 from planner.report.page import page
-from planner.report.timeline import Timeline
 from planner.running import run
+from planner.settings import SolveSettings
 from planner.solving import other_peaks, summarize
 from tests.support.all_choices import any_schedule
 
@@ -50,9 +51,7 @@ def small() -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     return model, nn.MSELoss(), (torch.randn(24, 8), torch.randn(24, 4))
 
 
-def random_plan(
-    graph: Graph, budget: int, *, seed: int, options: Sequence[str] = OPTIONS, host_budget: Any = 10**9, **_: Any
-) -> Plan:
+def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] = OPTIONS, host_budget: Any = 10**9) -> Plan:
     """What a solve could have found."""
     choices = choices_of(options, "1GB/s", host_budget, exact=True)
     assert choices is not None
@@ -99,11 +98,16 @@ def test_a_plan_is_run(seed: int, tmp_path: Path) -> None:
 
 def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
-    monkeypatch.setattr(search, "solve", lambda *given, **named: random_plan(*given, **named, seed=3))
+
+    def solved(graph: Graph, budget: int, settings: SolveSettings, **_: Any) -> Plan:
+        assert settings.choices is not None
+        return random_plan(graph, budget, seed=3, options=settings.options, host_budget=settings.choices.host_bytes)
+
+    monkeypatch.setattr(search, "solve_graph", solved)
     compiled = partial(planner.compile, budget=BUDGET, options=OPTIONS, host_budget="1GB", exact=True, passes=1)
     kept = tmp_path / "plans"
     first = compiled(model, loss_fn, batch, other_devices=[SECOND], compare_eager=False, cache=kept)
-    monkeypatch.setattr(search, "solve", no_solve)  # the plan is read again
+    monkeypatch.setattr(search, "solve_graph", no_solve)  # the plan is read again
     step = compiled(model, loss_fn, batch, other_devices=[SECOND], compare_eager=False, cache=kept)
     assert step.plan.schedule == first.plan.schedule and list(step.plan.pool_peaks_bytes) == [SECOND, HOST]
     for planned in (first, step):

@@ -12,19 +12,18 @@ import pytest
 import planner
 from graphs.errors import BudgetError, GraphError, InfeasibleError, LimitError, MismatchError, PlannerError
 from graphs.io.formats import read_graph, write_graph
-from graphs.io.plan_document import plan_from_dict, plan_to_dict
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
 from planner.plan_check import check_plan
+from planner.plans.document import plan_from_dict, plan_to_dict
 from planner.report.describe import plan_text
 from planner.solving import summarize
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import Reordering, reordered
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status

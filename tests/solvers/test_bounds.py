@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from graphs.ir import Graph
 from graphs.options.offload import Copies
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
@@ -15,7 +16,6 @@ from graphs.synthetic.small import diamond, kept_output, training_chain, two_out
 from solvers import bounds
 from solvers.bounds import Need, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.order.reorder import constraints, permuted
-from solvers.policies.keep_everything import keep_everything
 
 
 @pytest.mark.parametrize(

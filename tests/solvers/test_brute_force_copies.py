@@ -7,7 +7,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, with_overwriting
 from planner.capture.options import with_options
@@ -15,7 +15,6 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.result import Status
 from solvers.windows import solve

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options, with_overwriting
 from solvers.bounds import least_budget_bound
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve

@@ -8,9 +8,9 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from graphs.io.formats import plan_to_dict
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.highs.run import Run
-from solvers.policies.keep_everything import keep_everything
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from graphs.errors import PlannerError
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
@@ -13,7 +14,6 @@ from planner.plan_check import check_plan
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Status

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from graphs.ir import Graph
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner.solving import solve
+from planner.plans.plan import Plan
+from planner.solving import solve_graph
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.policies.keep_everything import keep_everything
 
 HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
 
@@ -53,17 +53,17 @@ def half_way_known() -> Iterator[None]:
 
     whole = SharedBudget.whole
 
-    def solve_half_way(graph: Graph, budget: str | int, **options: Any) -> Plan:
-        return solve(graph, between(graph) if budget == HALF_WAY else budget, **options)
+    def solve_half_way(graph: Graph, budget: str | int, *settings: Any, **options: Any) -> Plan:
+        return solve_graph(graph, between(graph) if budget == HALF_WAY else budget, *settings, **options)
 
     def whole_half_way(budget: SharedBudget, graphs: Sequence[Any], runs: Sequence[Any]) -> int:
-        if budget.options["budget"] != HALF_WAY:
+        if budget.budget != HALF_WAY:
             return whole(budget, graphs, runs)
         (graph,) = graphs
         return between(graph.captured.graph)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.search.solve", solve_half_way)
+        patch.setattr("planner.search.solve_graph", solve_half_way)
         patch.setattr(SharedBudget, "whole", whole_half_way)
         patch.setattr("planner.torch_compile.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
         yield

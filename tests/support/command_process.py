@@ -17,7 +17,7 @@ WITH_ENDLESS_SOLVER = """
 import sys, time, types
 from pathlib import Path
 from planner.cli.main import main
-from solvers.policies import keep_everything
+from solvers.baselines import keep_everything
 from solvers.registry import SOLVERS, Entry
 
 marker, listens, *arguments = sys.argv[1:]

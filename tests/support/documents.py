@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from graphs.errors import PlannerError
 from graphs.io import files
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from graphs.plan import GraphSummary, Plan
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule
+from planner.plans.plan import GraphSummary, Plan
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 sizes = st.integers(0, 2**63 - 1)

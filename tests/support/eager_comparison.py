@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.eager import Difference, DifferingOp, EagerComparison
 from planner.models import Workload, build
+from planner.plans.eager import Difference, DifferingOp, EagerComparison
 
 
 def gpt2() -> Workload:

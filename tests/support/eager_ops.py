@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
-from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import random_schedule
 
 # Views, and moves that functional graphs have or have not: neither says how something is computed.

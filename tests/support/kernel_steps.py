@@ -14,15 +14,17 @@ from torch import nn
 
 import planner
 from graphs.ir import Graph
-from graphs.options.selection import IN_PLACE
 from graphs.schedule import Compute, Free, Schedule
 from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
+from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
+from planner.choices import choices_of
 from planner.distributed.wrappers import unwrap
 from planner.models import Workload, build
 from planner.runtime.measure import loss_of
 from planner.search import Search
+from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.training.inductor_compiler import InductorCompiler
 from tests.support.steps import make, tokens
 
@@ -173,10 +175,9 @@ def prepare(case: Case, variant: Variant = Variant.DEFAULT) -> Prepared:
     workload = case.workload()
     reference = workload._replace(model=copy.deepcopy(workload.model))
     wanted = train(case, compiled(plain_step(reference)), reference)
-    search = Search({"time_limit_s": 10.0, "options": [IN_PLACE]}, swap="never")
-    compiler = InductorCompiler(
-        unwrap(workload.model), workload.loss_fn, "none", case.batches > 1, 1, search, compare_eager=False, options=(IN_PLACE,)
-    )
+    search = Search(SolveSettings(time_limit_s=10.0, choices=choices_of([IN_PLACE.name])), RunSettings(swap="never"))
+    trace = TraceSettings(accumulate=case.batches > 1, passes=1, options=(IN_PLACE.name,))
+    compiler = InductorCompiler(unwrap(workload.model), workload.loss_fn, trace, search, compare_eager=False)
     with case.context():
         captured = compiler.profile(compiler._captured(workload.batch, variant), workload.batch)
     return Prepared(case, workload, compiler, captured, wanted)

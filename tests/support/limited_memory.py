@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.errors import OutOfMemoryError
+from graphs.schedule import keep_everything
 from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
+from planner.models import Workload
 from planner.runtime.executor import Executor
+from planner.settings import TraceSettings
 from planner.solving import solve
-from solvers.policies.keep_everything import keep_everything
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _MB = 10**6
@@ -64,7 +66,7 @@ def limited(more_bytes: int) -> Iterator[None]:
 
 
 def profiled(model: nn.Module, given: Batch) -> Capture:
-    return tracing.profiled(capture(model, F.mse_loss, given), model, F.mse_loss, given, passes=1)
+    return tracing.profiled(capture(model, F.mse_loss, given), Workload(model, F.mse_loss, given), TraceSettings(passes=1))
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.profiling.exactness import with_exactness
 from planner.profiling.profile import profile
+from planner.settings import TraceSettings
 from planner.tracing import capture_step
 from tests.support.stand_ins import make
 
@@ -86,7 +87,7 @@ def with_all_ways(name: str) -> tuple[Capture, Workload]:
     """The step `name`, profiled once, with all ways by which its ops can be computed."""
     torch.manual_seed(5)
     workload = _STEPS[name]()
-    captured = with_traced(capture_step(*workload), ["kernels"])
+    captured = with_traced(capture_step(workload, TraceSettings()), ["kernels"])
     step = TrainingStep(workload.model, workload.loss_fn)
     captured = profile(captured, real_static(captured, step, workload.batch), passes=1)
     return with_exactness(captured, RealStep.of(captured, step, workload.batch)), workload

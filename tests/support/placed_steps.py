@@ -21,6 +21,7 @@ from planner.profiling.other_devices import named_device
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
 from planner.runtime.placed import moved
+from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
 from tests.support.all_choices import BESIDE, any_schedule
 from tests.support.steps import make
@@ -33,14 +34,14 @@ TRACED = ("chunks", "pack", "kernels", "in-place", "compress")
 def profiled(name: str) -> Capture:
     """The step `name` with measured times and workspaces."""
     workload = make(name)
-    return capture_profiled(*workload, passes=1)
+    return capture_profiled(workload, TraceSettings(passes=1))
 
 
 @cache
 def traced(name: str) -> Capture:
     """The step `name` with all that is found in it, measured."""
     workload = make(name)
-    return capture_profiled(*workload, passes=1, options=TRACED)
+    return capture_profiled(workload, TraceSettings(passes=1, options=TRACED))
 
 
 def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool = True, host_bytes: int | None = None) -> Capture:

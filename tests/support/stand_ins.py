@@ -10,10 +10,10 @@ from torch import nn
 
 from graphs.ir import Graph, Op
 from graphs.options.selection import differences
-from graphs.plan import Plan
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from planner.models import Workload, build
+from planner.plans.plan import Plan
 from planner.solving import summarize
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.models import Workload, build
+from planner.plans.plan import Plan
 from planner.solving import solve
 from solvers.result import SolveProgress
 

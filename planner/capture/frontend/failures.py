@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graphs.errors import PlannerError, TraceError, is_handled_by_a_caller
+from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.capture.frontend.fakes import on_fakes
 from planner.capture.frontend.lines import at, is_our_code, ways_on, where_made, where_raised
 from planner.capture.guards.branches import Branches
@@ -100,11 +100,6 @@ def own_message(error: BaseException) -> str | None:
     return None if cause is None else str(cause)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says first, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 @contextmanager
 def unlogged() -> Iterator[None]:
     """Inside, ops that fail on fake tensors are not logged, with a page of frames: an error says so."""
@@ -165,7 +160,7 @@ def _failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
         return None
     said, line = f"{failed[1]}: {failed[3]}", None
     if on_fakes is not None:
-        said, line = f"{type(on_fakes).__name__}: {first_line(on_fakes)}", where_raised(on_fakes)
+        said, line = typed_line(on_fakes), where_raised(on_fakes)
     where = "" if line is None else f", at {line}"
     said = said.rstrip(".")
     return f"an op of the step fails on this batch: {said}{where}; loss_fn(model(*inputs), target) itself fails there too"
@@ -179,6 +174,6 @@ def _answer(error: Exception) -> str:
         if (found := re.search(pattern, said, re.DOTALL | re.MULTILINE)) is not None:
             return words.format(where=where, on=on, **found.groupdict())
     explanation = re.search(r"Explanation: (.*)", said)
-    why = first_line(error) if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: {first_line(error)}"
+    why = first_line(error) if isinstance(error, TorchDynamoException) else typed_line(error)
     why += f" ({explanation[1].strip().rstrip('.')})" if explanation else ""
     return f"the step cannot be captured as one graph: {why}, at {where}; move that out of what is planned, or {on}"

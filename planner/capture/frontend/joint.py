@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from graphs.errors import TraceError
+from graphs.errors import TraceError, first_line
 from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
 from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, recording_effects, settle
-from planner.capture.frontend.failures import failure, first_line, own_message, unlogged
+from planner.capture.frontend.failures import failure, own_message, unlogged
 from planner.capture.frontend.fakes import on_fakes
 from planner.capture.frontend.lines import at, where_made
 from planner.capture.frontend.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags, unchecked_distributions

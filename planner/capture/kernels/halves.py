@@ -9,8 +9,7 @@ import torch
 from torch import fx
 from torch.compiler import config as compiler_config
 
-from graphs.errors import TraceError
-from planner.capture.frontend.failures import first_line
+from graphs.errors import TraceError, first_line
 from planner.capture.kernels.in_place import note_pairs
 from planner.capture.kernels.variants import Variant
 from planner.capture.signature import put_together

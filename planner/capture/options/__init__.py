@@ -11,7 +11,7 @@ from types import MappingProxyType
 from graphs.errors import UsageError
 from graphs.ir import Graph
 from graphs.options.offload import OFFLOAD
-from graphs.options.option import GraphOption, Need, Option, Setting
+from graphs.options.option import GraphOption, Need, Option
 from graphs.options.placement import PLACEMENT
 from graphs.options.selection import held_with, holding_ops, traced_with
 from graphs.options.surroundings import Surroundings
@@ -118,17 +118,6 @@ def check_complete(names: Sequence[str]) -> None:
                 f"the option {name!r} needs to know {argument.question}, as {argument.unit} from {argument.least} to "
                 f"{argument.most}: write {OPTIONS[name].to_try!r}"
             )
-
-
-def check_goes_with(names: Sequence[str], setting: Setting) -> None:
-    """Refuse what does not go with how a step is captured and run.
-
-    Raises:
-        UsageError: there is no such option, or one does not; says why, and what to do.
-    """
-    for option in map(option_called, names):
-        if reason := option.against(setting):
-            raise UsageError(reason)
 
 
 def step_options(names: Collection[str]) -> tuple[StepOption, ...]:

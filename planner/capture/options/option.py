@@ -6,14 +6,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph, Op
-from graphs.options.option import Option, Setting
+from graphs.options.option import Feature, Option
 
 if TYPE_CHECKING:
     from planner.capture.lowering.lower import Capture
     from planner.capture.replay import RealStep
 
 # Of options whose ops call what eager PyTorch calls.
-EAGER_KERNELS = MappingProxyType({Setting.INDUCTOR: "it is found among those of eager PyTorch; leave it out, or take those"})
+EAGER_KERNELS = MappingProxyType(
+    {Feature.INDUCTOR: "it is found among the kernels of eager PyTorch; leave it out, or take kernels='eager'"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,4 +38,4 @@ class StepOption(Option):
 
     def accepts(self, capture: "Capture") -> str:
         """Return why it cannot be looked for in `capture`; "" if it can."""
-        return self.against(Setting.INDUCTOR) if capture.whole is not None else ""
+        return self.against(Feature.INDUCTOR) if capture.whole is not None else ""

@@ -3,7 +3,7 @@
 import pytest
 
 from graphs.ir import Graph, Kind, Op, Tensor
-from graphs.plan import Plan
+from planner.plans.plan import Plan
 from planner.solving import solve
 
 

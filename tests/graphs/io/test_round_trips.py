@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given
 
 from graphs.io import files
-from graphs.io.formats import read_graph, read_graph_or_plan, read_plan, write_graph, write_plan
+from graphs.io.formats import read_graph, write_graph
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
-from graphs.io.plan_document import plan_from_dict, plan_to_dict
 from graphs.ir import Graph, Kind, Phase
-from graphs.plan import Plan
 from graphs.simulate import simulate
+from planner.plans.document import plan_from_dict, plan_to_dict, read_graph_or_plan, read_plan, write_plan
+from planner.plans.plan import Plan
 from tests.support.documents import graphs, plans, through_text
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from graphs.errors import FormatError, OutputError
-from graphs.io.formats import read_graph, write_graph, write_plan
+from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
-from graphs.plan import Plan
+from planner.plans.document import write_plan
+from planner.plans.plan import Plan
 from tests.support.documents import files_in
 
 

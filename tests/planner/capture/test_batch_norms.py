@@ -12,8 +12,10 @@ from torch import nn
 from planner.capture.rewrites import batch_norms
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
+from planner.settings import TraceSettings
 from planner.torch_private.core import DispatchKey, python_kernels, scoped_library
 from planner.tracing import profiled
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
@@ -74,7 +76,7 @@ def test_the_kernel_that_eager_calls_is_captured(norm: nn.Module, training: bool
     assert called == set(targets)
     if targets[1] == "aten.cudnn_batch_norm_backward.default":
         return  # no such kernel on the CPU
-    captured = profiled(captured, model, F.cross_entropy, batch)
+    captured = profiled(captured, Workload(model, F.cross_entropy, batch), TraceSettings())
     planned = Executor(captured, random_schedule(captured.graph, seed), model, F.cross_entropy)
     expected = outcome(TrainingStep(model, F.cross_entropy), model, batch)
     assert expected.differences(outcome(planned, model, batch)) == ()

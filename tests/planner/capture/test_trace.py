@@ -9,14 +9,15 @@ from torch import nn
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
+from planner.settings import TraceSettings
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.steps import STEPS, capture_of, make, random_schedule
 
 
@@ -141,7 +142,7 @@ def test_the_fingerprint_is_of_structure_and_sizes() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     again = capture(*make("tied"), optimizer="adamw")
-    timed = profiled(captured, *workload, passes=1).graph
+    timed = profiled(captured, workload, TraceSettings(passes=1)).graph
     assert captured.graph.fingerprint == again.graph.fingerprint == timed.fingerprint
     assert captured.graph.fingerprint != capture_of("frozen").graph.fingerprint
 
@@ -152,7 +153,7 @@ def test_profiling_leaves_the_model_as_it_was(name: str) -> None:
     captured = capture_of(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     state = torch.get_rng_state()
-    graph = profiled(captured, *workload, passes=2).graph
+    graph = profiled(captured, workload, TraceSettings(passes=2)).graph
     assert all(torch.equal(before[key], value) for key, value in workload.model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in workload.model.parameters())

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphs.errors import TraceError
+from graphs.schedule import keep_everything
 from planner.capture.rewrites.layouts import laid_out
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import measure_memory, outcome
-from solvers.policies.keep_everything import keep_everything
 from tests.support.eager_ops import Function, captured_as_eager, weighted
 
 RESIZES = [

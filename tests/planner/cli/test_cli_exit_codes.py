@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from graphs.errors import OutOfMemoryError
-from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.plans.document import read_plan, write_plan
 from planner.running import RunReport
 from planner.solving import solve
 from planner.studies.comparison_rows import read_rows

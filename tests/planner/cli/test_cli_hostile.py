@@ -15,15 +15,15 @@ import pytest
 
 from graphs.errors import MismatchError, OutputError
 from graphs.io.files import check_folder, is_stdout, open_descriptor, write_text
-from graphs.io.formats import read_plan, write_graph, write_plan
+from graphs.io.formats import write_graph
 from graphs.io.graph_document import graph_to_dict
-from graphs.io.plan_document import plan_to_dict
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.synthetic.small import training_chain
 from planner.cli.arguments import complain
+from planner.facts.timeline import Timeline
+from planner.plans.document import plan_to_dict, read_plan, write_plan
+from planner.plans.plan import Plan
 from planner.progress import LineView
-from planner.report.timeline import Timeline
 from planner.solving import solve
 from planner.studies.comparison_rows import COLUMNS
 from planner.visible import visible, visible_lines

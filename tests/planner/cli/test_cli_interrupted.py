@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from graphs.io.formats import read_plan
 from graphs.simulate import simulate
+from planner.plans.document import read_plan
 from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from graphs.errors import PlannerError
-from graphs.io.formats import read_graph, read_plan
+from graphs.io.formats import read_graph
 from graphs.simulate import simulate
+from planner.plans.document import read_plan
 from tests.support.command import call, refused
 
 

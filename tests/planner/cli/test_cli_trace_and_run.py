@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from graphs.io.formats import read_graph, read_plan, write_plan
+from graphs.io.formats import read_graph
 from graphs.ir import Graph
+from planner.models import Workload
+from planner.plans.document import read_plan, write_plan
 from planner.progress import LineView
 from planner.running import RunReport
+from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.workload.workload import parse_spec
 from tests.support.budgets import between
@@ -27,15 +30,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("asked")
     module.calls = []  # type: ignore[attr-defined]
 
-    def trace(*workload: object, on_progress: LineView, **options: object) -> Graph:
-        module.calls.append((len(workload), options))
+    def trace_workload(workload: Workload, settings: TraceSettings, on_progress: LineView) -> Graph:
+        module.calls.append((len(workload), settings))
         return chain()
 
     def run(plan: object, *workload: object, on_progress: LineView, **options: object) -> RunReport:
         module.calls.append((len(workload), options))
         return run_report(identical=options["seed"] == 0, differences=() if options["seed"] == 0 else ("gradient of 'w'",))
 
-    module.trace, module.run = trace, run  # type: ignore[attr-defined]
+    module.trace_workload, module.run = trace_workload, run  # type: ignore[attr-defined]
     for name in ("tracing", "running"):
         monkeypatch.setitem(sys.modules, f"planner.{name}", module)
         monkeypatch.setattr(planner, name, module, raising=False)
@@ -52,26 +55,12 @@ def test_trace_passes_its_options_on(asked: Any, tmp_path: Path, capsys: pytest.
     assert (said.code, said.err) == (0, "")
     assert said.out.startswith(f"{path}: 12 ops and 0 optional ones, 13 tensors, step time 12 ms")
     assert read_graph(path) == chain()
-    assert asked.calls == [
-        (
-            3,
-            {
-                "optimizer": "adamw",
-                "accumulate": True,
-                "roofline": "h200",
-                "passes": 3,
-                "measure_link": False,
-                "name": TINY,
-                "options": ("chunks",),
-                "other_devices": (),
-            },
-        ),
-    ]
+    given = TraceSettings("adamw", accumulate=True, roofline="h200", passes=3, name=TINY, options=("chunks",))
+    assert asked.calls == [(3, given)]
     data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json", "--measure-link").out)
     assert data["ops"] == 12
     assert data["output"] == str(path)
-    usual = {"optimizer": "none", "accumulate": False, "roofline": None, "passes": 5}
-    assert asked.calls[1][1] == {**usual, "measure_link": True, "name": TINY, "options": (), "other_devices": ()}
+    assert asked.calls[1][1] == TraceSettings(measure_link=True, name=TINY)
 
 
 def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

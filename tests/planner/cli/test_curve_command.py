@@ -102,7 +102,7 @@ def test_the_command_imports_no_torch(graph_file: Path) -> None:
 ENDLESS = """
 import os, time
 from pathlib import Path
-from solvers.policies import keep_everything
+from solvers.baselines import keep_everything
 
 FOLDER = Path(__file__).parent
 

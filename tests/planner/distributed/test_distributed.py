@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceError
-from graphs.plan import Plan
 from planner.choices import with_recorded
 from planner.distributed.wrappers import unwrap
+from planner.plans.plan import Plan
 from planner.progress import Progress
 from planner.runtime.measure import measure_memory
 from planner.training import compiler

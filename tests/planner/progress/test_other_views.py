@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphs.errors import PlannerError
-from graphs.plan import Plan
+from planner.plans.plan import Plan
 from planner.progress import LoggingView, NotebookView, Progress, Stage, Stages
 from planner.progress.describe import describe, plan_line, saved_line
 from planner.solving import solve

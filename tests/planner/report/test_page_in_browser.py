@@ -11,10 +11,10 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
+from planner.facts.lives import lives_of
+from planner.facts.timeline import Timeline
 from planner.report.budget_curve import CurvePoint
-from planner.report.lives import lives_of
 from planner.report.page import page
-from planner.report.timeline import Timeline
 from planner.solving import solve
 from tests.support.browser import errors_of, needs_browser, opened
 from tests.support.shown_streams import solved

@@ -9,15 +9,16 @@ import pytest
 
 import planner
 from graphs.errors import MismatchError, PlannerError
-from graphs.io.formats import read_plan, write_graph
+from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.plans.document import read_plan
+from planner.plans.plan import Plan
 from planner.report.plan_views import PlanComparison
 from planner.solving import solve
-from solvers.policies.keep_everything import keep_everything
 from tests.support.html_page import parsed
 from tests.support.shown_streams import solved
 

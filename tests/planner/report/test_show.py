@@ -13,19 +13,20 @@ from markupsafe import escape
 
 import planner
 from graphs.errors import OutputError, PlannerError
-from graphs.io.formats import write_graph, write_plan
+from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
-from graphs.plan import Plan
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.facts.columns import memory_columns
+from planner.facts.lives import lives_of
+from planner.facts.reserved import reserved_bytes
+from planner.facts.timeline import Timeline, block
 from planner.models import build
+from planner.plans.document import write_plan
+from planner.plans.plan import Plan
 from planner.report.chrome_trace import chrome_trace
-from planner.report.columns import memory_columns
 from planner.report.lanes import RECOMPUTED, bars
-from planner.report.lives import lives_of
 from planner.report.page import page
-from planner.report.reserved import reserved_bytes
-from planner.report.timeline import Timeline, block
 from planner.solving import solve
 from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
 

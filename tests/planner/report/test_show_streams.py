@@ -13,26 +13,26 @@ import pytest
 from bokeh.models import Span
 
 from graphs.clocks import passages
-from graphs.io.formats import write_graph, write_plan
+from graphs.io.formats import write_graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
-from graphs.schedule import Compute
+from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
 from planner.cli.main import main
+from planner.facts import timeline as timeline_module
+from planner.facts.baselines import baselines
+from planner.facts.columns import COLUMNS, Stretch, left_bytes, memory_columns, stretches
+from planner.facts.lives import lives_of
+from planner.facts.streams import streams, trips, waits
+from planner.facts.timeline import Timeline
+from planner.plans.document import write_plan
 from planner.report import chart
-from planner.report import timeline as timeline_module
-from planner.report.baselines import baselines
 from planner.report.chart import charts
 from planner.report.chrome_trace import chrome_trace
-from planner.report.columns import COLUMNS, Stretch, left_bytes, memory_columns, stretches
 from planner.report.lanes import bars, lanes
-from planner.report.lives import lives_of
 from planner.report.page import page
-from planner.report.streams import streams, trips, waits
-from planner.report.timeline import Timeline
-from solvers.policies.keep_everything import keep_everything
 from tests.support.event_judge import during, live, runs
 from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
 from tests.support.random_choices import graph_with_choices, schedule_with_choices

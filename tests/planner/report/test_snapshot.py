@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from graphs.errors import FormatError
-from graphs.io.formats import write_plan
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.plans.document import write_plan
 from planner.report.snapshot import Holder, read_snapshot
 from planner.solving import solve
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.chunks.find import COUNTS
 from planner.models import Workload
+from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.executed import executed, may_differ
 from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 
@@ -23,7 +24,7 @@ _HALF = ("llama", "transformers llama", "feed_forward", "shifted")  # in bfloat1
 def captured(name: str) -> tuple[Capture, Workload]:
     torch.manual_seed(7)
     workload = make(name) if name in STEPS else transformers_model(name.partition(" ")[2])
-    return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["chunks"]), workload
+    return capture_profiled(workload, TraceSettings(passes=1, options=("chunks",))), workload
 
 
 _OTHER_LLAMAS = ("llama", "transformers llama")  # feed_forward is one, too

@@ -6,14 +6,15 @@ import weakref
 import pytest
 import torch
 
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device
@@ -49,7 +50,7 @@ def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, 
 def test_copies_stay_within_their_budget(order: Order) -> None:
     with cuda_device(order=order):
         workload = on_device(make("mutated"))
-        captured = profiled(capture(*workload), *workload, passes=1)
+        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         offered = offering(captured)
         schedule = with_random_copies(offered.graph, keep_everything(captured.graph), 2)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)
@@ -145,7 +146,7 @@ def test_on_a_gpu(name: str) -> None:
     workload = make(name)
     workload.model.cuda()
     workload = type(workload)(workload.model, workload.loss_fn, tuple(value.cuda() for value in workload.batch))
-    captured = profiled(capture(*workload), *workload, passes=1)
+    captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
     offered = offering(captured)
     eager = train(workload, None)
     for seed in range(3):

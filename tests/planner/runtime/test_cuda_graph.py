@@ -17,9 +17,10 @@ from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import recordable
+from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.training import per_batch
-from planner.training.compile import _recorder
 from planner.training.per_batch import BatchPlans
+from planner.training.planning import Planning
 from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import LOOPS, MODELS, assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule
@@ -190,12 +191,18 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         pass
 
     workload = dropout_and_norm()
-    with pytest.raises(PlannerError, match="models on a CUDA device, and this one is on cpu: leave it out"):
+    with pytest.raises(PlannerError, match="model on the CPU: it is for models on a CUDA device: leave it out"):
         planner.compile(*make("tied"), budget="8GB", cuda_graph=True)
     with pytest.raises(PlannerError, match="one for each size: leave out cuda_graph=True, or dynamic=True"):
         planner.compile(*workload, budget="8GB", cuda_graph=True, dynamic=True)
     with pytest.raises(PlannerError, match="several processes: leave out cuda_graph=True"):
-        _recorder(Wrapped(workload.model, SingleProcess()), dynamic=False)
+        Planning(
+            Wrapped(workload.model, SingleProcess()),
+            workload.loss_fn,
+            TraceSettings(),
+            SolveSettings(),
+            RunSettings(cuda_graph=True),
+        )
 
 
 def test_in_a_trainers_loop_a_second_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

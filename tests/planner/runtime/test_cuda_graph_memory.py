@@ -12,6 +12,7 @@ import torch
 import planner
 from graphs.errors import InfeasibleError
 from graphs.ir import Kind
+from graphs.schedule import keep_everything
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.distributed.ranks import SingleProcess
@@ -23,10 +24,11 @@ from planner.runtime.graph_pool import pool_bytes
 from planner.runtime.graphed_step import record, recordable
 from planner.runtime.libraries import warm_up_libraries, workspace_bytes
 from planner.search import Search
+from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
-from solvers.policies.keep_everything import keep_everything
+from solvers.tolerance import Tolerance
 from tests.support.cuda_device import on_device
 from tests.support.recorded_steps import assert_same, dropout_and_norm, recorded, train
 from tests.support.steps import make, random_schedule
@@ -81,7 +83,7 @@ def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
     device = next(workload.model.parameters()).device
     warm_up_libraries(device)
     step = TrainingStep(workload.model, workload.loss_fn)
-    captured = profiled(recordable(capture(*workload)), *workload, passes=1)
+    captured = profiled(recordable(capture(*workload)), workload, TraceSettings(passes=1))
     schedule = random_schedule(captured.graph, seed) if seed else keep_everything(captured.graph)
     recorder = CudaGraphs(device)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
@@ -92,14 +94,16 @@ def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
 
 def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGraphs]) -> PlannedStep:
     """The step within `budget`."""
-    search = Search({"tolerance": 0.05, "time_limit_s": 60.0}, swap="never")
-    making = Compiler(Unwrapped(workload.model, SingleProcess()), workload.loss_fn, "adamw", False, 1, search, recorder)
+    search = Search(SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=60.0), RunSettings(swap="never"))
+    making = Compiler(
+        Unwrapped(workload.model, SingleProcess()), workload.loss_fn, TraceSettings(optimizer="adamw", passes=1), search, recorder
+    )
     return making.make(making.capture(workload.batch), workload.batch, budget)
 
 
 def budget_with_pool(workload: Workload) -> int:
     """Half way from the least to the peak of keeping everything, and what a pool takes besides its tensors."""
-    captured = profiled(recordable(capture(*workload, optimizer="adamw")), *workload, passes=1)
+    captured = profiled(recordable(capture(*workload, optimizer="adamw")), workload, TraceSettings(passes=1))
     device = next(workload.model.parameters()).device
     held_bytes = pool_bytes(captured.graph, keep_everything(captured.graph), workspace_bytes(device))
     return captured.graph.static_bytes + held_bytes

@@ -8,6 +8,7 @@ import torch
 import planner
 from graphs.errors import CopyError, PlannerError
 from graphs.pools import HOST
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -18,7 +19,6 @@ from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import record, recordable
 from planner.runtime.host_memory import HostMemory
-from solvers.policies.keep_everything import keep_everything
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.recorded_steps import LOOPS, assert_same, dropout_and_norm, train

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import planner
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
@@ -16,11 +17,11 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import PeakWatch
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.tracing import profiled
 from planner.training import compiler
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
@@ -35,7 +36,7 @@ CUDA = torch.device("cuda:0")
 def step_on_cuda(name: str, seed: int | None = None) -> tuple[Executor, TrainingStep, tuple[torch.Tensor, ...]]:
     """A step whose ops are measured in none of its threads yet, but for the forward pass."""
     workload = on_device(make(name))
-    captured = profiled(capture(*workload), *workload, passes=1)
+    captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
     schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     return Executor(captured, schedule, workload.model, workload.loss_fn), captured, workload
 

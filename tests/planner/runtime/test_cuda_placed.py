@@ -9,6 +9,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
+from planner.settings import TraceSettings
 from planner.tracing import profiled
 from tests.support.all_choices import any_schedule
 from tests.support.cuda_device import Order, cuda_device, on_device
@@ -26,7 +27,7 @@ CUDA = torch.device("cuda:0")
 def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], order: Order) -> None:
     with cuda_device(devices=2, order=order, seed=len(names)):
         workload = on_device(make("mutated"))
-        captured = profiled(capture(*workload), *workload, passes=1)
+        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         offered = on_pools(captured, names, main=CUDA)
         for seed in range(3):
             schedule = placed_at_random(offered.graph, seed)
@@ -37,7 +38,7 @@ def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], ord
 def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
     with cuda_device(devices=2, order=order, seed=4):
         workload = on_device(make("tied"))
-        captured = profiled(capture(*workload), *workload, passes=1)
+        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         offered = on_pools(captured, ("cuda:1",), "offload", main=CUDA)
         for seed in range(4):
             schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
@@ -48,7 +49,7 @@ def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
 def test_each_memory_holds_what_was_predicted(names: tuple[str, ...]) -> None:
     with cuda_device(devices=2):
         workload = on_device(make("tied"))
-        captured = profiled(capture(*workload), *workload, passes=1)
+        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         offered = on_pools(captured, names, main=CUDA)
         schedule = placed_at_random(offered.graph, 2)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)

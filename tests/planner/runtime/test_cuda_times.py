@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from graphs.schedule import keep_everything
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -10,8 +11,8 @@ from planner.runtime.device_profile import other_devices
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import OpTimer
+from planner.settings import TraceSettings
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.steps import make
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), place)
-        captured = profiled(capture(*workload), *workload, passes=1)
+        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         assert all(op.time_s > 1e-6 for op in captured.graph.ops if op.outputs)
         step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
         timer = OpTimer(step, steps=1)
@@ -35,7 +36,7 @@ def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> N
 def test_what_cuda_rounds_is_no_reason_to_keep_an_op_on_the_cpu() -> None:
     with cuda_device():
         workload = make("tied")
-        captured = profiled(capture(*workload), *workload, passes=1)
+        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         (other,) = other_devices(captured, static, ["cuda:0"], passes=1)
         small = [op for op in captured.graph.program if any(captured.graph.tensors[t].size_bytes % 512 for t in op.outputs)]
@@ -46,7 +47,7 @@ def test_what_cuda_rounds_is_no_reason_to_keep_an_op_on_the_cpu() -> None:
 def test_another_device_is_timed_where_it_is(current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), "cuda:0")
-        captured = profiled(capture(*workload), *workload, passes=1)
+        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         (other,) = other_devices(captured, static, ["cuda:1"], passes=1)
         able = {op.id: op.time_s for op, time_s in zip(captured.graph.program, other.times_s, strict=True) if time_s is not None}

@@ -2,9 +2,10 @@
 
 import pytest
 
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from planner.settings import TraceSettings
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.steps import STEPS, capture_of, make, random_schedule, solve_for
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", STEPS)
 def test_every_schedule_trains_as_eager_does(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), *workload, passes=1)
+    captured = profiled(capture_of(name), workload, TraceSettings(passes=1))
     graph = captured.graph
     eager = train(workload, None)
     assert_same(eager, train(workload, (captured, keep_everything(graph))))

@@ -14,14 +14,13 @@ from torch import nn
 import planner
 from benchmarks.storages import LiveStorages
 from graphs.errors import GraphError, InfeasibleError, MismatchError, ScheduleError
-from graphs.schedule import Free, schedule_of
+from graphs.schedule import Free, keep_everything, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.models import Workload
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime.codegen import compile_schedule
 from planner.runtime.executor import Executor
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import HALF_WAY
 from tests.support.steps import capture_of, make, random_schedule
 

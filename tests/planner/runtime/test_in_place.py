@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphs.errors import UsageError
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, solve, tracing
 from planner.capture.lowering.lower import Capture
@@ -17,8 +18,8 @@ from planner.choices import choices_of
 from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
+from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import on_the_way
 from tests.support.executed import executed
 from tests.support.steps import make, random_schedule, solve_for
@@ -76,7 +77,7 @@ def test_a_product_with_a_number_which_rounds_otherwise_in_place_has_no_variant(
 def captured(name: str) -> tuple[Capture, Workload]:
     torch.manual_seed(7)
     workload = make(name)
-    return capture_profiled(*workload, optimizer="none", accumulate=False, passes=1, options=["in-place"]), workload
+    return capture_profiled(workload, TraceSettings(passes=1, options=("in-place",))), workload
 
 
 @pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "tied", "shared_gradient", "unet"])

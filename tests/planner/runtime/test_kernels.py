@@ -10,7 +10,7 @@ import torch
 import planner.training.compile as training
 from graphs.ir import Op, Phase
 from graphs.options import without_options
-from graphs.schedule import Compute, Schedule
+from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.capture.lowering.lower import Capture
@@ -20,7 +20,6 @@ from planner.capture.options.traced import without_needless
 from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
 from planner.solving import solve
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import between
 from tests.support.executed import executed, may_differ

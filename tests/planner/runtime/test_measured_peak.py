@@ -6,6 +6,7 @@ from planner.capture.step import TrainingStep
 from planner.running import run
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.tracing import profiled
 from tests.support.budgets import on_the_way
 from tests.support.steps import STEPS, capture_of, make, solve_for
@@ -16,7 +17,7 @@ QUICK = ("gpt2_sdpa", "resnet18", "tied", "frozen", "mutated", "shared_gradient"
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), *workload, passes=1)
+    captured = profiled(capture_of(name), workload, TraceSettings(passes=1))
     step = TrainingStep(workload.model, workload.loss_fn)
     for budget in on_the_way(captured.graph, 1.0, 0.6, 0.3, 0.1):
         plan = solve_for(0.0, captured.graph, budget)

@@ -13,16 +13,16 @@ import torch
 
 from graphs.ir import Kind
 from graphs.options.offload import without_copies
-from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.runtime import channels
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.pool_memory import measured_peak
+from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.tracing import profiled
-from solvers.policies.keep_everything import keep_everything
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
 from tests.support.copies import copying_step, offering, with_random_copies
@@ -37,7 +37,7 @@ QUICK = ("gpt2_sdpa", "resnet18", "mutated")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), *workload, passes=1)
+    captured = profiled(capture_of(name), workload, TraceSettings(passes=1))
     offered = offering(captured)
     eager = train(workload, None)
     tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)

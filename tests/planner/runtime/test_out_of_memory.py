@@ -14,14 +14,13 @@ import planner
 from graphs.errors import OutOfMemoryError, PlannerError
 from graphs.ir import Kind
 from graphs.options.passes import in_passes
-from graphs.schedule import Compute
+from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
-from solvers.policies.keep_everything import keep_everything
 from tests.support.command_process import PATIENCE_S, ROOT
 from tests.support.limited_memory import CHECKS
 from tests.support.placed_steps import SECOND, assert_undone_and_right_again, on_pools, placed_at_random, profiled, state

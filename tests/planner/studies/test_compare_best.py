@@ -87,7 +87,7 @@ def test_a_row_that_is_not_there_was_not_tried(rows: list[Row]) -> None:
 
 
 def test_every_heuristic_is_of_a_kind(row: Row) -> None:
-    evicting = ("solvers.policies.dtr", "solvers.policies.megengine")
+    evicting = ("solvers.baselines.dtr", "solvers.baselines.megengine")
     assert {name for kind in HEURISTICS.values() for name in kind} == {
         name for name, entry in SOLVERS.items() if entry.module in evicting
     }

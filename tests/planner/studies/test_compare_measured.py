@@ -19,6 +19,7 @@ from planner.report.comparisons import (
     table_text,
     write_report,
 )
+from planner.settings import TraceSettings
 from planner.studies.baselines import (
     Method,
     auto_sac,
@@ -34,7 +35,7 @@ from planner.studies.compare_measured import Settings, compare_measured, profile
 from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
 from planner.tracing import trace
 from planner.workload import workload
-from solvers.policies.sac import SacRule
+from solvers.baselines.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between
 
@@ -59,7 +60,7 @@ def measure(folder: Path, *, stock: tuple[Method, ...] = (), done: list[str] | N
     built = mlp()
     return compare_measured(
         built,
-        profiled(built, folder, name="six layers"),
+        profiled(built, folder, TraceSettings(name="six layers")),
         [tight()],
         METHODS,
         stock,
@@ -118,7 +119,7 @@ def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> 
     """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
     built = mlp()
     stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint-blocks level 9"), sac(SacRule.ATTENTION))
-    captured = profiled(built, tmp_path, name="six layers")
+    captured = profiled(built, tmp_path, TraceSettings(name="six layers"))
     heuristics = ("windows", "dtr", "lru", "largest")
     found = compare_measured(
         built, captured, [tight()], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
@@ -185,7 +186,7 @@ def test_a_stopped_comparison_keeps_nothing_half_done(tmp_path: Path) -> None:
 def test_times_of_another_graph_are_refused(folder: Path, rows: dict[tuple[str, str, str], Row]) -> None:
     other = workload.load(workload.parse_spec(SPEC.replace("batch=512", "batch=500")))
     with pytest.raises(MismatchError, match="another graph"):
-        profiled(other, folder)
+        profiled(other, folder, TraceSettings())
 
 
 def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str], Row], folder: Path, tmp_path: Path) -> None:

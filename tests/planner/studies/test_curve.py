@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
@@ -24,7 +25,6 @@ from planner.report.curves import curve_data, curve_frame, curve_text
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from solvers.clock import WorkClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status

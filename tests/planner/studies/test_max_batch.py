@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph, Phase
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.choices import choices_of
 from planner.profiling.scaling import Fit, same_ops
+from planner.settings import TraceSettings
 from planner.studies.fitting import Enough, largest
 from planner.studies.max_batch import max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
 from planner.workload.sizes import Sizes
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
@@ -82,7 +83,9 @@ def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None,
 
 
 def test_it_equals_brute_force_on_a_traced_model() -> None:
-    batches = Sizes(parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(roofline="h200"), way_out="")
+    batches = Sizes(
+        parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(TraceSettings(roofline="h200")), way_out=""
+    )
     kept = cached(batches.graph)
     graph = kept(8)
     wanted = Wanted(simulate(graph, keep_everything(graph)).peak_bytes, 0.3, limit=14)

@@ -23,7 +23,7 @@ from planner.studies.baselines import (
 from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
 from planner.studies.measured import Benchmark, Exactness, Measured, relative_error
 from planner.workload import workload
-from solvers.policies.sac import SacRule
+from solvers.baselines.sac import SacRule
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
 

@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarni
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The budgets that were solved for."""
     asked: list[int] = []
-    solve = search.solve
+    solve = search.solve_graph
 
-    def counted(graph: Any, budget: int, **options: Any) -> Any:
+    def counted(graph: Any, budget: int, *settings: Any, **options: Any) -> Any:
         asked.append(budget)
-        return solve(graph, budget, **options)
+        return solve(graph, budget, *settings, **options)
 
-    monkeypatch.setattr(search, "solve", counted)
+    monkeypatch.setattr(search, "solve_graph", counted)
     return asked
 
 
@@ -216,7 +216,7 @@ def test_a_model_in_eval_mode_is_another_graph_that_trains_too(solves: list[int]
         ({"tolerance": 0.1}, "the backend planner needs a budget"),
         ({"budget": "1GB", "speed": 3}, "unknown option 'speed' of the backend planner: choose from budget"),
         ({"budget": "1GB", "time_limit_s": "x"}, "option 'time_limit_s' is 'x': must be a number"),
-        ({"budget": "1GB", "kernels": "gcc"}, "option 'kernels' is 'gcc': choose from eager, inductor"),
+        ({"budget": "1GB", "kernels": "gcc"}, "kernels is 'gcc': choose from eager, inductor"),
         ({"budget": "1GB", "roofline": "abacus"}, "unknown device 'abacus'"),
     ],
 )

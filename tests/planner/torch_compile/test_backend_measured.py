@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from graphs.errors import InfeasibleError
+from graphs.schedule import keep_everything
 from planner import search
 from planner.profiling import profile
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import Seen, beside, unread
-from solvers.policies.keep_everything import keep_everything
 from tests.support.measured_backend import (
     Apart,
     Masked,
@@ -130,7 +130,7 @@ def test_graphs_that_cannot_fit_together_say_what_each_keeps() -> None:
     model = Thirds()
     step = step_of(compiled(model, "1MB"), batch_of(model))
     step()
-    only_budget().options = {**only_budget().options, "budget": "150kB"}
+    only_budget().budget = "150kB"
     with pytest.raises(InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* between the passes they keep"):
         step()
 
@@ -168,8 +168,10 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    solve = search.solve
-    monkeypatch.setattr(search, "solve", lambda graph, budget, **rest: asked.append(budget) or solve(graph, budget, **rest))
+    solve = search.solve_graph
+    monkeypatch.setattr(
+        search, "solve_graph", lambda graph, budget, *rest, **more: asked.append(budget) or solve(graph, budget, *rest, **more)
+    )
     options = {"budget": "1MB", "time_limit_s": 10, "tolerance": 0.1}
     x, losses = torch.randn(64, 32), []
     with warnings.catch_warnings():

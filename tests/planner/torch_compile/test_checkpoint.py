@@ -31,13 +31,13 @@ QUICK: dict[str, Any] = {"time_limit_s": 10.0, "tolerance": 0.05}
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The budgets that were solved for."""
     asked: list[int] = []
-    solve = search.solve
+    solve = search.solve_graph
 
-    def counted(graph: Any, budget: int, **options: Any) -> Any:
+    def counted(graph: Any, budget: int, *settings: Any, **options: Any) -> Any:
         asked.append(budget)
-        return solve(graph, budget, **options)
+        return solve(graph, budget, *settings, **options)
 
-    monkeypatch.setattr(search, "solve", counted)
+    monkeypatch.setattr(search, "solve_graph", counted)
     return asked
 
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import search
+from planner.plans.plan import Plan
 from planner.profiling.allocator import cpu_allocations
-from planner.solving import solve
+from planner.solving import solve_graph
 from solvers.bounds import least_budget_bound
-from solvers.policies.keep_everything import keep_everything
 from tests.support.stand_ins import CLASSES, in_chunks, make, schedule_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -57,13 +57,13 @@ def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pyt
     model, step, batch = steps()
     solved: list[tuple[Graph, Plan]] = []
 
-    def solving(graph: Graph, budget: int, **settings: Any) -> Plan:
+    def solving(graph: Graph, budget: int, *settings: Any, **options: Any) -> Plan:
         budget = simulate(graph, schedule_with(graph, in_chunks(graph, 4))).peak_bytes
-        plan = solve(graph, budget, **settings)
+        plan = solve_graph(graph, budget, *settings, **options)
         solved.append((graph, plan))
         return plan
 
-    monkeypatch.setattr(search, "solve", solving)
+    monkeypatch.setattr(search, "solve_graph", solving)
     options = {"budget": "100%", "options": ["chunks"], "tolerance": 0.5, **({} if measured else {"roofline": "cpu"})}
     planned = torch.compile(step, backend="planner", dynamic=False, options=options)
     wanted, found = trained(model, step, batch), trained(model, planned, batch)

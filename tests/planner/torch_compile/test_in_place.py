@@ -10,12 +10,11 @@ from torch import nn
 
 from graphs.errors import PlannerError
 from graphs.ir import Phase
-from graphs.schedule import schedule_of
+from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.runtime.measure import outcome
 from planner.torch_compile.planned_graph import PlannedGraph
-from solvers.policies.keep_everything import keep_everything
 from tests.support.measured_backend import Thirds, measured_bytes
 from tests.support.steps import make, random_schedule
 

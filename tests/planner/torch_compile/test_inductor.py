@@ -13,13 +13,13 @@ from torch._inductor import config as inductor_config
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.plan import Plan
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import search
 from planner.models import Workload
+from planner.plans.plan import Plan
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
-from planner.torch_compile import backend
-from solvers.policies.keep_everything import keep_everything
+from planner.torch_compile.backend_settings import settings_of
 from tests.support.budgets import between
 
 pytestmark = [
@@ -54,13 +54,13 @@ class Broken(nn.Module):
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
     """What was solved, with its plan."""
     found: list[tuple[Graph, Plan]] = []
-    solve = search.solve
+    solve = search.solve_graph
 
-    def noted(graph: Graph, budget: str | int, **options: Any) -> Plan:
-        found.append((graph, solve(graph, budget, **options)))
+    def noted(graph: Graph, budget: str | int, *settings: Any, **options: Any) -> Plan:
+        found.append((graph, solve(graph, budget, *settings, **options)))
         return found[-1][1]
 
-    monkeypatch.setattr(search, "solve", noted)
+    monkeypatch.setattr(search, "solve_graph", noted)
     return found
 
 
@@ -135,5 +135,5 @@ def test_what_is_not_trained_is_compiled_as_it_is() -> None:
 
 
 def test_times_of_kernels_are_not_modelled() -> None:
-    with pytest.raises(PlannerError, match="option 'roofline' models ATen's ops"):
-        backend.check_options({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})
+    with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': it models ATen's ops"):
+        settings_of({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})

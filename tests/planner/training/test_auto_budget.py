@@ -154,7 +154,7 @@ def test_a_kept_plan_of_an_overhead_is_used_again(tmp_path: Any, recwarn: pytest
         ({}, "give a budget or max_overhead, one of them, and not neither"),
         ({"budget": "1GB", "max_overhead": 0.1}, "one of them, and not both"),
         ({"max_overhead": "x"}, "max_overhead is 'x': must be a fraction"),
-        ({"max_overhead": 0.1, "kernels": "inductor"}, "max_overhead= is not for kernels='inductor'"),
+        ({"max_overhead": 0.1, "kernels": "inductor"}, "max_overhead= does not go with kernels='inductor'"),
     ],
 )
 def test_what_does_not_go_together_raises(given: dict[str, Any], said: str) -> None:

@@ -16,9 +16,9 @@ import torch
 
 import planner
 from graphs.errors import OutputError
-from graphs.io.formats import write_plan
 from graphs.synthetic.small import training_chain
 from planner import search
+from planner.plans.document import write_plan
 from planner.training.cache import PlanCache
 from tests.support.cached_plans import compiled, workload
 
@@ -27,13 +27,13 @@ from tests.support.cached_plans import compiled, workload
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was solved, in order."""
     asked: list[object] = []
-    solve = search.solve
+    solve = search.solve_graph
 
-    def counted(graph: Any, budget: Any, **options: Any) -> Any:
+    def counted(graph: Any, budget: Any, *settings: Any, **options: Any) -> Any:
         asked.append(budget)
-        return solve(graph, budget, **options)
+        return solve(graph, budget, *settings, **options)
 
-    monkeypatch.setattr(search, "solve", counted)
+    monkeypatch.setattr(search, "solve_graph", counted)
     return asked
 
 

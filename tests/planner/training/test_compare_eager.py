@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs.eager import DifferingOp, EagerComparison
 from graphs.errors import EagerWarning
-from graphs.io.formats import write_plan
+from graphs.schedule import keep_everything
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
+from planner.plans.document import write_plan
+from planner.plans.eager import DifferingOp, EagerComparison
 from planner.runtime.executor import Executor
 from planner.training import compare_eager
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from solvers.policies.keep_everything import keep_everything
 from tests.support.eager_comparison import DIFFERS, compiled, gpt2, plain
 from tests.support.steps import random_schedule
 

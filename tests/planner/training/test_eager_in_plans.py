@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from graphs.eager import EagerComparison
 from graphs.errors import EagerWarning, FormatError
-from graphs.io.formats import read_plan, write_plan
-from graphs.io.plan_document import plan_from_dict, plan_to_dict
-from graphs.plan import Plan
+from planner.plans.document import plan_from_dict, plan_to_dict, read_plan, write_plan
+from planner.plans.eager import EagerComparison
+from planner.plans.plan import Plan
 from planner.report.describe import plan_data, plan_text
 from planner.training.compare_eager import warn_of_differences
 from tests.support.eager_comparison import DIFFERS, compiled, plain

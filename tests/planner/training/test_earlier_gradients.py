@@ -9,10 +9,9 @@ from torch import nn
 
 import planner
 from graphs.errors import BudgetError
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from planner.runtime.earlier_gradients import EarlierGradients, pass_peaks
 from planner.training.step import PlannedStep
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import HALF_WAY, half_way_known
 
 Workload = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -11,22 +11,24 @@ from torch import nn
 
 import planner
 from graphs.errors import InfeasibleError, PlannerError
-from graphs.io.formats import read_plan
 from graphs.ir import Graph
-from graphs.plan import Plan
 from graphs.simulate import simulate
 from planner.background import BackgroundSolve, Ended, Job
 from planner.choices import with_recorded
+from planner.plans.document import read_plan
+from planner.plans.plan import Plan
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.runtime.measure import outcome
 from planner.runtime.observation import PeakWatch
-from planner.search import Search, Wait
-from planner.solving import solve
+from planner.search import Search
+from planner.settings import RunSettings, SolveSettings, Wait
+from planner.solving import solve, solve_graph
 from planner.training import compare_eager, compiler, improvement
 from planner.training.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.tolerance import Tolerance
 from tests.support.budgets import between
 from tests.support.stand_ins import in_chunks, make, schedule_with
 
@@ -52,7 +54,7 @@ class Solved:
 
     def receive(self, most_s: float = 0.0) -> Plan | None:
         self.ended = Ended(
-            solve(self.jobs[-1].graph, self.jobs[-1].budget_bytes, **{**self.jobs[-1].settings, "work_limit": 2.0})
+            solve_graph(self.jobs[-1].graph, self.jobs[-1].budget_bytes, replace(self.jobs[-1].settings, work_limit=2.0))
         )
         return self.ended.plan
 
@@ -77,7 +79,7 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first plan be the one that needs the least memory."""
 
     def first_plan(search: Search, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
-        plan = solve(graph, budget, **{**search.settings, "work_limit": 2.0})
+        plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
         offered = with_recorded(graph, plan.settings)
         schedule = least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
         assert schedule is not None
@@ -238,8 +240,8 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
-    settings = {"solver": "windows", "tolerance": 1e-3, "time_limit_s": 20.0, "reorder": None}
-    plans = [Search(settings, Wait.of("2%")).first_plan(graph, budget) for _ in range(2)]
+    settings = SolveSettings(tolerance=Tolerance.of(1e-3), time_limit_s=20.0)
+    plans = [Search(settings, RunSettings(wait=Wait.of("2%"))).first_plan(graph, budget) for _ in range(2)]
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].gap is not None and plans[0].gap <= 0.02
 
@@ -247,10 +249,10 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
 def test_a_step_is_ready_with_its_first_schedule() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
-    settings = {"solver": "windows", "tolerance": 0.0, "time_limit_s": 20.0, "reorder": False}
+    settings = SolveSettings(tolerance=Tolerance.of(0.0), time_limit_s=20.0, reorder=False)
     told: list[Progress] = []
     with Stages(told.append).stage(Stage.SOLVE) as stage:
-        first = Search(settings, Wait.of(0)).first_plan(graph, between(graph), stage)
+        first = Search(settings, RunSettings(wait=Wait.of(0))).first_plan(graph, between(graph), stage)
     assert told[-2].best_s == first.time_s
     assert simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
 
@@ -277,25 +279,25 @@ def test_what_is_waited_for_is_read(given: object, wanted: Wait) -> None:
 def test_what_cannot_be_waited_for_is_refused(given: object) -> None:
     with pytest.raises(PlannerError, match="must be seconds"):
         Wait.of(given)  # type: ignore[arg-type]
-    with pytest.raises(PlannerError, match="swap is 'sometimes': choose exact, any, never"):
-        Search({}, swap="sometimes")
+    with pytest.raises(PlannerError, match="swap is 'sometimes': choose from exact, any, never"):
+        RunSettings(swap="sometimes")
 
 
 def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
-    background = BackgroundSolve(Job(graph, budget, {"tolerance": 0.05, "time_limit_s": 5.0}))
+    background = BackgroundSolve(Job(graph, budget, SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
     found = [plan for _ in range(300) if background.ended is None and (plan := background.receive(0.2)) is not None]
     assert background.ended is not None and background.ended.failure == ""
     assert found[-1] == background.ended.plan
     assert simulate(graph, found[-1].schedule).peak_bytes <= budget
     assert found[-1].time_s <= min(plan.time_s for plan in found)
-    impossible = BackgroundSolve(Job(graph, 1, {"time_limit_s": 20.0}))
+    impossible = BackgroundSolve(Job(graph, 1, SolveSettings(time_limit_s=20.0)))
     while impossible.ended is None:
         impossible.receive(0.2)
     assert "the least any schedule" in impossible.ended.failure
-    stopped = BackgroundSolve(Job(graph, budget, {}))
+    stopped = BackgroundSolve(Job(graph, budget, SolveSettings()))
     stopped.stop()
     assert stopped.ended is not None and stopped.receive(1.0) is None
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from graphs.ir import Graph, Phase
-from graphs.schedule import Compute, Schedule
+from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.capture.kernels.variants import Variant
-from solvers.policies.keep_everything import keep_everything
 from tests.support.budgets import on_the_way
 from tests.support.kernel_steps import CASES, Prepared, differences, freed_over, prepare
 

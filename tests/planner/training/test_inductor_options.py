@@ -116,7 +116,7 @@ def test_plans_inside_a_training_loop() -> None:
 
 def test_what_is_refused_before_work() -> None:
     model, batch = model_and_batch()
-    with pytest.raises(PlannerError, match=r"^kernels is 'triton': choose eager or inductor"):
+    with pytest.raises(PlannerError, match=r"^kernels is 'triton': choose from eager, inductor"):
         planner.compile(model, F.mse_loss, batch, budget="100%", kernels="triton")
 
 

@@ -122,7 +122,7 @@ class Interrupted(BaseException):
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("search.solve", Interrupted),
+        ("search.solve_graph", Interrupted),
         ("training.compiler.measured_peak", RuntimeError),
         ("training.compiler.profiled", Interrupted),
     ],

@@ -11,10 +11,11 @@ import torch
 
 import planner
 from graphs.errors import EagerWarning, OutOfMemoryError, PlannerError
-from graphs.io.formats import read_graph, read_plan, write_plan
+from graphs.io.formats import read_graph
 from graphs.pools import HOST
 from planner import search
 from planner.models import Workload, build
+from planner.plans.document import read_plan, write_plan
 from planner.profiling.link import measured_link
 from planner.runtime.executor import Executor
 from tests.support.command import call
@@ -83,7 +84,7 @@ def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def solve_again(*_: object, **__: object) -> None:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr(search, "solve", solve_again)
+    monkeypatch.setattr(search, "solve_graph", solve_again)
     for step, options in (
         (first, {"host_budget": 10**9}),
         (plain, {"options": (), "link": None}),

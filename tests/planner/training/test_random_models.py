@@ -8,10 +8,12 @@ from benchmarks.runner import Runner
 from planner.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
 from planner.search import Search
+from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.solving import summarize
 from planner.training.compiler import Compiler
 from solvers.clock import WorkClock
 from solvers.least import least_budget
+from solvers.tolerance import Tolerance
 from tests.support.random_models import Recipe, build, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -28,8 +30,8 @@ def check(recipe: Recipe, share: float) -> None:
     except RuntimeError:  # what its backward pass reads was overwritten: there is no such model
         reject()
     # As planner.compile does; in between it is seen which budgets are possible.
-    search = Search({"tolerance": 0.5, "time_limit_s": 60.0}, swap="never")
-    compiler = Compiler(unwrap(workload.model), workload.loss_fn, "none", False, 1, search)
+    search = Search(SolveSettings(tolerance=Tolerance.of(0.5), time_limit_s=60.0), RunSettings(swap="never"))
+    compiler = Compiler(unwrap(workload.model), workload.loss_fn, TraceSettings(passes=1), search)
     captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
     peak = summarize(captured.graph).keep_everything_peak_bytes
     least = least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes

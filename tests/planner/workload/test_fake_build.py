@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.ir import Graph
+from planner.settings import TraceSettings
 from planner.workload.tracing import Tracing
 from planner.workload.workload import load, parse_spec
 
@@ -42,7 +43,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def traced(model: str, roofline: str = "h200") -> Graph:
-    return Tracing(roofline=roofline).graph(parse_spec(model))
+    return Tracing(TraceSettings(roofline=roofline)).graph(parse_spec(model))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from graphs.ir import Graph
-from graphs.schedule import schedule_of
+from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
@@ -16,7 +16,6 @@ from solvers.clock import WallClock
 from solvers.eviction.engine import Eviction, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, Guide
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 
 

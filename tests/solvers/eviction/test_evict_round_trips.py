@@ -6,7 +6,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import schedule_of
+from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
@@ -16,7 +16,6 @@ from solvers.bounds import least_budget_bound
 from solvers.eviction.engine import evicting_order
 from solvers.eviction.round_trips import evicting_with_copies
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
 from solvers.windows.formulation.granularity import Discretization

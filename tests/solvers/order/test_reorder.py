@@ -12,7 +12,7 @@ import planner
 from graphs.errors import GraphError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
@@ -26,7 +26,6 @@ from planner.studies.max_batch import Wanted, max_batch
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.order.reorder import Reordering, permuted, reordered
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.budgets import peak_bytes

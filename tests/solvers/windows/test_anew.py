@@ -8,10 +8,10 @@ import pytest
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.compress import VARIANCE
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
 from solvers.clock import WorkClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows import solve

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
 from solvers.clock import WallClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.request import Request
 from solvers.tolerance import Tolerance

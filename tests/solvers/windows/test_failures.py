@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from graphs.errors import PlannerError, SolverWarning
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Outcome
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.result import Result, Status
 from solvers.windows import incumbent, refinement, solve

@@ -8,6 +8,7 @@ from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options import without_options
 from graphs.options.surroundings import Link, Surroundings
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_options
@@ -17,7 +18,6 @@ from solvers.clock import WorkClock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered
 from solvers.places import may_stand, places_of
-from solvers.policies.keep_everything import keep_everything
 from solvers.problem import problem_of
 from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request

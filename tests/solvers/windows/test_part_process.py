@@ -17,11 +17,11 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
 from solvers import child_process
 from solvers.clock import WallClock
-from solvers.policies.keep_everything import keep_everything
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
@@ -209,7 +209,6 @@ def test_a_script_needs_no_guard(tmp_path: Path) -> None:
         textwrap.dedent(f"""
             import sys
             sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-            from tests.solvers.windows.test_part_process import SEEDS, solved
             print([solved(seed).status.value for seed in SEEDS[:2]])
         """)
     )

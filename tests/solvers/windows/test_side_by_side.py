@@ -8,6 +8,7 @@ from graphs.ir import Graph, Phase
 from graphs.options import without_options
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_options
@@ -15,7 +16,6 @@ from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
 from solvers.clock import WorkClock
 from solvers.least import least_budget, least_known
-from solvers.policies.keep_everything import keep_everything
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status

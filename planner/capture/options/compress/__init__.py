@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from graphs.ir import Graph
 from graphs.options.compress import COMPRESS as NAME
 from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, within
-from graphs.options.option import Argument, Setting
+from graphs.options.option import Argument, Feature
 from planner.capture.options.option import EAGER_KERNELS, StepOption
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ COMPRESS = StepOption(
     description="saved tensors may be stored in 1 to 8 bits, within the gradient error of 4 bits for all: compress:4",
     refused={
         **EAGER_KERNELS,
-        Setting.TORCH_COMPILE: "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
-        Setting.VARYING_SIZES: "how lossy a step may be is measured at one size; leave one of them out",
+        Feature.TORCH_COMPILE: "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
+        Feature.VARYING_SIZES: "how lossy a step may be is measured at one size; leave one of them out",
     },
     argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "how lossy the whole may be", within),
     apply=_apply,

@@ -17,6 +17,7 @@ from planner.capture.options import with_options
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.models import Workload, build
+from planner.settings import TraceSettings
 from planner.torch_private.core import FakeTensorMode
 from tests.support.stand_ins import make
 
@@ -159,7 +160,7 @@ def test_a_graph_gives_up_what_is_not_named() -> None:
 def test_the_same_step_offers_the_same_when_it_is_captured_again() -> None:
     workload = image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3)))
     measured = tracing.trace(*workload, passes=1, options=["kernels"])
-    again = tracing.as_recorded(tracing.capture_step(*workload), measured.provenance, ["kernels"])
+    again = tracing.as_recorded(tracing.capture_step(workload, TraceSettings()), measured.provenance, ["kernels"])
     assert again.graph.fingerprint == measured.fingerprint
 
     def called(op: Op) -> tuple[object, ...]:

@@ -1,0 +1,192 @@
+"""Measure the structure of the sources: lines, files, long functions, import cycles, how far options and transfers spread.
+
+    python -m benchmarks.structure                     # of this checkout
+    python -m benchmarks.structure --against ../before # beside another one, as a table
+
+Nothing is imported or run: the files are read as text and as syntax trees.
+"""
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+FLOORS = ("graphs", "solvers", "planner")
+FOLDERS = (*FLOORS, "benchmarks", "tests")
+# Words by which a file shows that it knows of an option, or of transfers and devices in general.
+OPTION_WORDS = {
+    "offload": r"offload",
+    "chunks": r"chunk",
+    "pack": r"\bpack(ed|ing)?\b",
+    "kernels": r"options[./]kernels|option_kernels|\bwith_kernels\b",
+    "in-place": r"in[-_]place|IN_PLACE|overwrit",
+    "compress": r"compress|lossy|variance",
+    "placement": r"placement|\bplaced\b",
+}
+GENERAL_WORDS = {
+    "copies": r"\bcopies\b|is_copy|is_transfer|round_trip",
+    "devices": r"other_devices|OtherDevice|\.devices\b|\bplaces\b",
+    "`copies is None`": r"copies is (not )?None",
+    "`places.plain`": r"places\.plain",
+}
+MOST_LINES, MOST_PARAMETERS = 60, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One file.
+
+    Attributes:
+        name: dotted, as it is imported.
+    """
+
+    name: str
+    source: str
+    tree: ast.Module
+
+    @property
+    def lines(self) -> int:
+        """All lines."""
+        return self.source.count("\n")
+
+    @property
+    def code_lines(self) -> int:
+        """Lines with code: no blank lines, comments or docstrings."""
+        skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+        lines: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
+            if token.type not in skipped:
+                lines.update(range(token.start[0], token.end[0] + 1))
+        return len(lines.difference(*(_docstring_lines(node) for node in ast.walk(self.tree))))
+
+
+def _docstring_lines(node: ast.AST) -> range:
+    body = getattr(node, "body", None)
+    first = body[0] if isinstance(body, list) and body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return range(first.lineno, (first.end_lineno or first.lineno) + 1)
+    return range(0)
+
+
+def read(root: Path, folder: str) -> list[Module]:
+    """Read the modules of a folder of the checkout `root`."""
+    found = []
+    for path in sorted((root / folder).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        source = path.read_text()
+        found.append(Module(".".join(parts).removesuffix(".__init__"), source, ast.parse(source)))
+    return found
+
+
+def functions(module: Module) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the lines and the parameters (without self) of each function of a module."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            yield (
+                f"{module.name}.{node.name}",
+                (node.end_lineno or 0) - node.lineno + 1,
+                len([n for n in names if n not in ("self", "cls")]),
+            )
+
+
+def import_cycles(modules: list[Module]) -> list[set[str]]:
+    """Return the groups of modules that import each other in a circle, imports inside of functions included."""
+    place = {module.name: i for i, module in enumerate(modules)}
+    edges: list[tuple[int, int]] = []
+    for module in modules:
+        typing_only = {
+            id(child)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            for child in ast.walk(node)
+        }
+        for node in ast.walk(module.tree):
+            if id(node) in typing_only:
+                continue
+            if isinstance(node, ast.Import):
+                wanted = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                wanted = [name if name in place else node.module for name in inner]
+            else:
+                continue
+            edges += [(place[module.name], place[name]) for name in wanted if name in place and name != module.name]
+    imports = coo_array((np.ones(len(edges)), np.array(edges).T), shape=(len(modules), len(modules)))
+    _, group = connected_components(imports, connection="strong")
+    groups = [{module.name for module, g in zip(modules, group, strict=True) if g == number} for number in range(group.max() + 1)]
+    return [names for names in groups if len(names) > 1]
+
+
+def class_sizes(module: Module) -> Iterator[tuple[str, int, int]]:
+    """Yield each class with the number of its methods and of the attributes that these assign."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef):
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+            assigned = {
+                target.attr
+                for method in methods
+                for target in ast.walk(method)
+                if isinstance(target, ast.Attribute)
+                and isinstance(target.ctx, ast.Store)
+                and isinstance(target.value, ast.Name)
+                and target.value.id == "self"
+            }
+            yield f"{module.name}.{node.name}", len(methods), len(assigned)
+
+
+def measure(root: Path) -> dict[str, str]:
+    """Return the figures of the checkout at `root`, by what they are of."""
+    figures: dict[str, str] = {}
+    folders = {folder: read(root, folder) for folder in FOLDERS}
+    for folder, modules in folders.items():
+        lines, code = sum(module.lines for module in modules), sum(module.code_lines for module in modules)
+        figures[f"`{folder}`: files, lines, lines of code"] = f"{len(modules)}, {lines:,}, {code:,}"
+    sources = [module for floor in FLOORS for module in folders[floor]]
+    every = [found for module in sources for found in functions(module)]
+    figures[f"functions over {MOST_LINES} lines, the longest"] = _count_and_most(
+        [(lines, name) for name, lines, _ in every], MOST_LINES
+    )
+    figures[f"functions with over {MOST_PARAMETERS} parameters, the most"] = _count_and_most(
+        [(count, name) for name, _, count in every], MOST_PARAMETERS
+    )
+    cycles = import_cycles(sources)
+    figures["modules in import cycles (cycles)"] = f"{sum(map(len, cycles))} ({len(cycles)})"
+    classes = [found for module in sources for found in class_sizes(module)]
+    name, methods, assigned = max((c for c in classes if c[0].startswith("solvers.windows")), key=lambda c: c[1] + c[2])
+    figures["largest class of the exact solver: methods, attributes"] = f"{name}: {methods}, {assigned}"
+    for what, pattern in {**OPTION_WORDS, **GENERAL_WORDS}.items():
+        hits = [len(re.findall(pattern, module.source)) for module in sources]
+        figures[f"{what}: mentions, files"] = f"{sum(hits)}, {sum(map(bool, hits))}"
+    return figures
+
+
+def _count_and_most(found: list[tuple[int, str]], limit: int) -> str:
+    most, name = max(found)
+    return f"{sum(value > limit for value, _ in found)}, {name} ({most})"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(), help="checkout to measure (default: the current folder)")
+    parser.add_argument("--against", type=Path, help="checkout to compare with: its figures stand first")
+    args = parser.parse_args()
+    columns = {"now": measure(args.root)}
+    if args.against is not None:
+        columns = {"before": measure(args.against), **columns}
+    print(f"| | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}")
+    for what in columns["now"]:
+        print(f"| {what} | {' | '.join(figures[what] for figures in columns.values())} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What goes with what: one table of the combinations that are refused, with why and what to do. Never imports torch.
+
+``planner options`` prints it, and ``docs/options/index.md`` shows it. What each solver takes is in its registry.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from graphs.errors import UsageError
+from graphs.options.option import Feature, conflict
+from planner.capture.options import OPTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two things that do not go together.
+
+    Attributes:
+        one: the name of an option of a graph, or a feature.
+        other: a feature.
+        reason: why, and what to do.
+    """
+
+    one: str
+    other: Feature
+    reason: str
+
+    def __str__(self) -> str:
+        return conflict(f"the option {self.one!r}" if self.one in OPTIONS else self.one, self.other, self.reason)
+
+
+_OF_FEATURES = (
+    Conflict(
+        Feature.CUDA_GRAPH,
+        Feature.VARYING_SIZES,
+        "a CUDA graph keeps its memory, and there would be one for each size: leave out cuda_graph=True, or dynamic=True and pad "
+        "the batches",
+    ),
+    Conflict(
+        Feature.CUDA_GRAPH,
+        Feature.REPLAN,
+        "a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True",
+    ),
+    Conflict(Feature.CUDA_GRAPH, Feature.SEVERAL_PROCESSES, "not planned for several processes: leave out cuda_graph=True"),
+    Conflict(Feature.CUDA_GRAPH, Feature.ON_CPU, "it is for models on a CUDA device: leave it out"),
+    Conflict(
+        Feature.VARYING_SIZES,
+        Feature.SEVERAL_PROCESSES,
+        "sizes are planned in one process: leave out dynamic=True, and pad the batches",
+    ),
+    Conflict(
+        Feature.REPLAN,
+        Feature.SEVERAL_PROCESSES,
+        "one process cannot plan again while the others wait for it: leave out replan=True",
+    ),
+    Conflict(Feature.MAX_OVERHEAD, Feature.INDUCTOR, "its steps are compiled for a budget: give budget="),
+    Conflict(
+        Feature.HOST_SHARE,
+        Feature.SEVERAL_PROCESSES,
+        "each would take as much of what is free: say how much each may take, as host_budget='8GB'",
+    ),
+    Conflict(Feature.ROOFLINE, Feature.INDUCTOR, "it models ATen's ops, and Inductor's kernels are measured: leave it out"),
+    Conflict(Feature.ROOFLINE, Feature.OTHER_DEVICES, "nothing is run, so that no op is measured there: leave one of them out"),
+    Conflict(
+        Feature.ROOFLINE,
+        Feature.MEASURED_LINK,
+        "nothing is run, so that no link can be measured: leave one of them out; without a link, what is published of the device "
+        "counts",
+    ),
+)
+
+
+def conflicts() -> tuple[Conflict, ...]:
+    """Return the table: what each option of a graph refuses, then what does not go together of features."""
+    refused = (
+        Conflict(option.name, feature, option.refused[feature])
+        for feature in Feature
+        for option in OPTIONS.values()
+        if feature in option.refused
+    )
+    return (*refused, *_OF_FEATURES)
+
+
+def check_compatible(asked: Collection[str]) -> None:
+    """Refuse things that do not go together.
+
+    Args:
+        asked: names of options of a graph, without what stands behind a colon, and features.
+
+    Raises:
+        UsageError: there are two that do not; says why, and what to do.
+    """
+    for one in conflicts():
+        if one.one in asked and one.other in asked:
+            raise UsageError(str(one))
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Return the conflicts as rows for people: what does not go together, and why; equal reasons are one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one in conflicts():
+        rows.setdefault((one.other, one.reason), []).append(one.one)
+    return [(", ".join(names), other, reason) for (other, reason), names in rows.items()]

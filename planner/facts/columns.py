@@ -1,0 +1,81 @@
+"""The step in columns of equal time: what is in a pool in each."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from graphs.clocks import passages
+from graphs.ir import Graph, Op
+from graphs.pools import Pool
+from graphs.schedule import Compute, live_after
+from planner.facts.timeline import Timeline
+
+COLUMNS = 720
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """So many bytes in a pool from `start_s` to `end_s`, by the clock of the stream that owns it."""
+
+    start_s: float
+    end_s: float
+    size_bytes: int
+
+
+def stretches(timeline: Timeline, pool: Pool) -> tuple[Stretch, ...]:
+    """What is in `pool` over the step, without gaps; what takes no time is there too, for it may be the most."""
+    return tuple(_stretches(timeline, pool))
+
+
+def left_bytes(timeline: Timeline, pool: Pool) -> int:
+    """What is in `pool` when the step is over."""
+    left = (timeline.graph.tensors[t] for t in live_after(timeline.graph, timeline.plan.schedule.steps))
+    return timeline.graph.static_bytes_by_pool[pool.name] + sum(t.size_bytes for t in left if t.pool == pool.name)
+
+
+def memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list[int]:
+    """The most bytes in `pool` in each of `count` equal parts of the step."""
+    columns = [0] * count
+    found = stretches(timeline, pool)
+    for stretch, (first, last) in zip(found, _spans(timeline, ((s.start_s, s.end_s) for s in found), count), strict=True):
+        for i in range(int(first), min(int(last), count - 1) + 1):
+            columns[i] = max(columns[i], stretch.size_bytes)
+    return columns
+
+
+def _spans(timeline: Timeline, times_s: Iterable[tuple[float, float]], count: int) -> list[tuple[float, float]]:
+    """Where times begin and end, in columns; evenly where no op has a time."""
+    times = list(times_s)
+    if not timeline.time_s:
+        each = count / max(1, len(times))
+        return [(i * each, (i + 1) * each) for i in range(len(times))]
+    scale = count / timeline.time_s
+    return [(start_s * scale, end_s * scale) for start_s, end_s in times]
+
+
+def _stretches(timeline: Timeline, pool: Pool) -> Iterator[Stretch]:
+    graph, steps = timeline.graph, timeline.plan.schedule.steps
+    memory_bytes = timeline.simulation.pool_memory_bytes[graph.pools.index(pool)]
+    now_s = 0.0
+    for step, size_bytes, (start_s, end_s) in zip(
+        steps, memory_bytes, passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner), strict=True
+    ):
+        if isinstance(step, Compute):
+            op = graph.ops[step.op]
+            if start_s > now_s:
+                yield Stretch(now_s, start_s, size_bytes - _taken_bytes(graph, op, pool))
+            if op.stream == pool.owner or any(graph.tensors[t].pool == pool.name for t in op.outputs):
+                yield Stretch(start_s, end_s, size_bytes)
+        elif end_s > start_s:
+            tensor = graph.tensors[step.tensor]
+            yield Stretch(start_s, end_s, size_bytes + (tensor.size_bytes if tensor.pool == pool.name else 0))
+        now_s = end_s
+    last_s = max(timeline.clocks.clocks_s)
+    if last_s > now_s:
+        yield Stretch(now_s, last_s, left_bytes(timeline, pool))
+
+
+def _taken_bytes(graph: Graph, op: Op, pool: Pool) -> int:
+    """What an execution of `op` takes of `pool`: its outputs there, and its workspace in the first pool of its stream."""
+    outputs_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs if graph.tensors[t].pool == pool.name)
+    works_in = next((own for own in graph.pools if own.owner == op.stream), None)
+    return outputs_bytes + (op.workspace_bytes if works_in == pool else 0)

@@ -1,0 +1,237 @@
+"""What is known of a graph, and of the devices that its ops were measured on, before it is planned."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.options import without_options
+from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.placement import PLACEMENT, movable, without_placement
+from graphs.options.selection import exact_ops, holding_ops, traced_with
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from planner.capture.options import holding
+from planner.plans.plan import GraphSummary
+from planner.profiling.other_devices import known_devices
+from planner.solving import summarize
+from solvers.bounds import any_order_need, describe_need, least_budget_bound
+from solvers.clock import WorkClock
+from solvers.ending import ended
+from solvers.least import least_known
+from solvers.order.reorder import reordered
+
+LISTED = 10
+_FINDING = 1.0  # units of work, for schedules that need little memory
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What one op holds at once: inputs that the step made, outputs, workspace, and their sum."""
+
+    name: str
+    target: str
+    module: str
+    phase: str
+    input_bytes: int
+    output_bytes: int
+    workspace_bytes: int
+    total_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor, and the op that makes it."""
+
+    name: str
+    size_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
+class OptionFacts:
+    """What an option that a graph was traced with offers on it.
+
+    Attributes:
+        ops, inexact_ops: its optional ops, or those of the program that may write over an input; and those of them that may
+            differ from the program.
+        least_budget_bytes: no schedule with it needs less, of those in the order of ops that a solve with it takes.
+        least_budget_found_bytes: a schedule with it is known for so much.
+    """
+
+    ops: int
+    inexact_ops: int
+    least_budget_bytes: int
+    least_budget_found_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What another device that the ops of a graph were measured on offers.
+
+    Attributes:
+        ops, inexact_ops: of the program that may run there; and those of them that may differ from what they make here.
+        time_s, here_s: seconds of all of these, there and here.
+        bytes_per_s, latency_s: of copies from and to it.
+        capacity_bytes: of its memory; None for no limit.
+        least_budget_bytes, least_budget_found_bytes: no budget of the main device with it is below the former, and the latter is
+            known to do; None where no op may run there.
+    """
+
+    ops: int
+    inexact_ops: int
+    time_s: float
+    here_s: float
+    bytes_per_s: float
+    latency_s: float
+    capacity_bytes: int | None
+    least_budget_bytes: int | None
+    least_budget_found_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What ``planner info`` says about a graph.
+
+    No schedule that first executes the ops in the order which a solve finds for them (``solvers.order.reorder``) needs less
+    than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how. In that order, keeping
+    everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
+    A schedule is known for `least_budget_found_bytes`. With round trips to the host these are `least_budget_offload_bytes`
+    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there. `traced` has each of the
+    options that the graph was traced with, alone; `placement` the other devices, by name.
+    """
+
+    summary: GraphSummary
+    kept_tensors: int
+    static_bytes_by_kind: Mapping[str, int]
+    time_s_by_phase: Mapping[str, float]
+    reordered_peak_bytes: int
+    least_budget_bytes: int
+    least_budget_found_bytes: int
+    least_budget_offload_bytes: int
+    least_budget_offload_found_bytes: int
+    least_budget_offload_host_bytes: int
+    traced: Mapping[str, OptionFacts]
+    placement: Mapping[str, DeviceFacts]
+    least_budget_any_order_bytes: int
+    least_budget_op: str
+    least_budget_reason: str
+    largest_ops: tuple[OpFacts, ...]
+    largest_tensors: tuple[TensorFacts, ...]
+
+
+def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
+    """Return the facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain.
+
+    Args:
+        exact: count only what differs from the program in not a bit.
+
+    Raises:
+        MismatchError: its provenance has other devices that cannot be.
+        GraphError: these are not those of its ops.
+    """
+    graph = holding_ops(graph, exact_ops(graph)) if exact else graph
+    summary = summarize(graph)
+    devices = [device.exactly if exact else device for device in known_devices(graph.provenance)]
+    traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
+    graph = without_options(graph).out_of_place()
+    whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
+    order, copies = without_copies(whole)
+    least, offloading = least_budget_bound(order), least_budget_bound(order, copies)
+    found = simulate(order, least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes))
+    sending = simulate(whole, least_known(whole, WorkClock(_FINDING), proved_bytes=offloading.budget_bytes))
+    ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
+    made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
+    return GraphFacts(
+        summary=summary,
+        kept_tensors=len(graph.kept),
+        static_bytes_by_kind={str(kind): size for kind, size in graph.static_bytes_by_kind.items()},
+        time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
+        reordered_peak_bytes=simulate(order, keep_everything(order)).peak_bytes,
+        least_budget_bytes=least.budget_bytes,
+        least_budget_found_bytes=found.peak_bytes,
+        least_budget_offload_bytes=offloading.budget_bytes,
+        least_budget_offload_found_bytes=sending.peak_bytes,
+        least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
+        traced=traced,
+        placement={device.name: _device_facts(graph, device) for device in devices},
+        least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
+        least_budget_op=order.ops[least.need.op].name,
+        least_budget_reason=describe_need(order, least.need),
+        largest_ops=tuple(ops[:LISTED]),
+        largest_tensors=tuple(_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
+    )
+
+
+def _here(graph: Graph) -> Graph:
+    """Return `graph` with what was found when it was traced alone."""
+    return without_placement(without_copies(graph)[0])
+
+
+def _option_facts(graph: Graph) -> OptionFacts:
+    """Return the facts about `graph` with one option enabled."""
+    proved_bytes, found_bytes = _least_with(graph)
+    offered = [op for op in graph.ops if op.optional or op.overwrites]
+    return OptionFacts(
+        ops=len(offered),
+        inexact_ops=sum(not op.exact for op in offered),
+        least_budget_bytes=proved_bytes,
+        least_budget_found_bytes=found_bytes,
+    )
+
+
+def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
+    """Return what `device` offers the ops of the program of `graph`.
+
+    Raises:
+        GraphError: it has not a time, or None, for each of them.
+    """
+    offered = movable(graph, device)
+    proved_bytes, found_bytes = None, None
+    if offered:
+        around = Surroundings(Link.even(1.0), others=(device,))
+        proved_bytes, found_bytes = _least_with(PLACEMENT.added_to(graph, around))
+    return DeviceFacts(
+        ops=len(offered),
+        inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
+        time_s=math.fsum(time_s for _, time_s in offered),
+        here_s=math.fsum(op.time_s for op, _ in offered),
+        bytes_per_s=device.bytes_per_s,
+        latency_s=device.latency_s,
+        capacity_bytes=device.capacity_bytes,
+        least_budget_bytes=proved_bytes,
+        least_budget_found_bytes=found_bytes,
+    )
+
+
+def _least_with(graph: Graph) -> tuple[int, int]:
+    """Return what no budget of a graph with choices is below, and one that is known to do."""
+    order = ended(reordered(graph).graph).graph
+    proved_bytes = least_budget_bound(order).budget_bytes
+    known = least_known(order, WorkClock(_FINDING), proved_bytes=proved_bytes)
+    return proved_bytes, simulate(order, known).peak_bytes
+
+
+def _op_facts(graph: Graph, op: Op) -> OpFacts:
+    input_bytes = sum(graph.tensors[t].size_bytes for t in op.inputs if not graph.tensors[t].static)
+    output_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs)
+    return OpFacts(
+        name=op.name,
+        target=op.target,
+        module=op.module,
+        phase=str(op.phase),
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
+        workspace_bytes=op.workspace_bytes,
+        total_bytes=input_bytes + output_bytes + op.workspace_bytes,
+        time_s=op.time_s,
+    )
+
+
+def _tensor_facts(graph: Graph, tensor: Tensor) -> TensorFacts:
+    maker = "" if tensor.static else graph.ops[tensor.producers[0]].name
+    return TensorFacts(tensor.name, tensor.size_bytes, tensor.shape, tensor.dtype, maker)

@@ -1,0 +1,127 @@
+"""What is beside the computation in a plan: the other streams, where one waits for another, and what goes to other memories."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphs.clocks import passages
+from graphs.ir import Graph, Op, Tensor
+from graphs.pools import DEVICE
+from graphs.schedule import Compute
+from planner.facts.timeline import Execution, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A queue, and what runs on it.
+
+    Attributes:
+        executions: in order.
+        busy_s: seconds of all of them.
+        made_bytes: of their outputs; of copies, what they carry.
+    """
+
+    name: str
+    executions: tuple[Execution, ...]
+    busy_s: float
+    made_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A time in which a stream does nothing because another is not done.
+
+    Attributes:
+        start_s, end_s: seconds since the step began.
+        awaited: the execution on another stream with whose end it ends.
+        following: the op that is executed then, or the tensor whose memory can go then; None at the end of the step.
+    """
+
+    start_s: float
+    end_s: float
+    awaited: Execution
+    following: Op | Tensor | None
+
+    @property
+    def time_s(self) -> float:
+        """How long it is."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A tensor of the device copied to another memory.
+
+    Attributes:
+        copy: what is there.
+        out: the execution that makes it.
+        back: those that make the tensor of it on the device, in order.
+    """
+
+    tensor: Tensor
+    copy: Tensor
+    out: Execution
+    back: tuple[Execution, ...]
+
+
+def streams(timeline: Timeline) -> tuple[Stream, ...]:
+    """All of the graph, the computation first."""
+    found = []
+    for name in timeline.graph.streams:
+        own = tuple(execution for execution in timeline.executions if execution.op.stream == name)
+        made_bytes = sum(timeline.graph.tensors[t].size_bytes for execution in own for t in execution.op.outputs)
+        found.append(Stream(name, own, sum(execution.op.time_s for execution in own), made_bytes))
+    return tuple(found)
+
+
+def waits(timeline: Timeline, stream: str) -> tuple[Wait, ...]:
+    """Where `stream` waits, in order; at the end for the last stream. With its executions this is the whole step."""
+    return tuple(_waits(timeline, stream))
+
+
+def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
+    graph, schedule = timeline.graph, timeline.plan.schedule
+    ending: dict[float, list[Execution]] = {}  # what was issued on other streams, by when it ends
+
+    def awaited(end_s: float, tensors: set[int]) -> Execution:
+        """Of what ends then, the one that has to do with `tensors`; the last of several."""
+        own = [execution for execution in ending[end_s] if tensors.intersection(execution.op.inputs + execution.op.outputs)]
+        return (own or ending[end_s])[-1]
+
+    now_s, executions = 0.0, iter(timeline.executions)
+    for step, (start_s, end_s) in zip(schedule.steps, passages(graph, schedule, timeline.clocks, stream), strict=True):
+        if isinstance(step, Compute):
+            execution = next(executions)
+            op = execution.op
+            if start_s > now_s:
+                yield Wait(now_s, start_s, awaited(start_s, {*op.inputs, *op.mutates}), op)
+            if op.stream != stream:
+                ending.setdefault(execution.end_s, []).append(execution)
+        elif end_s > start_s:
+            yield Wait(start_s, end_s, awaited(end_s, {step.tensor}), graph.tensors[step.tensor])
+        now_s = end_s
+    last_s = max(timeline.clocks.clocks_s)
+    if last_s > now_s:
+        yield Wait(now_s, last_s, awaited(last_s, set()), None)
+
+
+def trips(timeline: Timeline) -> tuple[Trip, ...]:
+    """What is copied from the device to other memories, in order."""
+    graph = timeline.graph
+    found: list[tuple[Tensor, Tensor, Execution]] = []
+    back: list[list[Execution]] = []
+    there: dict[int, int] = {}  # by tensor in another memory, which trip made it last
+    for execution in timeline.executions:
+        for source, made in _copied(graph, execution.op):
+            if source.pool == DEVICE:
+                there[made.id] = len(found)
+                found.append((source, made, execution))
+                back.append([])
+            elif source.id in there:
+                back[there[source.id]].append(execution)
+    return tuple(Trip(*trip, tuple(came)) for trip, came in zip(found, back, strict=True))
+
+
+def _copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a transfer takes from or to the device, and what it makes of it in the other memory."""
+    if op.is_transfer and DEVICE in graph.ends(op):
+        yield graph.tensors[op.inputs[0]], graph.tensors[op.outputs[0]]

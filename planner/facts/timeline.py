@@ -1,0 +1,188 @@
+"""A plan followed on its graph step by step: what is in memory when, and what is recomputed."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, pairwise
+
+from graphs.clocks import Clocks, passages, run_clocks
+from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.pools import COMPUTE, DEVICE
+from graphs.schedule import Compute, live_after
+from graphs.simulate import Simulation
+from planner.plan_check import check_plan
+from planner.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One execution of an op.
+
+    Attributes:
+        op: what is executed.
+        step: index in the schedule.
+        start_s, end_s: seconds since the step began.
+        memory_bytes: in use on the device during it, static bytes included.
+        again: what it is executed for, itself or what it stands for, was executed before.
+    """
+
+    op: Op
+    step: int
+    start_s: float
+    end_s: float
+    memory_bytes: int
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Recomputations that follow each other.
+
+    Attributes:
+        start_s: seconds since the step began.
+        time_s, ops: of all of them.
+        modules: blocks they belong to, in order of appearance.
+        reader: the op that is executed for the first time behind them; None at the end of the step.
+    """
+
+    start_s: float
+    time_s: float
+    ops: int
+    modules: tuple[str, ...]
+    reader: Op | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCost:
+    """The recomputations of one block: how often which targets, and how long it takes."""
+
+    module: str
+    ops: int
+    time_s: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that is in memory at the peak, the op of the program that makes it, and since when it is there."""
+
+    tensor: Tensor
+    op: Op
+    since_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`plan` on `graph`, which has the options that the plan was solved with.
+
+    Attributes:
+        simulation: what the judge says of the schedule.
+
+    Raises:
+        MismatchError: the plan is for another graph, or says what its schedule does not do.
+        ScheduleError: the plan's schedule does not run on the graph.
+    """
+
+    graph: Graph
+    plan: Plan
+    simulation: Simulation = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "simulation", check_plan(self.graph, self.plan))
+
+    @cached_property
+    def clocks(self) -> Clocks:
+        """When each step begins and ends."""
+        return run_clocks(self.graph, self.plan.schedule)
+
+    @cached_property
+    def executions(self) -> tuple[Execution, ...]:
+        """Every execution, in the order of issue."""
+        done: set[int] = set()
+        found = []
+        for index, (step, memory) in enumerate(zip(self.plan.schedule.steps, self.simulation.memory_bytes, strict=True)):
+            if isinstance(step, Compute):
+                op = self.graph.ops[step.op]
+                places = op.replaces if op.optional else (op.id,)
+                again = bool(places) and done.issuperset(places)
+                done.update(places)
+                found.append(Execution(op, index, self.clocks.starts_s[index], self.clocks.ends_s[index], memory, again))
+        return tuple(found)
+
+    @cached_property
+    def computed(self) -> tuple[Execution, ...]:
+        """Those of the computation; the others are beside it."""
+        return tuple(execution for execution in self.executions if execution.op.stream == COMPUTE)
+
+    @cached_property
+    def time_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.simulation.time_s
+
+    @cached_property
+    def reached_s(self) -> tuple[float, ...]:
+        """For each step, when the computation comes to it, in whose order memory of the device is taken."""
+        return tuple(start_s for start_s, _ in passages(self.graph, self.plan.schedule, self.clocks, COMPUTE))
+
+    @cached_property
+    def backward_s(self) -> float:
+        """Seconds until the first op of the backward pass is executed."""
+        return next((e.start_s for e in self.executions if e.op.phase is not Phase.FORWARD), self.time_s)
+
+    @cached_property
+    def peak(self) -> Execution:
+        """The first execution at which memory is at its peak."""
+        return max(self.executions, key=lambda execution: execution.memory_bytes)
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """What the step itself has in memory at the peak, outputs included, largest first."""
+        live = live_after(self.graph, self.plan.schedule.steps[: self.simulation.peak_step + 1])
+        made = ((self.graph.tensors[t], step) for t, step in live.items())
+        held = [Held(t, self.graph.ops[t.producers[0]], self.reached_s[step]) for t, step in made if t.pool == DEVICE]
+        return tuple(sorted(held, key=lambda one: -one.tensor.size_bytes))
+
+    @cached_property
+    def bursts(self) -> tuple[Burst, ...]:
+        """The recomputations, in order of time."""
+        return tuple(self._bursts())
+
+    def _bursts(self) -> Iterator[Burst]:
+        groups = [(again, list(group)) for again, group in groupby(self.computed, key=lambda execution: execution.again)]
+        for (again, group), (_, following) in pairwise([*groups, (False, [])]):
+            if again:
+                yield Burst(
+                    start_s=group[0].start_s,
+                    time_s=sum(execution.op.time_s for execution in group),
+                    ops=len(group),
+                    modules=tuple(dict.fromkeys(block(execution.op.module) for execution in group)),
+                    reader=following[0].op if following else None,
+                )
+
+    @cached_property
+    def module_costs(self) -> tuple[ModuleCost, ...]:
+        """What recomputation costs, by block, the dearest first."""
+        again: dict[str, list[Op]] = {}
+        for execution in self.computed:
+            if execution.again:
+                again.setdefault(block(execution.op.module), []).append(execution.op)
+        costs = (ModuleCost(name, len(ops), sum(op.time_s for op in ops), _targets(ops)) for name, ops in again.items())
+        return tuple(sorted(costs, key=lambda cost: -cost.time_s))
+
+
+def block(module: str) -> str:
+    """The part of a model that a module belongs to: its path up to the first number, ``h.3`` of ``h.3.attn.out``."""
+    parts = module.removeprefix("model.").split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
+
+
+def module_of(op: Op) -> str:
+    """The module that an op was called in; what is called, where that is not known."""
+    return op.module.removeprefix("model.") or op.target
+
+
+def _targets(ops: Iterable[Op]) -> tuple[str, ...]:
+    """The names of what is called, the most frequent first."""
+    return tuple(name for name, _ in Counter(op.target.removeprefix("aten.").split(".")[0] for op in ops).most_common())

@@ -1,0 +1,228 @@
+"""The JSON format of plans, described in docs/formats.md."""
+
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+
+from msgspec import UNSET, Struct, UnsetType
+
+from graphs.errors import FormatError
+from graphs.io.documents import (
+    PLAN_FORMAT,
+    VERSION,
+    Natural,
+    Seconds,
+    arguments_of,
+    check_header,
+    document,
+    fields_of,
+    plain_object,
+    refuse,
+    row_of,
+)
+from graphs.io.files import layout, read_object, write_text
+from graphs.io.formats import summable
+from graphs.io.graph_document import graph_from_dict
+from graphs.ir import Graph
+from graphs.schedule import Compute, Free, Schedule, Step
+from planner.plans.eager import Difference, DifferingOp, EagerComparison
+from planner.plans.plan import GraphSummary, Plan
+
+
+class PlanStatus(StrEnum):
+    """What a solve that ended in a schedule may say about it."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+
+
+class _StepKind(StrEnum):
+    COMPUTE = "compute"
+    FREE = "free"
+
+
+class _Summary(Struct, forbid_unknown_fields=True):
+    fingerprint: str
+    ops: Natural
+    tensors: Natural
+    static_bytes: Natural
+    keep_everything_peak_bytes: Natural
+    time_s: Seconds
+    provenance: dict[str, object]
+    optional_ops: Natural = 0
+    optional_tensors: Natural = 0
+
+
+class _Difference(Struct, forbid_unknown_fields=True):
+    name: str
+    max_abs: Seconds | None
+    relative: Seconds | None
+
+
+class _DifferingOp(Struct, forbid_unknown_fields=True):
+    name: str
+    target: str
+    module: str
+
+
+class _Eager(Struct, forbid_unknown_fields=True):
+    differences: tuple[_Difference, ...]
+    first_op: _DifferingOp | None
+    peak_bytes: Natural
+    time_s: Seconds
+    planned_time_s: Seconds
+    failure: str
+    beside: str = "eager"
+    gradient_error: Seconds | UnsetType = UNSET
+    eager_error: Seconds | UnsetType = UNSET
+    spread: Seconds | UnsetType = UNSET
+
+
+class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
+    format: str
+    version: int
+    graph: _Summary
+    budget_bytes: Natural
+    peak_bytes: Natural
+    time_s: Seconds
+    bound_s: Seconds | None
+    status: PlanStatus
+    solver: str
+    seconds: Seconds
+    settings: dict[str, object]
+    versions: dict[str, str]
+    measured_peak_bytes: Natural | None
+    pool_peaks_bytes: dict[str, Natural] | UnsetType = UNSET
+    differs: tuple[str, ...] | UnsetType = UNSET
+    gradient_error: Seconds | UnsetType = UNSET
+    graph_file: str | UnsetType = UNSET
+    eager: _Eager | UnsetType = UNSET
+    steps: tuple[tuple[_StepKind, Natural], ...]
+
+
+def plan_to_dict(plan: Plan) -> dict[str, object]:
+    """`plan` as it stands in a file.
+
+    Raises:
+        FormatError: provenance, settings or versions have no JSON form, or a step has none.
+    """
+    summary = row_of(plan.graph, _Summary)
+    summary.provenance = plain_object(plan.graph.provenance, "graph.provenance")
+    return fields_of(
+        _Plan(
+            format=PLAN_FORMAT,
+            version=VERSION,
+            graph=summary,
+            budget_bytes=plan.budget_bytes,
+            peak_bytes=plan.peak_bytes,
+            time_s=plan.time_s,
+            bound_s=plan.bound_s,
+            status=PlanStatus(plan.status),
+            solver=plan.solver,
+            seconds=plan.seconds,
+            settings=plain_object(plan.settings, "settings"),
+            versions=dict(plan.versions),
+            measured_peak_bytes=plan.measured_peak_bytes,
+            pool_peaks_bytes=dict(plan.pool_peaks_bytes) or UNSET,
+            differs=plan.differs or UNSET,
+            gradient_error=UNSET if plan.gradient_error is None else plan.gradient_error,
+            graph_file=UNSET if plan.graph_file is None else plan.graph_file,
+            eager=UNSET if plan.eager is None else _eager_of(plan.eager),
+            steps=tuple(map(_pair_of, plan.schedule.steps)),
+        )
+    )
+
+
+def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
+    """The plan that `data` describes; `source` names it in messages.
+
+    Raises:
+        FormatError: `data` is no plan of the version that this planner reads.
+    """
+    check_header(data, PLAN_FORMAT, source)
+    read = document(data, _Plan, source)
+    provenance = plain_object(read.graph.provenance, f"{source}: graph.provenance")
+    if read.peak_bytes > read.budget_bytes:
+        refuse(source, "peak_bytes", read.peak_bytes, f"within budget_bytes, {read.budget_bytes}")
+    return Plan(
+        graph=GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
+        schedule=Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
+        budget_bytes=read.budget_bytes,
+        peak_bytes=read.peak_bytes,
+        time_s=read.time_s,
+        bound_s=read.bound_s,
+        status=read.status.value,
+        solver=read.solver,
+        seconds=read.seconds,
+        settings=plain_object(read.settings, f"{source}: settings"),
+        versions=read.versions,
+        measured_peak_bytes=read.measured_peak_bytes,
+        pool_peaks_bytes=read.pool_peaks_bytes or {},
+        differs=read.differs or (),
+        gradient_error=None if read.gradient_error is UNSET else read.gradient_error,
+        graph_file=None if read.graph_file is UNSET else read.graph_file,
+        eager=None if read.eager is UNSET else _comparison_of(read.eager),
+    )
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in the file `path`. Whether it runs on a graph is for ``simulate`` to say.
+
+    Raises:
+        FormatError: the file is not a plan of a version this planner reads.
+    """
+    return plan_from_dict(read_object(path), source=str(path))
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write `plan` to the file `path`, whole or not at all.
+
+    Raises:
+        FormatError: provenance, settings or versions have no JSON form, or a step has none.
+        OutputError: the file cannot be written.
+    """
+    write_text(path, layout(plan_to_dict(plan)))
+
+
+def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
+    """What the file `path` holds, for commands that take either.
+
+    Raises:
+        FormatError, GraphError: as ``read_graph`` and ``read_plan``.
+    """
+    data = read_object(path)
+    if data.get("format") == PLAN_FORMAT:
+        return plan_from_dict(data, source=str(path))
+    return summable(graph_from_dict(data, source=str(path)), str(path))
+
+
+def _eager_of(comparison: EagerComparison) -> _Eager:
+    eager = row_of(comparison, _Eager)
+    eager.differences = tuple(row_of(difference, _Difference) for difference in comparison.differences)
+    eager.first_op = None if comparison.first_op is None else row_of(comparison.first_op, _DifferingOp)
+    return eager
+
+
+def _comparison_of(eager: _Eager) -> EagerComparison:
+    differences = tuple(Difference(**arguments_of(difference)) for difference in eager.differences)
+    first_op = None if eager.first_op is None else DifferingOp(**arguments_of(eager.first_op))
+    return EagerComparison(**arguments_of(eager) | {"differences": differences, "first_op": first_op})
+
+
+def _pair_of(step: Step) -> tuple[_StepKind, int]:
+    match step:
+        case Compute(op):
+            return _StepKind.COMPUTE, int(op)
+        case Free(tensor):
+            return _StepKind.FREE, int(tensor)
+        case _:
+            raise FormatError(f"step {step!r} has no form in a plan of version {VERSION}")
+
+
+def _step_of(pair: tuple[_StepKind, int], position: int, graph: _Summary, source: str) -> Step:
+    kind, target = pair
+    ops, tensors = graph.ops + graph.optional_ops, graph.tensors + graph.optional_tensors
+    what, count = ("ops", ops) if kind is _StepKind.COMPUTE else ("tensors", tensors)
+    if target >= count:
+        refuse(source, f"steps[{position}]", pair, f"one of the {count} {what} of the graph")
+    return Compute(target) if kind is _StepKind.COMPUTE else Free(target)

@@ -1,0 +1,214 @@
+"""A schedule together with what it is for and what is promised about it: what ``planner solve`` writes."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.units import format_bytes, format_ratio
+from planner.plans.eager import EagerComparison, slower_than
+from solvers.result import relative_gap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from planner.report.plan_views import PlanComparison
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSummary:
+    """Enough of a graph to say, when a plan meets another one, what differs.
+
+    Attributes:
+        fingerprint: ``Graph.fingerprint``.
+        ops, tensors: how many the program has.
+        static_bytes: bytes in memory throughout.
+        keep_everything_peak_bytes: peak without recomputation.
+        time_s: seconds of the step without recomputation.
+        provenance: ``Graph.provenance``.
+        optional_ops, optional_tensors: how many it has besides the program's.
+    """
+
+    fingerprint: str
+    ops: int
+    tensors: int
+    static_bytes: int
+    keep_everything_peak_bytes: int
+    time_s: float
+    provenance: Mapping[str, object] = field(default_factory=dict)
+    optional_ops: int = 0
+    optional_tensors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The schedule for one graph and one budget.
+
+    Attributes:
+        graph: the graph it is for.
+        schedule: what to do.
+        budget_bytes: what the user allowed, static bytes included.
+        peak_bytes, time_s: predicted for the schedule (``simulate``).
+        bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
+            (or of the narrower class that `settings` name as ``schedules``); None if unknown.
+        status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
+        solver, seconds, settings, versions: how it was found.
+        measured_peak_bytes: of one step with real tensors; None if none was run.
+        graph_file: where the graph is, relative to the folder of the plan's file; None if it is in no file.
+        eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
+        pool_peaks_bytes: predicted for each other pool than the device, by name; empty where there is none.
+        differs: what may differ from the program, by the options that the user has named; empty for not a bit.
+        gradient_error: predicted, where an option is lossy: the root of the gradients' variance over their squared norm. None
+            where none is.
+        source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
+    """
+
+    graph: GraphSummary
+    schedule: Schedule
+    budget_bytes: int
+    peak_bytes: int
+    time_s: float
+    bound_s: float | None
+    status: str
+    solver: str
+    seconds: float
+    settings: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    measured_peak_bytes: int | None = None
+    graph_file: str | None = None
+    eager: EagerComparison | None = None
+    pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
+    gradient_error: float | None = None
+    source: Graph | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)}, "
+            f"overhead {format_ratio(self.overhead)}, {self.status})"
+        )
+
+    def __str__(self) -> str:
+        unknown = "unknown"
+        measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
+        whole = format_bytes(self.graph.keep_everything_peak_bytes)
+        peaks = f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted"
+        gap = unknown if self.gap is None else format_ratio(self.gap)
+        lines = (
+            f"{peaks}, {measured} measured (keeping everything: {whole})",
+            f"step time {self._step_time()}, {self.status}, gap {gap}",
+            "" if self.eager is None else str(self.eager),
+            f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
+            self.lossy,
+            self._kernels(),
+        )
+        return "\n".join(line for line in lines if line)
+
+    def __getstate__(self) -> list[object]:
+        """Return the fields, but for the graph, which other processes have or do not need."""
+        return [None if one.name == "source" else getattr(self, one.name) for one in fields(self)]
+
+    def save(self, path: str | os.PathLike[str], *, graph: str | os.PathLike[str] | None = None) -> None:
+        """Write the plan to the file `path`, as ``planner solve -o`` does.
+
+        Args:
+            path: the plan's file.
+            graph: a file for its graph, which the plan then names, so that ``Plan.load`` and ``planner show`` find it.
+
+        Raises:
+            OutputError: a file cannot be written.
+            PlannerError: `graph` is given, but the plan does not hold its graph.
+        """
+        from planner.report.plan_views import save
+
+        save(self, path, graph)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Plan":
+        """Return the plan in the file `path`, with its graph if that is still where the plan says.
+
+        Raises:
+            FormatError: the file holds no plan that this planner reads.
+            MismatchError: the graph is there, but the plan says what its schedule does not do.
+        """
+        from planner.report.plan_views import load
+
+        return load(path)
+
+    def plot(self, graph: Graph | None = None) -> "Figure":
+        """Return a ``matplotlib.figure.Figure`` of memory over the step, beside keeping everything and checkpointing blocks.
+
+        Args:
+            graph: what the plan was solved for; needed where the plan does not hold it (`source`).
+
+        Raises:
+            PlannerError: the graph is not known, or matplotlib is not installed.
+            MismatchError: it is another graph.
+        """
+        from planner.report.plan_views import plot
+
+        return plot(self, graph)
+
+    def compare(self, graph: Graph | None = None) -> "PlanComparison":
+        """Return a table of this plan beside keeping everything and checkpointing blocks, as the judge predicts them.
+
+        Args:
+            graph: as for ``plot``.
+
+        Raises:
+            PlannerError: the graph is not known.
+            MismatchError: it is another graph.
+        """
+        from planner.report.plan_views import compare
+
+        return compare(self, graph)
+
+    def _repr_html_(self) -> str:
+        """Return the plan for a notebook, with the chart of its memory if the graph is known."""
+        from planner.report.plan_views import html
+
+        return html(self, self.source)
+
+    @property
+    def lossy(self) -> str:
+        """Predicted and measured error of the gradients in words; "" where no option is lossy."""
+        if self.gradient_error is None:
+            return ""
+        found = None if self.eager is None else self.eager.gradient_error
+        return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
+
+    def _step_time(self) -> str:
+        """Return how it compares with eager PyTorch where that was measured, and with keeping everything."""
+        predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
+        measured = "" if self.eager is None else self.eager.slowdown
+        return f"measured {measured} ({predicted})" if measured else predicted
+
+    def _kernels(self) -> str:
+        """Return which were compiled, and for how long; "" for those of eager PyTorch."""
+        found = self.graph.provenance
+        if "variant" not in found:
+            return ""
+        return f"Inductor's kernels ({found['variant']}), compiled in {found.get('compile_seconds')} s"
+
+    @property
+    def gap(self) -> float | None:
+        """(time - bound) / bound of the whole step; None without a bound."""
+        return relative_gap(self.time_s, self.bound_s)
+
+    @property
+    def recomputed(self) -> int:
+        """Executions of the program's ops beyond the first of each."""
+        program = [op for op in self.schedule.computed if op < self.graph.ops]
+        return len(program) - len(set(program))
+
+    @property
+    def copied(self) -> int:
+        """Executions of optional ops: copies to other pools and back, and ops in place of the program's."""
+        return sum(op >= self.graph.ops for op in self.schedule.computed)
+
+    @property
+    def overhead(self) -> float:
+        """Predicted time of recomputation as a fraction of the step without any."""
+        return self.time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0

@@ -1,0 +1,101 @@
+"""What is known of a graph, as text for people and as plain data for machines."""
+
+from dataclasses import asdict
+
+from graphs.units import format_bytes, format_seconds
+from planner.capture.options import option_called
+from planner.facts.graph import DeviceFacts, GraphFacts, OptionFacts
+from planner.profiling.link import format_rate
+from planner.report.describe import aligned, provenance_lines, summary_data, table
+from planner.visible import visible
+
+_ORDER = "in the order of the ops that a solve takes"
+
+
+def graph_data(facts: GraphFacts) -> dict[str, object]:
+    """The facts of a graph as plain data."""
+    data = asdict(facts)
+    return {"holds": "graph", **summary_data(data.pop("summary")), **data}
+
+
+def graph_text(facts: GraphFacts) -> str:
+    """The facts of a graph for people."""
+    summary = facts.summary
+    host = f"{format_bytes(facts.least_budget_offload_host_bytes)} on the host" if facts.least_budget_offload_host_bytes else ""
+    times = ", ".join(f"{phase} {format_seconds(time_s)}" for phase, time_s in facts.time_s_by_phase.items() if time_s)
+    lines = [
+        *provenance_lines(summary.provenance),
+        ("ops", f"{summary.ops:,}"),
+        *([("optional ops", f"{summary.optional_ops:,}")] if summary.optional_ops else ()),
+        ("tensors", f"{summary.tensors:,}, {facts.kept_tensors:,} of them kept at the end"),
+        ("step time", f"{format_seconds(summary.time_s)} ({times})" if times else format_seconds(summary.time_s)),
+        ("static memory", format_bytes(summary.static_bytes)),
+        *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
+        ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_reordered(facts)}"),
+        ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
+        ("  known", format_bytes(facts.least_budget_found_bytes)),
+        ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
+        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {host or 'nothing on the host'}"),
+        *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
+        *(line for name, device in facts.placement.items() for line in _device_lines(name, device, summary.ops)),
+        ("fingerprint", summary.fingerprint),
+    ]
+    op_rows = [
+        (*map(format_bytes, (op.total_bytes, op.input_bytes, op.output_bytes, op.workspace_bytes)), op.name, op.target, op.module)
+        for op in facts.largest_ops
+    ]
+    tensor_rows = [(format_bytes(t.size_bytes), t.name, f"{t.dtype}{list(t.shape)}", t.op) for t in facts.largest_tensors]
+    return "\n".join(
+        (
+            aligned(lines),
+            "",
+            "ops that hold most at once, besides static memory",
+            table(("at once", "inputs", "outputs", "workspace", "op", "target", "module"), op_rows, numbers=4),
+            "",
+            "largest tensors",
+            table(("size", "tensor", "shape", "made by"), tensor_rows, numbers=1),
+        )
+    )
+
+
+def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
+    """What an option offers, and the least budget with it."""
+    if not facts.ops:
+        return [(f"with {name}", "nothing to choose: no op of this step is one that it knows another way for")]
+    exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
+    return [
+        (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
+        ("  known", format_bytes(facts.least_budget_found_bytes)),
+        ("  offered", f"{facts.ops:,} {option_called(name).offers}, {exactness}"),
+    ]
+
+
+def _least(facts: GraphFacts) -> str:
+    """The bound on the least budget, and of which schedules it is one."""
+    least_bytes, anyway_bytes = facts.least_budget_bytes, facts.least_budget_any_order_bytes
+    if least_bytes == anyway_bytes:
+        return format_bytes(least_bytes)
+    return f"{format_bytes(least_bytes)} {_ORDER} ({format_bytes(anyway_bytes)} in any order)"
+
+
+def _reordered(facts: GraphFacts) -> str:
+    if facts.reordered_peak_bytes == facts.summary.keep_everything_peak_bytes:
+        return ""
+    return f", {format_bytes(facts.reordered_peak_bytes)} with the ops in a better order"
+
+
+def _device_lines(name: str, facts: DeviceFacts, ops: int) -> list[tuple[str, str]]:
+    """The device called `name` for people; the program has so many `ops`."""
+    lines = [("with placement", _device_line(name, facts, ops))]
+    if facts.least_budget_bytes is not None and facts.least_budget_found_bytes is not None:
+        lines.append(("  least budget", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"))
+        lines.append(("    known", format_bytes(facts.least_budget_found_bytes)))
+    return lines
+
+
+def _device_line(name: str, facts: DeviceFacts, ops: int) -> str:
+    exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
+    room = "" if facts.capacity_bytes is None else f", {format_bytes(facts.capacity_bytes)} of memory"
+    times = f"{format_seconds(facts.time_s)} there and {format_seconds(facts.here_s)} here"
+    copies = f"copies at {format_rate(facts.bytes_per_s)} and {format_seconds(facts.latency_s)} each"
+    return f"{facts.ops:,} of {ops:,} ops may run on {visible(name)}, {exactness}: {times}{room}, {copies}"

@@ -1,0 +1,191 @@
+"""Settings that travel together: how a step is traced, solved and run, checked once when they are made. Never imports torch."""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+
+from graphs.errors import PlannerError, UsageError
+from graphs.options.option import Feature
+from planner.capture.options import check_traced, parsed, traced_options
+from planner.choices import Choices
+from planner.compatibility import check_compatible
+from solvers.clock import Clock, WallClock, WorkClock
+from solvers.registry import check_solver, check_takes
+from solvers.tolerance import WIDENING, Tolerance
+
+KERNELS = ("eager", "inductor")
+SWAPS = ("exact", "any", "never")
+
+_WAIT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|s|m|work)")
+_GAP, _SECONDS = 0.01, 3.0  # what is waited for by default, whichever comes first
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The quality that a plan must have before ``planner.compile`` returns; it fits in any case.
+
+    Attributes:
+        gap: of the plan; None: any.
+        seconds: of solving, after which any gap will do; None: as long as it takes.
+        work: of solving (``solvers.clock.WorkClock``), in place of seconds.
+    """
+
+    gap: float | None = _GAP
+    seconds: float | None = _SECONDS
+    work: float | None = None
+
+    @property
+    def reproducible(self) -> bool:
+        """True if the same costs lead to the same plan on every run: it depends on no clock, and is not replaced later."""
+        return self.seconds is None
+
+    @staticmethod
+    def of(value: "Wait | str | float | None") -> "Wait":
+        """Read what users write: seconds as a number or ``10s``; a gap as ``1%``; ``20 work``; None for the default.
+
+        Raises:
+            PlannerError: it is none of these.
+        """
+        if value is None or isinstance(value, Wait):
+            return value or Wait()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+            return Wait(gap=None, seconds=float(value))
+        match = _WAIT.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            raise PlannerError(f"wait is {value!r}: must be seconds (10 or '10s'), a gap ('1%') or work ('20 work')")
+        amount, unit = float(match[1]), match[2]
+        if unit == "%":
+            return Wait(gap=amount / 100, seconds=None)
+        if unit == "work":
+            return Wait(gap=None, seconds=None, work=amount)
+        return Wait(gap=None, seconds=amount * (60 if unit == "m" else 1))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """How a step is captured and measured: arguments of ``planner.trace``.
+
+    Attributes:
+        name: of the model, for messages.
+        options: those that are found in the step.
+
+    Raises:
+        UsageError: there is no such option, or something does not go with a roofline.
+    """
+
+    optimizer: str = "none"
+    accumulate: bool = False
+    roofline: str | None = None
+    passes: int = 5
+    measure_link: bool = False
+    name: str = ""
+    options: tuple[str, ...] = ()
+    other_devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_traced(self.options)
+        given = {
+            Feature.ROOFLINE: self.roofline is not None,
+            Feature.MEASURED_LINK: self.measure_link,
+            Feature.OTHER_DEVICES: bool(self.other_devices),
+        }
+        check_compatible([feature for feature, asked in given.items() if asked])
+
+
+@dataclass(frozen=True, slots=True)
+class SolveSettings:
+    """How a graph is solved: arguments of ``planner.solve``.
+
+    Attributes:
+        choices: options of the graph, and what they need to know; None for recomputation only.
+        params: of the solver, an object of its class of parameters; None for its defaults.
+
+    Raises:
+        PlannerError: no such solver, it does not take these options, or a limit is not above zero.
+    """
+
+    solver: str = "windows"
+    tolerance: Tolerance = WIDENING
+    time_limit_s: float = 3600.0
+    work_limit: float | None = None
+    reorder: bool | None = None
+    choices: Choices | None = None
+    params: object = None
+
+    def __post_init__(self) -> None:
+        check_solver(self.solver)
+        self.clock()
+        if self.choices is not None:
+            check_takes(
+                self.solver, copies=self.choices.host_bytes is not None, places=self.choices.places, named=self.choices.named
+            )
+
+    def clock(self) -> Clock:
+        """Return a clock that starts now, for the limit of work if there is one, else for that of time."""
+        what, limit, unit = "time", self.time_limit_s, "seconds"
+        if self.work_limit is not None:
+            what, limit, unit = "work", self.work_limit, "a number"
+        if not math.isfinite(limit) or limit <= 0:
+            raise PlannerError(f"{what} limit is {limit!r}: must be {unit}, above 0")
+        return WallClock(limit) if self.work_limit is None else WorkClock(limit)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of the graph, as they were named."""
+        return () if self.choices is None else self.choices.options
+
+    @property
+    def traced_options(self) -> tuple[str, ...]:
+        """Those of them that are found in the step when it is traced."""
+        return traced_options(self.options)
+
+    @property
+    def features(self) -> set[str]:
+        """What of these settings not everything goes with (``planner.compatibility``)."""
+        names = {name for name, _ in map(parsed, self.options)}
+        return names | {Feature.HOST_SHARE} if self.choices is not None and self.choices.shares_host else names
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How a planned step runs, and when its plan is replaced: arguments of ``planner.compile``.
+
+    Raises:
+        UsageError, PlannerError: a setting has a value that it cannot have, or two do not go together.
+    """
+
+    kernels: str = "eager"
+    cuda_graph: bool = False
+    dynamic: bool = False
+    replan: bool = False
+    max_plans: int = 32
+    compare_eager: bool = True
+    check_writes: bool = False
+    cache: str | os.PathLike[str] | None = None
+    wait: Wait = Wait()
+    swap: str = "exact"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("kernels", self.kernels, KERNELS), ("swap", self.swap, SWAPS)):
+            if value not in known:
+                raise UsageError(f"{name} is {value!r}: choose from {', '.join(known)}")
+        if self.max_plans < 1:
+            raise UsageError(f"max_plans is {self.max_plans}: at least one plan must be kept")
+        check_compatible(self.features)
+
+    @property
+    def features(self) -> set[str]:
+        """What of these settings not everything goes with (``planner.compatibility``)."""
+        given = {
+            Feature.INDUCTOR: self.kernels == "inductor",
+            Feature.CUDA_GRAPH: self.cuda_graph,
+            Feature.VARYING_SIZES: self.dynamic,
+            Feature.REPLAN: self.replan,
+        }
+        return {feature for feature, asked in given.items() if asked}
+
+    @property
+    def goes_on(self) -> bool:
+        """True if better plans are looked for while the step trains."""
+        return self.swap != "never" and not self.wait.reproducible

@@ -1,0 +1,86 @@
+"""The options of the backend ``planner`` of ``torch.compile``, as settings."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch.distributed as dist
+
+from graphs.errors import PlannerError
+from graphs.options.option import Feature
+from planner.budgets import read_budget
+from planner.choices import choices_of
+from planner.compatibility import check_compatible
+from planner.settings import RunSettings, SolveSettings, Wait
+from solvers.tolerance import WIDENING, Tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSettings:
+    """What a call of ``torch.compile`` asks for.
+
+    Attributes:
+        budget: for all its graphs, as ``read_budget`` returns it.
+        solve: of each graph.
+        run: of these `kernels`, `wait` and `check_writes` count.
+        roofline: the device whose times are modelled; None: each op is measured where the model is.
+
+    Raises:
+        UsageError: settings do not go together, or not with ``torch.compile``.
+    """
+
+    budget: str | int
+    solve: SolveSettings
+    run: RunSettings
+    roofline: str | None = None
+
+    def __post_init__(self) -> None:
+        around = {
+            Feature.TORCH_COMPILE: True,
+            Feature.ROOFLINE: self.roofline is not None,
+            Feature.SEVERAL_PROCESSES: dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
+        }
+        check_compatible(self.solve.features | self.run.features | {feature for feature, there in around.items() if there})
+
+
+def settings_of(options: Mapping[str, Any] | None) -> BackendSettings:
+    """Return the settings that the backend's options say.
+
+    Raises:
+        PlannerError: one is unknown, has a value that it cannot have, or there is no budget; or they do not go together.
+    """
+    given = dict(options or {})
+    known = signature(backend_settings).parameters
+    for name, value in given.items():
+        if name not in known:
+            raise PlannerError(f"unknown option {name!r} of the backend planner: choose from {', '.join(sorted(known))}")
+        if name in ("time_limit_s", "tolerance") and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise PlannerError(f"option {name!r} is {value!r}: must be a number")
+    if not isinstance(given.get("budget"), str | int | float):
+        raise PlannerError(
+            'the backend planner needs a budget: torch.compile(model, backend="planner", options={"budget": "8GB"})'
+        )
+    return backend_settings(**given)
+
+
+def backend_settings(
+    *,
+    budget: str | float,
+    check_writes: bool = False,
+    host_budget: str | int | None = None,
+    kernels: str = "eager",
+    link: str | float | None = None,
+    options: Sequence[str] = (),
+    roofline: str | None = None,
+    time_limit_s: float = 60.0,
+    tolerance: float | Tolerance = WIDENING,
+    wait: Wait | str | float | None = None,
+) -> BackendSettings:
+    """Return settings for the options of the backend; see ``backend.planner``."""
+    solve = SolveSettings(
+        tolerance=Tolerance.of(tolerance), time_limit_s=float(time_limit_s), choices=choices_of(options, link, host_budget)
+    )
+    run = RunSettings(kernels=kernels, check_writes=check_writes, wait=Wait.of(wait))
+    return BackendSettings(read_budget(budget), solve, run, roofline)

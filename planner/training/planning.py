@@ -1,0 +1,213 @@
+"""From settings to a planned step: what goes with what is checked, and one compiler makes the steps of a model."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from graphs.errors import PlannerError, UsageError
+from graphs.options.option import Feature
+from planner.budgets import allowed_overhead, cache_key
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch, as_leaves
+from planner.capture.step import LossFn
+from planner.compatibility import check_compatible
+from planner.distributed.wrappers import Unwrapped
+from planner.plan_check import check_sizes
+from planner.profiling.kernel_settings import kernel_settings
+from planner.progress import LoggingView, Stages, View
+from planner.progress.describe import plan_line
+from planner.runtime.channels import Channels
+from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.executor import check_no_transform
+from planner.runtime.measure import device_name
+from planner.search import Search
+from planner.settings import RunSettings, SolveSettings, TraceSettings
+from planner.training.auto_budget import with_auto_resolved
+from planner.training.cache import PlanCache, warn_unusable
+from planner.training.compiler import Compiler
+from planner.training.dynamic import DynamicStep
+from planner.training.replan import ReplannedStep
+from planner.training.step import PlannedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """How the steps of a model are planned: what ``planner.compile`` was called with.
+
+    Attributes:
+        wrapper: how the model is trained.
+        loss_fn, on_progress: as in ``planner.compile``.
+        trace, solve, run: settings.
+
+    Raises:
+        UsageError: settings do not go together, or not with how the model is trained.
+    """
+
+    wrapper: Unwrapped
+    loss_fn: LossFn | None
+    trace: TraceSettings
+    solve: SolveSettings
+    run: RunSettings
+    on_progress: View | None = None
+
+    def __post_init__(self) -> None:
+        asked = self.solve.features | self.run.features
+        around = {
+            Feature.SEVERAL_PROCESSES: type(self.wrapper) is not Unwrapped,
+            Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
+        }
+        check_compatible(asked | {feature for feature, there in around.items() if there})
+        if ("placement" in asked) != bool(self.trace.other_devices):
+            raise UsageError("other_devices= and options=['placement'] go together: give both, or leave both out")
+
+    def step(self, batch: Batch, budget: str | int) -> PlannedStep:
+        """Return the planned step for batches like `batch`, as ``planner.compile`` does.
+
+        Args:
+            batch: inputs and targets.
+            budget: what ``budget_or_overhead`` returns.
+        """
+        check_trains("planner.compile is called")
+        batch, run = as_leaves(batch), self.run
+        budget = with_auto_resolved(budget, self.wrapper, batch)
+        if allowed_overhead(budget) is not None:
+            check_compatible(run.features | {Feature.MAX_OVERHEAD})
+        channels, solve = self._channels()
+        compiler = self._compiler(channels, solve)
+        made_with = self._made_with(solve)
+
+        def plan_size(batch: Batch, budget: str | int, *, compare_eager: bool = run.compare_eager) -> PlannedStep:
+            with compiler.stages.again() as stages:
+                planning = replace(compiler, stages=stages, compare_eager=compare_eager)
+                return _planned(planning, batch, budget, made_with)
+
+        def plan_other_size(batch: Batch, budget_bytes: int) -> PlannedStep:
+            return plan_size(batch, budget_bytes, compare_eager=False)
+
+        def make(batch: Batch, budget: str | int) -> PlannedStep:
+            first = plan_size(batch, budget)
+            return DynamicStep(first, batch, plan_other_size, max_plans=run.max_plans) if run.dynamic else first
+
+        return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
+
+    def _channels(self) -> tuple[Channels | None, SolveSettings]:
+        """Return the channels to the host, and the settings with the memory there that all plans share; None without copies."""
+        choices = self.solve.choices
+        if choices is None or choices.host_bytes is None:
+            return None, self.solve
+        channels = self.wrapper.channels(choices.host_bytes)
+        host_bytes = int(channels.memory.capacity_bytes)  # of which as much may be free as before: earlier plans have taken it
+        return channels, replace(self.solve, choices=replace(choices, host_bytes=host_bytes))
+
+    def _compiler(self, channels: Channels | None, solve: SolveSettings) -> Compiler:
+        make = Compiler
+        if self.run.kernels == "inductor":
+            from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
+
+            make = InductorCompiler
+        first = self.wrapper.ranks.is_first  # of several processes, the first one reports
+        return make(
+            self.wrapper,
+            self.loss_fn,
+            self.trace,
+            Search(solve, self.run),
+            partial(CudaGraphs, next(self.wrapper.module.parameters()).device) if self.run.cuda_graph else None,
+            compare_eager=self.run.compare_eager,
+            channels=channels,
+            stages=Stages(self.on_progress or LoggingView()) if first else Stages(),
+        )
+
+    def _made_with(self, solve: SolveSettings) -> dict[str, object]:
+        """Return the settings that a kept plan depends on."""
+        choices, params = self.solve.choices, solve.params
+        made_with: dict[str, object] = {
+            "solver": solve.solver,
+            "tolerance": solve.tolerance.steps,
+            "time_limit_s": solve.time_limit_s,
+            "reorder": solve.reorder,
+            "kernels": self.run.kernels,
+        }
+        if choices is not None:
+            made_with |= {"options": choices.options, "exact": choices.exact}
+            if choices.host_bytes is not None:
+                host_budget = choices.host_budget if choices.shares_host else choices.host_bytes
+                made_with |= {"link": choices.link_bytes_per_s, "host_budget": host_budget}
+        if self.trace.other_devices:
+            made_with["other_devices"] = list(self.trace.other_devices)
+        if params is not None:
+            made_with["params"] = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
+        return made_with
+
+
+def check_trains(what: str) -> None:
+    """Refuse to plan where nothing is trained.
+
+    Args:
+        what: is done, for the message: ``planner.compile is called``.
+
+    Raises:
+        PlannerError: gradients are turned off, or a transform of torch.func is active.
+    """
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PlannerError(f"{what} under torch.{mode}(), where nothing is trained: call it outside")
+    check_no_transform(what)
+
+
+def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:
+    """Return the step for batches like `batch`, from the cache if it is there.
+
+    Args:
+        made_with: settings that plans depend on; another plan is made for others.
+    """
+    wrapper, cache = compiler.wrapper, compiler.search.run.cache
+    plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
+    with wrapper.opened():
+        captured = wrapper.ranks.each(lambda: compiler.capture(batch))
+
+        def make() -> PlannedStep:
+            return compiler.make(captured, batch, budget)
+
+        def find_or_make() -> PlannedStep:
+            step = find()
+            compiler.stages.finish(plan_line(step.plan))
+            return step
+
+        def find() -> PlannedStep:
+            if plans is None:
+                return make()
+            path = plans.path({"budget": cache_key(budget), **_made_for(captured, wrapper.module), **made_with})
+            kept = plans.load(path, budget)
+            if kept is not None:
+                try:
+                    planned = compiler.captured_for(kept, captured, batch)
+                    check_sizes(planned.graph, kept)
+                    return compiler.reuse(planned, batch, kept, None)
+                except PlannerError as error:
+                    warn_unusable(path, error)
+            step = make()
+            step.keep_with(lambda plan: plans.store(plan, path))
+            return step
+
+        return wrapper.ranks.first(
+            find_or_make,
+            share=lambda step: (step.plan, step.measured, step.improves),
+            adopt=lambda shared: compiler.reuse(
+                compiler.captured_for(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
+            ),
+        )
+
+
+def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
+    """What the schedule of a captured step depends on, besides budget and options."""
+    device = next(model.parameters()).device
+    return {
+        "graph": captured.graph.fingerprint,
+        "static_bytes": captured.graph.static_bytes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device_name(device),
+        "settings": kernel_settings(device),
+        "torch": torch.__version__,
+    }

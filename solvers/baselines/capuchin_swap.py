@@ -1,0 +1,143 @@
+"""Swapping in order of measured free time, as Capuchin does (Peng et al., ASPLOS 2020), without its recomputation.
+
+Times of accesses are measured in a step that keeps everything. Of each tensor the longest time between two accesses counts;
+its free time is what is left of that after a copy out and a copy in. Tensors are swapped in descending order of free time, as
+many as it takes for the step to fit, also those whose free time is below 0.
+
+A tensor leaves after the first of the two accesses, and the computation waits for its copy only where room is wanted. It is
+asked for as late as it arrives in time before the second one, copies before it on the channel included (which Capuchin learns
+by feedback from step to step), later where there is no room.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from solvers.baselines.common.answers import Candidate
+from solvers.baselines.common.offloading import Device, Offer, offloading_answer
+from solvers.request import Request
+from solvers.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Tensor `tensor` is away between its accesses by ops `after` and `before`; `free_s` of that time no copy takes."""
+
+    tensor: int
+    after: int
+    before: int
+    free_s: float
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when swapping everything does not fit."""
+    trials = partial(_trials, budget_bytes=request.budget_bytes)
+    return offloading_answer(request, "capuchin-swap", trials, what="swapping by free time", settings={})
+
+
+def _trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
+    """The fewest swaps that fit, by bisection; all of them where none do."""
+    swaps = swaps_of(offer)
+    too_few, enough = -1, len(swaps)
+    while too_few + 1 < enough:
+        count = (too_few + enough) // 2
+        candidate = Candidate(Swapping(offer, swaps[:count], budget_bytes).schedule(), {"swaps": count})
+        if simulate(offer.whole, candidate.schedule).peak_bytes <= budget_bytes:
+            enough = count
+            yield candidate
+        else:
+            too_few = count
+    if enough == len(swaps):
+        yield Candidate(Swapping(offer, swaps, budget_bytes).schedule(), {"swaps": enough})
+
+
+def swaps_of(offer: Offer) -> list[Swap]:
+    """What may be swapped, the most free time first."""
+    starts_s = _starts(offer)
+    swaps: list[Swap] = []
+    for t, trip in offer.trips.items():
+        accesses = [offer.made_at(t), *offer.program.consumers[t]]
+        gaps = [(starts_s[b] - starts_s[a + 1], a, b) for a, b in pairwise(accesses) if b > a + 1]
+        if gaps:
+            away_s, after, before = max(gaps)
+            swaps.append(Swap(t, after, before, away_s - trip.out_s - trip.in_s))
+    return sorted(swaps, key=lambda swap: -swap.free_s)
+
+
+def _starts(offer: Offer) -> list[float]:
+    """When each op starts in a step that keeps everything, and the end."""
+    return list(accumulate((op.time_s for op in offer.program.ops), initial=0.0))
+
+
+class Swapping:
+    """A step with `swaps`."""
+
+    def __init__(self, offer: Offer, swaps: Sequence[Swap], budget_bytes: int) -> None:
+        self.offer, self.device = offer, Device(offer, budget_bytes)
+        self.leaves: dict[int, list[Swap]] = {}
+        self.asked: dict[int, list[Swap]] = {}
+        self.last = [max((t.producers[0], *offer.program.consumers[t.id])) if t.producers else -1 for t in offer.program.tensors]
+        for swap in swaps:
+            self.leaves.setdefault(swap.after, []).append(swap)
+        for begin, swap in self._asked(swaps):
+            self.asked.setdefault(begin, []).append(swap)
+
+    def _asked(self, swaps: Sequence[Swap]) -> Iterator[tuple[int, Swap]]:
+        """Before which op each is asked for: backwards over the channel, where the others leave it free."""
+        ops, starts_s = self.offer.program.ops, _starts(self.offer)
+        memory = self._memory_bytes(swaps)
+        free_until_s = starts_s[-1]
+        for swap in sorted(swaps, key=lambda swap: -swap.before):
+            free_until_s = min(free_until_s, starts_s[swap.before]) - self.offer.trips[swap.tensor].in_s
+            begin = max(bisect_right(starts_s, free_until_s, hi=len(ops)) - 1, swap.after + 1)
+            begin = min(begin, swap.before)
+            size = self.offer.size_bytes(swap.tensor)
+            full = [op for op in range(begin, swap.before) if memory[op] + size > self.device.budget_bytes]
+            begin = full[-1] + 1 if full else begin
+            for op in range(begin, swap.before):
+                memory[op] += size
+            yield begin, swap
+
+    def _memory_bytes(self, swaps: Sequence[Swap]) -> list[int]:
+        """During each op, if what is swapped went and came at once."""
+        ops = self.offer.program.ops
+        change = [0] * (len(ops) + 1)
+        for t in self.offer.program.tensors:
+            if t.producers:
+                change[t.producers[0]] += t.size_bytes
+                change[len(ops) if t.id in self.offer.program.kept else self.last[t.id] + 1] -= t.size_bytes
+        for swap in swaps:
+            change[swap.after + 1] -= self.offer.size_bytes(swap.tensor)
+            change[swap.before] += self.offer.size_bytes(swap.tensor)
+        lasting = accumulate(change, initial=self.offer.program.static_bytes)
+        next(lasting)
+        return [held + op.workspace_bytes for held, op in zip(lasting, ops, strict=False)]
+
+    def schedule(self) -> Schedule:
+        """Its steps; where they do not fit, they are over the budget."""
+        device, program = self.device, self.offer.program
+        for op in program.ops:
+            for swap in self.asked.get(op.id, ()):
+                self._bring(swap.tensor)
+            read = [t for t in op.inputs if not program.tensors[t].static]
+            for t in sorted(read, key=lambda t: t not in device.live):  # what is about to leave stays, before room is made
+                self._bring(t)
+            device.make_room(sum(map(self.offer.size_bytes, op.outputs)) + op.workspace_bytes)
+            device.compute(op.id)
+            for t in (*op.inputs, *op.outputs):
+                if self.last[t] == op.id and t not in program.kept:
+                    device.free(t)
+            for swap in self.leaves.get(op.id, ()):
+                if device.can_send(swap.tensor):
+                    device.send(swap.tensor)
+        return device.schedule
+
+    def _bring(self, t: int) -> None:
+        if t not in self.device.live:
+            self.device.make_room(self.offer.size_bytes(t))
+            self.device.fetch(t)
+        self.device.recall(t)

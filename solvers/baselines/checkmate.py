@@ -1,0 +1,176 @@
+"""The reference: Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP.
+
+``model.py`` has the program and says how it was adapted to several outputs per op, kept tensors and
+workspaces; ``run.py`` solves it with HiGHS or another solver that PuLP knows.
+
+The schedules it covers execute each op at most once per stage, in program order; a stage ends with the
+first execution of an op. Others exist, and at tight budgets one of them may be the only one, or faster: the
+optimum here is no bound over all schedules.
+"""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pulp
+
+from graphs.errors import BudgetError, PlannerError
+from graphs.io.files import check_writable, write_text
+from graphs.ir import Graph
+from graphs.schedule import Schedule, schedule_of
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from solvers import highs
+from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, Variant
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_solver, run
+from solvers.bounds import least_budget_bound, too_small_message
+from solvers.highs.program import Outcome
+from solvers.problem import problem_of
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, known_class, status_of
+
+CLASS = "each op at most once per stage, in program order"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckmateParams:
+    """How the program is written and solved.
+
+    Attributes:
+        milp_solver: any that PuLP knows, such as HiGHS or PULP_CBC_CMD.
+        variant: of the program.
+    """
+
+    milp_solver: str = HIGHS
+    variant: Variant = PUBLISHED
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``. The parameters are ``CheckmateParams``.
+
+    The bound, and what OPTIMAL refers to, cover schedules that execute each op at most once per stage, in
+    program order, and its outputs beside its inputs, whatever may be written over. An infeasible program is LIMIT,
+    not INFEASIBLE, since other schedules may fit. Only HiGHS reports progress, heeds `should_stop` while it runs, and
+    tells its bound when it ends early.
+
+    Raises:
+        PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
+    """
+    graph, budget_bytes, tolerance = request.graph, request.budget_bytes, request.tolerance.first
+    params = request.params_of(CheckmateParams())
+    check_solver(params.milp_solver)
+    check_clock(request.clock)
+    least = least_budget_bound(graph)
+    verdict = Verdict(Status.INFEASIBLE, None, None, too_small_message(graph, budget_bytes, least))
+    if budget_bytes >= least.budget_bytes:
+        model = CheckmateModel(problem_of(graph, budget_bytes), params.variant)
+        if (message := model.too_large()) is not None:
+            verdict = Verdict(Status.LIMIT, None, graph.time_s, message, Reason.SIZE)
+        else:
+            request.tell("writing Checkmate's program", None, graph.time_s)
+            written = model.build(request.stopped)
+            answer = run(model, params.milp_solver, tolerance * graph.time_s, request) if written else PulpAnswer.unfinished()
+            verdict = _judge(model, answer, request)
+    return Result(
+        graph,
+        budget_bytes=budget_bytes,
+        status=verdict.status,
+        schedule=verdict.schedule,
+        bound_s=verdict.bound_s,
+        solver="checkmate",
+        seconds=request.clock.seconds,
+        settings={
+            **request.settings,
+            "milp_solver": params.milp_solver,
+            "unused_outputs": str(params.variant.unused_outputs),
+            "frees": str(params.variant.frees),
+            "schedules": known_class(graph, CLASS),
+        },
+        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
+        message=verdict.message,
+        reason=verdict.reason,
+    )
+
+
+def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: Variant = PUBLISHED) -> None:
+    """Write the program to `path`, whole or not at all, for other solvers: ``.lp`` or ``.mps``.
+
+    Its objective is the time of recomputation in thousandths of the step without any; memory is in units of
+    the 10,000th part of what the static bytes leave of the budget.
+
+    Raises:
+        BudgetError: an op alone needs more than the budget.
+        OutputError: the file cannot be written.
+        PlannerError: another ending, or a program that is too large.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in (".lp", ".mps"):
+        raise PlannerError(f"{path} must end in .lp or .mps, which says how the program is written")
+    check_writable(path)
+    least = least_budget_bound(graph)
+    if budget_bytes < least.budget_bytes:
+        raise BudgetError(too_small_message(graph, budget_bytes, least))
+    model = CheckmateModel(problem_of(graph, budget_bytes), variant)
+    if (message := model.too_large()) is not None:
+        raise PlannerError(message)
+    model.build()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model")
+        if ending == ".lp":
+            model.program.writeLP(str(file))
+        else:
+            model.program.writeMPS(str(file))
+        write_text(path, file.read_text())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an answer amounts to, as in ``Result``."""
+
+    status: Status
+    schedule: Schedule | None
+    bound_s: float | None
+    message: str = ""
+    reason: Reason | None = None
+
+
+def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdict:
+    clock = request.clock
+    budget, spent = format_bytes(request.budget_bytes), clock.amount(clock.now)
+    # Every op is executed once at least, whatever the solver knows.
+    bound_s = max(model.graph.time_s, answer.bound_s or 0.0)
+    if answer.found:
+        return _judge_schedule(model, bound_s, request.budget_bytes, request.tolerance.first)
+    if answer.outcome is Outcome.INFEASIBLE:
+        return Verdict(
+            Status.LIMIT,
+            None,
+            None,
+            f"no schedule that executes {known_class(model.graph, CLASS)}, fits {budget}: Checkmate's program is infeasible "
+            f"({answer.detail}). "
+            "Others may fit: use the solver windows, or raise the budget",
+            Reason.MEMORY,
+        )
+    if answer.outcome is Outcome.STOPPED:
+        return Verdict(
+            Status.LIMIT,
+            None,
+            bound_s,
+            f"no schedule within {budget} was found in {spent} (limit {clock.amount(clock.limit)}): {answer.detail}. "
+            "Raise the time limit or the budget, or use the solver windows",
+            Reason.TIME,
+        )
+    return Verdict(Status.ERROR, None, None, f"the solver gave up after {spent}: {answer.detail}")
+
+
+def _judge_schedule(model: CheckmateModel, bound_s: float, budget_bytes: int, tolerance: float) -> Verdict:
+    executed = model.executed()
+    if executed is None:
+        return Verdict(Status.ERROR, None, None, "the solver returned a binary variable that is neither 0 nor 1")
+    schedule = schedule_of(model.graph, executed)
+    simulation = simulate(model.graph, schedule)
+    if simulation.peak_bytes > budget_bytes:
+        over = f"{simulation.peak_bytes - budget_bytes} B over the budget"
+        return Verdict(Status.ERROR, None, None, f"the solver's arithmetic is not exact enough: its schedule is {over}")
+    return Verdict(status_of(simulation.time_s, bound_s, tolerance), schedule, min(bound_s, simulation.time_s))

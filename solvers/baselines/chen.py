@@ -1,0 +1,91 @@
+"""Segments of the forward pass, recomputed one after the other (Chen et al., 2016).
+
+Of a segment stays what crosses into later ones; the rest is made again at once before its backward; the last
+segment is kept. ``chen-sqrt`` makes about sqrt(n) segments of n stages. ``chen-greedy`` (their algorithm 3) ends
+a segment once more bytes have been made in it than a threshold b, and searches for b: first b = 0, then a grid
+in [B / sqrt 2, sqrt 2 B], where B = sqrt(x y) for the x bytes that cross the cuts and the y bytes of the largest
+segment found so far, as in the paper; besides, the totals divided by 2, 3, ..., for other budgets.
+
+Graphs that are no chains are cut at articulation points and, linearised, anywhere; the faster that fits is taken.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from solvers.baselines.common.answers import Candidate, answer
+from solvers.baselines.common.recomputation import recompute_groups
+from solvers.baselines.common.stages import Cuts, Stages, crossings, cut_places, evenly
+from solvers.request import Request
+from solvers.result import Result
+
+
+class ChenRule(StrEnum):
+    """How segments are made, by the name in the registry."""
+
+    SQRT = "chen-sqrt"
+    GREEDY = "chen-greedy"
+
+
+def solve(request: Request, *, rule: str = ChenRule.SQRT) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when no segments fit.
+
+    Args:
+        rule: how segments are made; see ``ChenRule``.
+
+    Raises:
+        ValueError: no such rule.
+    """
+    trials_of = sqrt_trials if ChenRule(rule) is ChenRule.SQRT else greedy_trials
+    trials = (trial for cuts in Cuts for trial in trials_of(request.graph, cuts))
+    return answer(request, str(rule), trials, what="recomputing segments")
+
+
+def sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
+    """The schedule with about sqrt(n) segments of as many stages each."""
+    places = cut_places(graph, cuts)
+    count = max(1, round(math.sqrt(len(places))))
+    yield Candidate(segments(graph, evenly(places, count)), {"cuts": str(cuts), "segments": count})
+
+
+def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
+    """The schedules of all thresholds searched, those that make the same segments once."""
+    made = [sum(graph.tensors[t].size_bytes for t in graph.ops[i].outputs) for i in range(len(crossings(graph)))]
+    tried: set[tuple[int, ...]] = set()
+    for threshold in thresholds(graph, cuts, made):
+        ends = greedy_ends(cut_places(graph, cuts), made, threshold)
+        if tuple(ends) not in tried:
+            tried.add(tuple(ends))
+            yield Candidate(segments(graph, ends), {"cuts": str(cuts), "segments": len(ends), "threshold_bytes": threshold})
+
+
+def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, parts: int = 40) -> list[int]:
+    """Bytes after which a segment ends: see the module. `made`: bytes that each forward op makes."""
+    places = cut_places(graph, cuts)
+    if not places:
+        return [0]
+    stages = Stages(graph, greedy_ends(places, made, 0))
+    crossing = sum(graph.tensors[t].size_bytes for tensors in stages.crossing for t in tensors)
+    centre = math.sqrt(crossing * max(sum(made[i] for i in ops) for ops in stages.ops))
+    around = [centre * 2 ** (k / (grid - 1) - 0.5) for k in range(grid)]
+    return [0, *map(int, around), *(sum(made) // k for k in range(2, parts + 1))]
+
+
+def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int) -> list[int]:
+    """Ends of segments: each of `places` at which more than the threshold has been made since the last."""
+    ends = []
+    since, begin = 0, 0
+    for place in places:
+        since += sum(made[begin : place + 1])
+        begin = place + 1
+        if since > threshold_bytes:
+            ends.append(place)
+            since = 0
+    return ends if ends and ends[-1] == places[-1] else [*ends, *places[-1:]]
+
+
+def segments(graph: Graph, ends: Sequence[int]) -> Schedule:
+    """The schedule whose segments end with the forward ops `ends`."""
+    return recompute_groups(graph, Stages(graph, ends).groups)

@@ -1,0 +1,83 @@
+"""What baselines answer: the fastest of the schedules that they try, or why they found none."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, status_of
+
+_WORK_PER_STEP = 8e-6  # of making a schedule and simulating it
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule that a policy offers, with the settings that made it."""
+
+    schedule: Schedule
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+def answer(
+    request: Request, solver: str, trials: Iterable[Candidate], *, what: str, settings: Mapping[str, object] | None = None
+) -> Result:
+    """The fastest of `trials` that fits; LIMIT when none does, or time was up before one did.
+
+    A policy proves nothing: its bound is the step without recomputation, and where it fails none.
+
+    Args:
+        request: what is asked for.
+        solver: who answers, by its name in the registry.
+        trials: made as they are tried.
+        what: does what the message says to need too much: "keeping everything".
+        settings: besides those of the trial.
+    """
+    best: tuple[float, int, Candidate] | None = None
+    least: int | None = None
+    ended = ""
+    for trial in trials:
+        simulation = simulate(request.graph, trial.schedule)
+        peak_bytes = simulation.peak_bytes
+        least = peak_bytes if least is None else min(least, peak_bytes)
+        if peak_bytes <= request.budget_bytes and (best is None or (simulation.time_s, peak_bytes) < best[:2]):
+            best = (simulation.time_s, peak_bytes, trial)
+        request.clock.spend(_WORK_PER_STEP * len(trial.schedule.steps))
+        request.tell(solver, best[0] if best else None, request.graph.time_s)
+        if ended := request.ended():
+            break
+    if least is None:
+        why = f"{what} does not apply: the graph has no forward pass"
+        return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
+    if best is None:
+        found = f"{what} needs {format_bytes(least)}" + (f" (of what was tried before {ended})" if ended else "")
+        budget = format_bytes(request.budget_bytes)
+        why = f"{found}, over the budget of {budget}: use a solver that chooses, such as windows"
+        return failure(request, solver, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
+    return Result(
+        request.graph,
+        budget_bytes=request.budget_bytes,
+        status=status_of(best[0], request.graph.time_s, request.tolerance.first),
+        schedule=best[2].schedule,
+        bound_s=request.graph.time_s,
+        solver=solver,
+        seconds=request.clock.seconds,
+        settings={**(settings or {}), **best[2].settings},
+    )
+
+
+def failure(request: Request, solver: str, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None) -> Result:
+    """The policy found nothing, which says nothing about other schedules."""
+    return Result(
+        request.graph,
+        budget_bytes=request.budget_bytes,
+        status=Status.LIMIT,
+        schedule=None,
+        bound_s=None,
+        solver=solver,
+        seconds=request.clock.seconds,
+        settings=settings or {},
+        message=why,
+        reason=reason,
+    )

@@ -1,0 +1,145 @@
+"""The blocks of a model: the ways to divide its forward pass, by the paths of the modules that ops were called in.
+
+Models name and nest their parts in different ways, so there are several ways to say what a block is:
+
+- at *level* n a block ends with the n-th number in a module's path, or its last: ``model.h.0``, ``model.layers.3``; ops
+  of modules without a number belong to no block;
+- at *depth* n blocks are the modules n steps below the model (``model.stem``, ``model.encoder``), what an
+  ``nn.ModuleList`` holds being in its place. Single layers with nothing inside belong to no block, or are blocks too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from graphs.ir import Graph, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """One way to divide the forward pass: what it is called, and the block of each op; None: in none."""
+
+    settings: Mapping[str, object]
+    blocks: tuple[str | None, ...]
+
+
+def blockings(graph: Graph) -> list[Blocking]:
+    """The ways to divide the forward pass of `graph` in blocks; those that divide it the same way once."""
+    ways = [
+        Blocking({"level": level}, tuple(block_of(op.module, level) or None for op in graph.ops))
+        for level in range(1, levels(graph) + 1)
+    ]
+    tree = ModuleTree(graph)
+    for depth in range(1, tree.depth + 1):
+        ways.append(Blocking({"depth": depth}, tree.modules_at(depth, layers=False)))
+        ways.append(Blocking({"depth": depth, "layers": True}, tree.modules_at(depth, layers=True)))
+    distinct: dict[tuple[int, ...], Blocking] = {}
+    for way in ways:
+        if any(way.blocks):
+            distinct.setdefault(_unnamed(way.blocks), way)
+    return list(distinct.values())
+
+
+def _unnamed(blocks: Sequence[str | None]) -> tuple[int, ...]:
+    """`blocks` by numbers, which are the same whatever they are called."""
+    numbers: dict[str | None, int] = {None: 0}
+    return tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
+
+
+def levels(graph: Graph) -> int:
+    """How deep numbered modules are nested; 0 if there are none."""
+    return max((sum(part.isdecimal() for part in op.module.split(".")) for op in graph.ops), default=0)
+
+
+def block_of(module: str, level: int) -> str:
+    """The block that `module` belongs to at `level` (1 or more); "" if none."""
+    parts = module.split(".")
+    ends = [place + 1 for place, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: ends[min(level, len(ends)) - 1]]) if ends else ""
+
+
+Path = tuple[str, ...]
+
+
+class ModuleTree:
+    """The modules of a graph, as far as ops of its forward pass were called in them.
+
+    Attributes:
+        paths: of the module of each op, in parts; () for ops of no module, and those after the forward pass.
+        root: what all paths begin with: the model.
+        depth: how deep modules are nested below it.
+        compound: modules with others inside.
+        lists: containers that are never called themselves, such as an ``nn.ModuleList``.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.paths: list[Path] = [tuple(op.module.split(".")) if _has_module(graph, op.id) else () for op in graph.ops]
+        there = sorted({path for path in self.paths if path})
+        self.root = _common(there[0], there[-1]) if there else ()
+        self.depth = max((len(path) for path in there), default=0) - len(self.root)
+        self.compound = {path[:end] for path in there for end in range(len(path))}
+        self.lists = self._find_lists()
+
+    def modules_at(self, depth: int, *, layers: bool) -> tuple[str | None, ...]:
+        """For each op the module `depth` steps below the root that it belongs to; None if to none.
+
+        What lists hold stands in their place. Modules with nothing inside count only if `layers`, then less deep too. A
+        module that is called again later, with others in between, is another one then.
+        """
+        found = [self._module_of(path, depth) for path in self.paths]
+        names: list[str | None] = [None] * len(found)
+        calls: dict[Path, int] = {}
+        placed = ((i, module) for i, module in enumerate(found) if self.paths[i])
+        for module, members in groupby(placed, key=lambda place: place[1]):
+            if not module or not (layers or module in self.compound):
+                continue
+            calls[module] = calls.get(module, 0) + 1
+            name = ".".join(module) + (f" call {calls[module]}" if calls[module] > 1 else "")
+            for i, _ in members:
+                names[i] = name
+        return tuple(names)
+
+    def _module_of(self, path: Path, depth: int) -> Path:
+        """What of `path` is `depth` steps below the root, steps to lists not counted.
+
+        Less deep only where there is nothing inside; () for what a module computes itself beside others inside it.
+        """
+        end, left = len(self.root), depth
+        while end < len(path) and left:
+            end += 1
+            left -= path[:end] not in self.lists
+        return () if end == len(self.root) or (left and path in self.compound) else path[:end]
+
+    def _find_lists(self) -> frozenset[Path]:
+        """Containers that are never called: nothing is computed in themselves, and others come between what they hold.
+
+        What they hold comes once; of a module that is called several times each part comes again with each call.
+        """
+        runs: dict[Path, int] = {}
+        last: dict[Path, int] = {}
+        held: dict[Path, set[Path]] = {}
+        for place, path in enumerate(path for path in self.paths if path):
+            for end in range(1, len(path) + 1):
+                part = path[:end]
+                if last.get(part) != place - 1:
+                    runs[part] = runs.get(part, 0) + 1
+                last[part] = place
+                held.setdefault(part[:-1], set()).add(part)
+        lists: set[Path] = set()
+        for container in sorted(self.compound - set(self.paths), key=len, reverse=True):
+            once = all(runs[part] == 1 or part in lists for part in held[container])
+            if runs.get(container, 0) > 1 and once:
+                lists.add(container)
+        return frozenset(lists)
+
+
+def _has_module(graph: Graph, op_id: int) -> bool:
+    op = graph.ops[op_id]
+    return op.phase is Phase.FORWARD and bool(op.module)
+
+
+def _common(a: Path, b: Path) -> Path:
+    end = 0
+    while end < min(len(a), len(b)) and a[end] == b[end]:
+        end += 1
+    return a[:end]

@@ -1,0 +1,419 @@
+"""Runs a step as an online system does: ops in program order, and when memory runs out, something is evicted.
+
+The runtime of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021), as their simulator has it;
+which tensor goes is up to a ``Heuristic``. Before an op its inputs are touched and those in memory locked;
+the missing ones are made again in order, recursively, and locked. Then, while memory with the outputs (and
+the workspace) is over the budget, an unlocked tensor is evicted. An op that runs again makes all its outputs;
+those still in memory are there twice meanwhile, those that were gone are evictable again.
+
+Views that are ops of the graph (see ``graphs.importers.simrd``) go with their base, add to its cost, and are made
+again when they are read. Never evicted: what is static or kept (constants and outputs are pinned), and what cannot
+be made again.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.ir import Graph, Op
+from graphs.schedule import Compute, Free, Schedule, Step
+from graphs.units import format_bytes
+from solvers.baselines.common.answers import Candidate, answer, failure
+from solvers.baselines.common.recomputation import last_needed, repeatable
+from solvers.request import Request
+from solvers.result import Reason, Result
+
+_HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
+
+_WORK_PER_OP = 5e-5  # of making room for an op and executing it
+
+Floats = NDArray[np.float64]
+
+Ints = NDArray[np.int64]
+
+
+class Deallocation(StrEnum):
+    """What happens when the program has no further use for a tensor."""
+
+    EAGER = "eager"  # it is evicted; recomputing another may bring it back, to be evicted when memory runs out
+    IGNORE = "ignore"  # nothing
+    BANISH = "banish"  # once all that was made from it is in memory, it goes for good, and that is pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A reference held beyond the last reader, as it stands in a graph.
+
+    Attributes:
+        storage: id of the tensor that the program went on to hold.
+        tensor: id of the one that stands for it from then on.
+        hold, release: ids of the ops that make and read that one.
+    """
+
+    storage: int
+    tensor: int
+    hold: int
+    release: int
+
+
+def held_storages(graph: Graph) -> tuple[Held, ...]:
+    """What the program that `graph` records held beyond the last reader."""
+    return tuple(
+        Held(t.held_for, t.id, t.producers[0], graph.consumers[t.id][0])
+        for t in graph.tensors
+        if t.held_for is not None and not t.static
+    )
+
+
+class Heuristic(ABC):
+    """Which tensor to evict: that of least score; told what is evicted and made as it happens.
+
+    Attributes:
+        keeps_siblings: whether an op that runs again for one output leaves the others in memory as well.
+    """
+
+    keeps_siblings = True
+
+    def spares(self, graph: Graph, t: int) -> bool:
+        """Whether `t` is never evicted."""
+        return False
+
+    def estimate_s(self, graph: Graph, op: Op) -> float:
+        """What the heuristic takes `op` to need."""
+        return op.time_s
+
+    def begin(self, run: "Online") -> None:
+        """A run begins: nothing has been computed."""
+        self.run = run
+
+    def evicted(self, t: int) -> None:  # noqa: B027 (not all listen)
+        """`t` has left memory."""
+
+    def restored(self, t: int) -> None:  # noqa: B027
+        """`t`, which was evicted, is in memory again, or has been banished."""
+
+    @abstractmethod
+    def scores(self, candidates: Ints) -> Floats:
+        """The score of each of `candidates`, tensor ids."""
+
+    def choose(self, candidates: Ints) -> int:
+        """One of `candidates`: of equal scores the one that became evictable last, but of scores of 0 first."""
+        scores = self.scores(candidates)
+        least = scores.min()
+        tied = candidates[scores == least]
+        since = self.run.since[tied]
+        return int(tied[since.argmin() if least == 0 else since.argmax()])
+
+
+class FailedError(Exception):
+    """The run cannot go on: its message and its `reason` say why."""
+
+    def __init__(self, message: str, reason: Reason) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Online:
+    """One run of a graph under a budget; `run` may be called once.
+
+    Attributes, for heuristics (indexed by tensor id):
+        size_bytes: of each tensor.
+        own_s: time of the op that makes it, and of those that made views of it, by the heuristic's estimate.
+        touched_s: when it was made first, or last read.
+        gone: it has been computed and is not in memory; banished ones do not count.
+        live: it is in memory.
+        since: when it became evictable, a running number.
+        parents, children: what it is made from, and what is made from it; static tensors and views left out.
+        clock_s: seconds of execution so far, by the heuristic's estimate.
+        now: the op of the program that is due.
+        again: how often each op (by id) has run beyond the first time.
+        budget_bytes, memory_bytes: static bytes included.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        heuristic: Heuristic,
+        *,
+        deallocation: Deallocation = Deallocation.EAGER,
+        thrash_factor: float = math.inf,
+        stop: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            graph: what is run.
+            budget_bytes: static bytes included.
+            heuristic: what to evict.
+            deallocation: what happens to a tensor after its last use in the program.
+            thrash_factor: the run fails once recomputation takes more than this factor less 1 times the step.
+            stop: polled; a reason ends the run.
+        """
+        self.graph, self.budget_bytes, self.heuristic = graph, budget_bytes, heuristic
+        self.deallocation, self.stop = deallocation, stop
+        self.thrash_s = (thrash_factor - 1.0) * graph.time_s
+        count = len(graph.tensors)
+        self.size_bytes: Floats = np.array([t.size_bytes for t in graph.tensors], dtype=np.float64)
+        self.estimates_s = [heuristic.estimate_s(graph, op) for op in graph.ops]
+        self.own_s: Floats = np.array(
+            [self.estimates_s[t.producers[0]] if t.producers else 0.0 for t in graph.tensors], dtype=np.float64
+        )
+        self.touched_s: Floats = np.zeros(count)
+        self.since: Ints = np.zeros(count, dtype=np.int64)
+        self.live = np.zeros(count, dtype=np.bool_)
+        self.gone = np.zeros(count, dtype=np.bool_)
+        self.pool = np.zeros(count, dtype=np.bool_)
+        self.locks = [0] * count
+        self.released = [False] * count
+        self.banished = [False] * count
+        self.clock_s = self.recomputed_s = 0.0
+        self.again = [0] * len(graph.ops)
+        self.memory_bytes = graph.static_bytes
+        self.steps: list[Step] = []
+        self.numbers = self.now = 0
+        fit = repeatable(graph)
+        self.evictable = [
+            not t.static and t.id not in graph.kept and fit[t.producers[0]] and not heuristic.spares(graph, t.id)
+            for t in graph.tensors
+        ]
+        self.held = {h.storage: h for h in held_storages(graph)}
+        base = {t.id: t.view_of for t in graph.tensors if t.view_of is not None}
+        self.base = [base.get(t, t) for t in range(count)]  # of a view the tensor that it is a view of, of others themselves
+        self.views: dict[int, list[int]] = {}
+        for view in base:
+            self.views.setdefault(base[view], []).append(view)
+            self.evictable[view] = False
+        self.parents, self.children = self._relations()
+        self.dies = self._deaths()
+
+    def run(self) -> Schedule:
+        """The schedule of the run.
+
+        Raises:
+            FailedError: out of memory, thrashing, or stopped.
+        """
+        self.heuristic.begin(self)
+        stand_ins = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
+        for op in self.graph.ops:
+            self.now = op.id
+            if op.id not in stand_ins:
+                self._execute(op.id)
+                for t in op.outputs:
+                    self.touched_s[self.base[t]] = self.clock_s
+                    if self.base[t] != t:
+                        self.own_s[self.base[t]] += self.estimates_s[op.id]
+            for t in self.dies.get(op.id, ()):
+                self._release(t)
+        for t in tuple(self.held):
+            self._leave(t)
+        return Schedule(tuple(self.steps))
+
+    def _relations(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """What each tensor is made from, and what is made from it."""
+        parents: list[tuple[int, ...]] = [()] * len(self.graph.tensors)
+        children: list[list[int]] = [[] for _ in self.graph.tensors]
+        for op in self.graph.ops:
+            read = tuple(dict.fromkeys(self.base[t] for t in self._inputs(op.id)))
+            made = [t for t in op.outputs if self.base[t] == t]
+            for t in made:
+                parents[t] = read
+            for t in read:
+                children[t] += made
+        return tuple(parents), tuple(map(tuple, children))
+
+    def _deaths(self) -> dict[int, list[int]]:
+        """By op: what the program has no further use for then; of what is never evicted: what nothing can need any more."""
+        needed = last_needed(self.graph)
+        stand_ins = {h.tensor for h in self.held.values()}
+        dies: dict[int, list[int]] = {}
+        for t in self.graph.tensors:
+            if t.static or t.id in self.graph.kept or t.id in stand_ins or self.base[t.id] != t.id:
+                continue
+            uses = [t.producers[0], *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
+            if t.id in self.held:
+                uses.append(self.held[t.id].release)
+            dies.setdefault(max(uses), []).append(t.id)
+        return dies
+
+    # Executing.
+
+    def _execute(self, op_id: int) -> None:
+        """Op `op_id`, and before it what it takes; without recursion, for chains may be long."""
+        stack = [(op_id, -1, self._begin(op_id))]
+        while stack:
+            op, wanted, missing = stack[-1]
+            while missing and self.live[missing[-1]]:
+                self._lock(missing.pop())
+            if missing:
+                producer = self.graph.tensors[missing[-1]].producers[0]
+                stack.append((producer, missing[-1], self._begin(producer)))
+                continue
+            stack.pop()
+            self._compute(op, wanted)
+            for t in self._inputs(op):
+                self._unlock(t)
+                if self.deallocation is Deallocation.BANISH:
+                    self._try_to_banish(self.base[t])
+            self._go_on()
+            if self.recomputed_s > self.thrash_s:
+                raise FailedError(
+                    f"it thrashes: recomputation takes more than {self.thrash_s / self.graph.time_s:.0%} of the step",
+                    Reason.THRASHING,
+                )
+
+    def _go_on(self) -> None:
+        if reason := self.stop():
+            raise FailedError(reason, Reason.TIME)
+
+    def _inputs(self, op_id: int) -> tuple[int, ...]:
+        """What op `op_id` reads, static tensors left out, and what it reads as a view."""
+        inputs = [t for t in self.graph.ops[op_id].inputs if not self.graph.tensors[t].static]
+        bases = {self.base[t] for t in inputs if self.base[t] != t}
+        return tuple(t for t in inputs if t not in bases)
+
+    def _begin(self, op_id: int) -> list[int]:
+        """Touch the inputs and lock those in memory; returns the others, the first one last."""
+        inputs = self._inputs(op_id)
+        for t in inputs:
+            if self.deallocation is not Deallocation.BANISH or not self.released[self.base[t]]:
+                self.touched_s[self.base[t]] = self.clock_s
+        missing = [t for t in reversed(inputs) if not self.live[t]]
+        for t in inputs:
+            if self.live[t]:
+                self._lock(t)
+        return missing
+
+    def _compute(self, op_id: int, wanted: int) -> None:
+        """Run op `op_id` for the sake of output `wanted`, -1 for the first time."""
+        op = self.graph.ops[op_id]
+        self._make_room(op_id, sum(self.graph.tensors[t].size_bytes for t in op.outputs) + op.workspace_bytes)
+        self.steps.append(Compute(op_id))
+        self.clock_s += self.estimates_s[op_id]
+        if wanted >= 0:
+            self.recomputed_s += op.time_s
+            self.again[op_id] += 1
+        asked = wanted if wanted >= 0 else op.outputs[0] if op.outputs else -1
+        for t in (*(t for t in op.outputs if t != asked), *((asked,) if asked >= 0 else ())):
+            if self.live[t]:
+                continue
+            if self.banished[t] or (wanted >= 0 and t != wanted and not self.heuristic.keeps_siblings):
+                self.steps.append(Free(t))
+                continue
+            self.live[t] = True
+            self.memory_bytes += self.graph.tensors[t].size_bytes
+            self._offer(t)
+            if self.gone[t]:
+                self.gone[t] = False
+                self.heuristic.restored(t)
+
+    def _make_room(self, op_id: int, wanted_bytes: int) -> None:
+        while self.memory_bytes + wanted_bytes > self.budget_bytes:
+            candidates = np.flatnonzero(self.pool)
+            if not len(candidates):
+                raise FailedError(
+                    f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(wanted_bytes)} more, "
+                    f"{format_bytes(self.memory_bytes)} are in use, and nothing is left to evict",
+                    Reason.MEMORY,
+                )
+            self._free(self.heuristic.choose(candidates))
+            self._go_on()  # an op may take hundreds of evictions, each as long as its execution
+
+    # Tensors.
+
+    def _lock(self, t: int) -> None:
+        base = self.base[t]
+        self.locks[base] += 1
+        self.pool[base] = False
+
+    def _unlock(self, t: int) -> None:
+        base = self.base[t]
+        self.locks[base] -= 1
+        if not self.locks[base]:
+            self._offer(base)
+
+    def _offer(self, t: int) -> None:
+        """`t` may be evicted from now on, unless it is pinned."""
+        if self.evictable[t]:
+            self.pool[t] = True
+            self.since[t] = self.numbers
+            self.numbers += 1
+
+    def _free(self, t: int) -> None:
+        self._leave(t)
+        self.gone[t] = True
+        self.heuristic.evicted(t)
+
+    def _leave(self, t: int) -> None:
+        """Take `t` out of memory, with its views; the first time, what the program held on to is let go of as well."""
+        for view in self.views.get(t, ()):
+            if self.live[view]:
+                self.live[view] = False
+                self.steps.append(Free(view))
+        if self.live[t]:
+            self.live[t] = self.pool[t] = False
+            self.memory_bytes -= self.graph.tensors[t].size_bytes
+            self.steps.append(Free(t))
+        if held := self.held.pop(t, None):
+            self.steps += [Compute(held.hold), Compute(held.release), Free(held.tensor)]
+
+    # The program has no further use for a tensor.
+
+    def _release(self, t: int) -> None:
+        self.released[t] = True
+        if self.deallocation is Deallocation.EAGER and self.live[t]:
+            self._free(t)
+        if self.deallocation is Deallocation.BANISH:
+            self._try_to_banish(t)
+
+    def _try_to_banish(self, t: int) -> None:
+        """Banish `t` if the program is done with it and all that was made from it is in memory."""
+        if not self.released[t] or self.banished[t] or self.locks[t] or any(self.gone[c] for c in self.children[t]):
+            return
+        if self.gone[t]:
+            self.gone[t] = False
+            self.heuristic.restored(t)
+        self._leave(t)
+        self.banished[t] = True
+        for child in self.children[t]:
+            if not self.banished[child]:
+                self.evictable[child] = self.pool[child] = False
+
+
+def online_result(
+    request: Request,
+    solver: str,
+    rules: Iterable[tuple[Heuristic, Mapping[str, object]]],
+    *,
+    deallocation: Deallocation,
+    thrash_factor: float,
+    settings: Mapping[str, object],
+) -> Result:
+    """The fastest of the runs that end, one with each of `rules`: heuristics with settings of their own. See ``Online``."""
+    graph, budget_bytes = request.graph, request.budget_bytes
+    trials: list[Candidate] = []
+    failures: list[FailedError] = []
+
+    def stop() -> str:
+        request.clock.spend(_WORK_PER_OP)
+        return request.ended()
+
+    for rule, own in rules:
+        run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
+        try:
+            trials.append(Candidate(run.run(), own))
+        except FailedError as error:
+            failures.append(error)
+        if request.ended():
+            break
+    if trials:
+        return answer(request, solver, trials, what=solver, settings=settings)
+    # With more time, or a larger step allowed, it might have ended; out of memory it cannot.
+    nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
+    why = f"{solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise the budget, or use the solver windows"
+    return failure(request, solver, why, nearest.reason, settings=settings)

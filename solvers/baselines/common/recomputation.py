@@ -1,0 +1,101 @@
+"""Which ops may run again and for how long, and groups of forward ops that are recomputed."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from graphs.ir import Graph, Phase
+from graphs.schedule import Schedule, schedule_of
+
+
+def repeatable(graph: Graph) -> tuple[bool, ...]:
+    """For each op whether it may run again at any time: nothing that it reads or writes is written in place later."""
+    writers: dict[int, int] = {}
+    for op in graph.ops:
+        for t in op.mutates:
+            writers[t] = op.id
+    return tuple(op.recomputable and all(writers.get(t, -1) <= op.id for t in (*op.inputs, *op.mutates)) for op in graph.ops)
+
+
+def last_needed(graph: Graph) -> tuple[int, ...]:
+    """For each op the last op of the program for which it may have to run again, directly or for what that reads.
+
+    An op that cannot run again, or all of whose outputs are kept, is needed for itself only.
+    """
+    fit = repeatable(graph)
+    needed = list(range(len(graph.ops)))
+    for op in reversed(graph.ops):
+        if fit[op.id]:
+            readers = (r for t in op.outputs if t not in graph.kept for r in graph.consumers[t])
+            needed[op.id] = max((needed[r] for r in readers), default=op.id)
+    return tuple(needed)
+
+
+def free_source(graph: Graph, op_id: int) -> bool:
+    """Whether making the outputs of op `op_id` again costs nothing and takes nothing."""
+    op = graph.ops[op_id]
+    return op.time_s == 0.0 and all(graph.tensors[t].static for t in op.inputs)
+
+
+def droppable(graph: Graph) -> frozenset[int]:
+    """Tensors of the forward pass that may be dropped and made again: not kept, and their op may run again."""
+    fit = repeatable(graph)
+    return frozenset(t for op in graph.ops if op.phase is Phase.FORWARD and fit[op.id] for t in op.outputs if t not in graph.kept)
+
+
+def read_later(graph: Graph) -> frozenset[int]:
+    """Tensors that ops after the forward pass read."""
+    return frozenset(t for op in graph.ops if op.phase is not Phase.FORWARD for t in op.inputs)
+
+
+def needed_for(graph: Graph, wanted: Iterable[int], ops: Iterable[int], absent: AbstractSet[int]) -> list[int]:
+    """Those of `ops` that make `wanted`, and what of `absent` that takes; in program order."""
+    needed = set(wanted)
+    again = []
+    for op_id in sorted(ops, reverse=True):
+        op = graph.ops[op_id]
+        if needed.intersection(op.outputs):
+            needed.update(t for t in op.inputs if t in absent)
+            again.append(op_id)
+    return again[::-1]
+
+
+def recompute_groups(
+    graph: Graph, groups: Sequence[Hashable], *, saved: AbstractSet[int] = frozenset(), at_once: bool = True
+) -> Schedule:
+    """The schedule that drops what lies inside a group of forward ops, and makes it again when it is needed.
+
+    Of a group stays what forward ops outside it read, what is saved or kept, and what cannot be made again. The rest
+    is made again before ops after the forward pass that read it, once, as far as such ops need it.
+
+    Args:
+        graph: what is scheduled.
+        groups: for each op the group it is in; None: its outputs stay.
+        saved: tensors that stay.
+        at_once: with the first tensor of a group that is needed all others are made again; otherwise each when
+            it is needed itself.
+    """
+    groups = [group if op.phase is Phase.FORWARD else None for op, group in zip(graph.ops, groups, strict=True)]
+    dropped = {t for t in droppable(graph) - saved if _is_inside(graph, groups, t)}
+    members: dict[Hashable, list[int]] = {}
+    for op_id, group in enumerate(groups):
+        members.setdefault(group, []).append(op_id)
+    wanted = read_later(graph) & dropped
+    absent = set(dropped)
+    computed: list[int] = []
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            for t in op.inputs:
+                if t not in absent:
+                    continue
+                inside = members[groups[graph.tensors[t].producers[0]]]
+                again = needed_for(graph, wanted & absent if at_once else [t], inside, absent)
+                computed += again
+                absent.difference_update(made for i in again for made in graph.ops[i].outputs)
+        computed.append(op.id)
+    return schedule_of(graph, computed)
+
+
+def _is_inside(graph: Graph, groups: Sequence[Hashable], t: int) -> bool:
+    group = groups[graph.tensors[t].producers[0]]
+    readers = (r for r in graph.consumers[t] if graph.ops[r].phase is Phase.FORWARD)
+    return group is not None and all(groups[reader] == group for reader in readers)

@@ -1,0 +1,102 @@
+"""DeepSpeed's activation offload (DeepCompile, 2025): everything large goes to the host, then the largest come back.
+
+All that is saved for the backward pass, of floating point and at least 5 MiB, is copied out after its last use in the forward
+pass, and the copy is waited for at once. That plan's peak is the floor. What the budget has above it is spent on tensors that
+stay: the largest first, each that is no larger than what is left. The others come back before their first reader, earlier by
+as many ops as take as long as the copy does, as far as the profiled memory with all that has been brought back until then is
+within the budget; they stay until their last reader.
+
+Published with the peak of the forward pass as the floor, less a tenth of the device for the allocator; here without that
+tenth, and also with the peak of the whole step, whichever is faster among those that fit.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from graphs.ir import Phase
+from graphs.schedule import Compute, Schedule
+from graphs.simulate import simulate
+from solvers.baselines.common.answers import Candidate
+from solvers.baselines.common.offloading import Fetch, Moves, Offer, offloading_answer, schedule_with
+from solvers.request import Request
+from solvers.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedParams:
+    """As published.
+
+    Attributes:
+        least_bytes: smaller tensors stay.
+    """
+
+    least_bytes: int = 5 * 2**20
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when no such plan fits. The parameters are ``DeepSpeedParams``."""
+    params = request.params_of(DeepSpeedParams())
+    trials = partial(_trials, budget_bytes=request.budget_bytes, least_bytes=params.least_bytes)
+    return offloading_answer(request, "deepspeed-offload", trials, what="DeepSpeed's offload", settings=asdict(params))
+
+
+def _trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candidate]:
+    large = [t for t in offer.saved() if offer.size_bytes(t) >= least_bytes and _is_floating(offer.program.tensors[t].dtype)]
+    eligible = offer.fitting(sorted(large, key=lambda t: -offer.size_bytes(t)))
+    plan = _Plan(offer, eligible)
+    forward = [op.id for op in offer.program.ops if op.phase is Phase.FORWARD]
+    floors = {"forward pass": max((plan.memory_bytes[op] for op in forward), default=0), "step": max(plan.memory_bytes)}
+    for name, floor_bytes in floors.items():
+        room = budget_bytes - floor_bytes
+        moved: list[int] = []
+        for t in eligible:
+            if offer.size_bytes(t) <= room:
+                room -= offer.size_bytes(t)
+            else:
+                moved.append(t)
+        yield Candidate(_Plan(offer, moved).early(budget_bytes), {"floor": name})
+
+
+def _is_floating(dtype: str) -> bool:
+    """Also where it is not known."""
+    return not dtype or "float" in dtype
+
+
+class _Plan:
+    """Tensors `moved` to the host, each back just in time.
+
+    Attributes:
+        memory_bytes: during each op of the program.
+    """
+
+    def __init__(self, offer: Offer, moved: Sequence[int]) -> None:
+        self.offer = offer
+        self.ops = range(len(offer.program.ops))
+        self.sent = [(t, max((offer.made_at(t), *offer.readers(t, forward=True)))) for t in moved]
+        self.first = sorted((offer.readers(t, forward=False)[0], t) for t in moved)
+        schedule = self._schedule([Fetch(t, reader, reader) for reader, t in self.first])
+        memory = simulate(offer.whole, schedule).memory_bytes
+        at = {step.op: memory[k] for k, step in enumerate(schedule.steps) if isinstance(step, Compute)}
+        self.memory_bytes = [at[op] for op in self.ops]
+
+    def early(self, budget_bytes: int) -> Schedule:
+        """The schedule that brings tensors back early enough, as far as memory allows."""
+        offer, ops = self.offer, self.offer.program.ops
+        fetches: list[Fetch] = []
+        brought_bytes = 0
+        for reader, t in self.first:
+            begin, passed_s = reader, 0.0
+            brought_bytes += offer.size_bytes(t)
+            while (
+                passed_s < offer.trips[t].in_s
+                and ops[begin - 1].phase is not Phase.FORWARD
+                and self.memory_bytes[begin - 1] + brought_bytes <= budget_bytes
+            ):
+                begin -= 1
+                passed_s += ops[begin].time_s
+            fetches.append(Fetch(t, begin, reader))
+        return self._schedule(fetches)
+
+    def _schedule(self, fetches: Sequence[Fetch]) -> Schedule:
+        return schedule_with(self.offer, self.ops, Moves(sent=self.sent, fetches=list(fetches)))

@@ -1,0 +1,215 @@
+"""DELTA (2022): when memory runs out, a tensor is swapped or dropped, whichever costs less.
+
+Ops run in program order. While there is no room, the tensor of least 1 / (bytes x staleness) goes, staleness being the time
+since it was last read. It is dropped, to be computed again, if that takes less than two copies, out and in, else it is
+swapped. What the next ops read and is on the host is asked for ahead, as far as there is room without evicting.
+
+Where that is left open: the time to compute a tensor again includes what is missing for that; a tensor goes for good after its
+last use; the computation waits for a copy out only where its memory is wanted; what has a copy on the host already is not
+copied out again; ops are looked at as far ahead as suits the step, by trying.
+
+Feasibility is not monotone in the budget. A failure proves nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from graphs.schedule import Schedule
+from graphs.units import format_bytes
+from solvers.baselines.common.answers import Candidate, answer, failure
+from solvers.baselines.common.offloading import Device, Offer, offer_of, offloading_answer
+from solvers.baselines.common.online import FailedError
+from solvers.baselines.common.recomputation import last_needed, repeatable
+from solvers.request import Request
+from solvers.result import Reason, Result
+
+_WORK_PER_OP = 5e-5  # of making room for an op and executing it
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaParams:
+    """Of a run.
+
+    Attributes:
+        ahead: how many ops tensors are asked for ahead; each is tried.
+        thrash_factor: a step that computes for longer than this times the one without recomputation is a failure.
+    """
+
+    ahead: tuple[int, ...] = (1, 2, 4, 8)
+    thrash_factor: float = 2.0
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when it is out of memory or thrashes. The parameters are ``DeltaParams``."""
+    params = request.params_of(DeltaParams())
+    offer = offer_of(request.graph)
+    if offer is None:
+        return offloading_answer(request, "delta", lambda _: (), what="DELTA", settings=asdict(params))
+    trials: list[Candidate] = []
+    failed: FailedError | None = None
+
+    def stop() -> str:
+        request.clock.spend(_WORK_PER_OP)
+        return request.ended()
+
+    for ahead in params.ahead:
+        try:
+            schedule = Delta(offer, request.budget_bytes, ahead, params.thrash_factor, stop).run()
+            trials.append(Candidate(schedule, {"ahead": ahead}))
+        except FailedError as error:
+            failed = failed or error
+    if trials or failed is None:
+        return answer(request, "delta", trials, what="DELTA", settings=asdict(params))
+    why = f"delta fails at {format_bytes(request.budget_bytes)}: {failed}. Raise the budget, or use the solver windows"
+    return failure(request, "delta", why, failed.reason, settings=asdict(params))
+
+
+class Delta:
+    """One run; `run` may be called once."""
+
+    def __init__(self, offer: Offer, budget_bytes: int, ahead: int, thrash_factor: float, stop: Callable[[], str]) -> None:
+        self.offer, self.graph, self.ahead, self.stop = offer, offer.program, ahead, stop
+        self.device = Device(offer, budget_bytes)
+        self.left_s = (thrash_factor - 1.0) * self.graph.time_s
+        self.again = repeatable(self.graph)
+        needed = last_needed(self.graph)
+        # What cannot be made again is wanted for as long as something that is made of it may be made again.
+        self.last = [
+            max((t.producers[0], *(r if self.again[t.producers[0]] else needed[r] for r in self.graph.consumers[t.id])))
+            if t.producers
+            else -1
+            for t in self.graph.tensors
+        ]
+        self.dies: dict[int, list[int]] = {}
+        for t in self.graph.tensors:
+            if t.producers and t.id not in self.graph.kept:
+                self.dies.setdefault(self.last[t.id], []).append(t.id)
+        self.touched_s = [0.0] * len(self.graph.tensors)
+        self.locks = [0] * len(self.graph.tensors)
+        self.now = 0
+
+    def run(self) -> Schedule:
+        """The schedule of the run.
+
+        Raises:
+            FailedError: out of memory, thrashing, or stopped.
+        """
+        for op in self.graph.ops:
+            self.now = op.id
+            self._look_ahead()
+            self._execute(op.id)
+            for t in self.dies.get(op.id, ()):
+                if t in self.device.live:
+                    self.device.free(t)
+        return self.device.schedule
+
+    def _look_ahead(self) -> None:
+        device, op = self.device, self.graph.ops[self.now]
+        coming = [t for next_op in self.graph.ops[self.now : self.now + self.ahead + 1] for t in next_op.inputs]
+        missing = [t for t in op.inputs if not self._is_there(t)]
+        own_bytes = sum(map(self.offer.size_bytes, {*missing, *op.outputs})) + op.workspace_bytes
+        for t in coming:
+            if t in device.leaving:
+                device.recall(t)
+            elif (
+                t not in missing
+                and not self._is_there(t)
+                and t in device.host
+                and device.fits(own_bytes + self.offer.size_bytes(t))
+            ):
+                device.fetch(t)
+
+    def _is_there(self, t: int) -> bool:
+        return self.graph.tensors[t].static or t in self.device.live
+
+    def _execute(self, op_id: int) -> None:
+        """Op `op_id`, and before it what it takes; without recursion, for chains may be long."""
+        stack = [self._begin(op_id)]
+        while stack:
+            op, missing = stack[-1]
+            while missing and missing[-1] in self.device.live:
+                self._lock(missing.pop())
+            if not missing:
+                stack.pop()
+                self._compute(op, stack[-1][1][-1] if stack else None)
+                continue
+            t = missing[-1]
+            if t in self.device.host:
+                self._make_room(self.offer.size_bytes(t), op)
+                self.device.fetch(t)
+            else:
+                stack.append(self._begin(self.graph.tensors[t].producers[0]))
+            if reason := self.stop():
+                raise FailedError(reason, Reason.TIME)
+
+    def _begin(self, op_id: int) -> tuple[int, list[int]]:
+        """Lock the inputs in memory; returns the others."""
+        inputs = [t for t in self.graph.ops[op_id].inputs if not self.graph.tensors[t].static]
+        missing = [t for t in inputs if t not in self.device.live]
+        for t in inputs:
+            if t in self.device.live:
+                self._lock(t)
+        return op_id, missing
+
+    def _lock(self, t: int) -> None:
+        self.device.recall(t)
+        self.locks[t] += 1
+
+    def _compute(self, op_id: int, wanted: int | None) -> None:
+        """Execute op `op_id`; again, for the sake of output `wanted`, or for the first time."""
+        device, op = self.device, self.graph.ops[op_id]
+        for t in op.outputs:
+            device.recall(t)
+        self._make_room(sum(map(self.offer.size_bytes, op.outputs)) + op.workspace_bytes, op_id)
+        device.compute(op_id)
+        for t in (*op.inputs, *op.outputs):
+            self.touched_s[t] = device.now_s
+        for t in op.inputs:
+            self.locks[t] -= not self.graph.tensors[t].static
+        if wanted is None:
+            return
+        self.left_s -= op.time_s
+        if self.left_s < 0:
+            raise FailedError("it thrashes: it recomputes for longer than it may", Reason.THRASHING)
+        for t in (*op.inputs, *op.outputs):
+            done = t in device.live and t not in self.graph.kept and self.last[t] < self.now
+            if done and not self.locks[t] and t != wanted:
+                device.free(t)
+
+    def _make_room(self, size_bytes: int, op_id: int) -> None:
+        device = self.device
+        while not device.make_room(size_bytes):
+            outputs = self.graph.ops[op_id].outputs
+            idle = [t for t in device.live if not self.locks[t] and t not in self.graph.kept and t not in outputs]
+            idle.sort(key=lambda t: (-self.offer.size_bytes(t) * (device.now_s - self.touched_s[t]), t))
+            if not any(self._evict(t) for t in idle):
+                raise FailedError(
+                    f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(size_bytes)} more, "
+                    f"{format_bytes(device.memory_bytes)} are in use, and nothing is left to evict",
+                    Reason.MEMORY,
+                )
+
+    def _evict(self, t: int) -> bool:
+        """Drop or swap tensor `t`; False if neither can be."""
+        again = self.again[self.graph.tensors[t].producers[0]]
+        swap = self.device.can_send(t)
+        if again and swap:
+            trip = self.offer.trips[t]
+            swap = self._again_s(t) >= trip.in_s + (0.0 if t in self.device.host else trip.out_s)
+        if swap:
+            self.device.send(t)
+        elif again:
+            self.device.free(t)
+        return swap or again
+
+    def _again_s(self, t: int) -> float:
+        """What it takes to compute tensor `t` again, with what is neither on the device nor on the host."""
+        ops: set[int] = set()
+        wanted = [t]
+        while wanted:
+            producer = self.graph.tensors[wanted.pop()].producers[0]
+            if producer not in ops:
+                ops.add(producer)
+                inputs = self.graph.ops[producer].inputs
+                wanted += (i for i in inputs if not self._is_there(i) and i not in self.device.host)
+        return sum(self.graph.ops[op].time_s for op in ops)

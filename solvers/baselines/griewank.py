@@ -1,0 +1,69 @@
+"""Binomial checkpointing of a chain of stages (Griewank & Walther, ``revolve``, ACM TOMS 2000).
+
+The state before the first stage is a snapshot, and s - 1 more may be stored. To reverse l stages from a snapshot,
+m stages are run, their result is stored, and the l - m after it are reversed with a snapshot less, then the first m.
+With the best m the forward pass takes, besides one run of each stage for its backward,
+
+    P(l, s) = r l - C(s + r, s + 1),  r the least with l <= C(s + r, s),
+
+runs of a stage: the optimum for stages of equal time and size, which the method takes all to be.
+
+Graphs that are no chains are cut at articulation points and, linearised, anywhere; numbers of snapshots are
+searched, and the fastest schedule that fits is taken.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+
+from graphs.ir import Graph
+from solvers.baselines.common.answers import Candidate, answer
+from solvers.baselines.common.stages import Cuts, Forward, Stages, cut_places
+from solvers.request import Request
+from solvers.result import Result
+
+_MOST_RUNS = 10  # of a stage on average
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when no number of snapshots fits."""
+    trials = (trial for cuts in Cuts for trial in snapshot_trials(request.graph, cuts))
+    return answer(request, "griewank", trials, what="binomial checkpointing")
+
+
+def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
+    """A schedule for each number of snapshots: all up to 8, then about a fifth more each time."""
+    stages = Stages(graph, cut_places(graph, cuts))
+    snapshots = 1
+    while snapshots <= max(1, len(stages)):
+        if runs(len(stages), snapshots) <= _MOST_RUNS * len(stages):
+            yield Candidate(stages.schedule(plan(len(stages), snapshots)), {"cuts": str(cuts), "snapshots": snapshots})
+        snapshots = max(snapshots + 1, math.ceil(1.2 * snapshots) if snapshots >= 8 else 0)
+
+
+@cache
+def runs(length: int, snapshots: int) -> int:
+    """P(length, snapshots): runs of a stage besides one each for its backward."""
+    r = 0
+    while math.comb(snapshots + r, snapshots) < length:
+        r += 1
+    return r * length - math.comb(snapshots + r, snapshots + 1)
+
+
+@cache
+def split(length: int, snapshots: int) -> int:
+    """The m with the least m + P(length - m, snapshots - 1) + P(m, snapshots); the snapshots are 2 or more."""
+    return min(range(1, length), key=lambda m: m + runs(length - m, snapshots - 1) + runs(m, snapshots))
+
+
+def plan(length: int, snapshots: int) -> Iterator[Forward]:
+    """What to run of a chain of `length` stages."""
+    parts = [(0, length, snapshots)]
+    while parts:
+        begin, end, left = parts.pop()
+        if end - begin <= 1:
+            yield from (Forward(stage, saving=True) for stage in range(begin, end))
+            continue
+        middle = begin + split(end - begin, left) if left > 1 else end - 1
+        yield from (Forward(stage, saving=False) for stage in range(begin, middle))
+        parts += [(begin, middle, left), (middle, end, max(left - 1, 1))]

@@ -1,0 +1,12 @@
+"""Keep everything: the schedule without recomputation, the reference for time and memory."""
+
+from graphs.schedule import keep_everything
+from solvers.baselines.common.answers import Candidate, answer
+from solvers.request import Request
+from solvers.result import Result
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when keeping everything does not fit."""
+    trial = Candidate(keep_everything(request.graph))
+    return answer(request, "keep-everything", [trial], what="keeping everything")

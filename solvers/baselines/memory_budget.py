@@ -1,0 +1,160 @@
+"""PyTorch's Memory Budget API (``activation_memory_budget``; partitioner of functorch, torch 2.13).
+
+A fraction of the bytes saved for the backward is allowed. Given what may not be computed again (banned), the saved
+tensors are a minimum cut between that and the backward, in bytes x 1.1^(distance to the backward, at most 100). At 1
+all but elementwise ops and moves of data are banned. Below, only what costs: compute-intensive ops, random ones, and
+reductions to less than a quarter; if their cut is small enough it is taken. Else a knapsack chooses which banned ops
+to save, the most time within the fraction, and the others are no longer banned. At 0 nothing is saved.
+
+In a graph whose ops do not have PyTorch's names all ops count as compute-intensive.
+
+What is not saved is made again when the backward needs it. Stages of the partitioner that differ only in what may be
+fused are left out, for here nothing is fused; op times are those of the graph (its "profile" estimator). As the fraction
+bounds saved bytes and not the peak, all fractions are tried, and the fastest schedule that fits is taken.
+"""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from graphs.ir import Graph, Op, Phase
+from solvers.baselines.common.answers import Candidate, answer
+from solvers.baselines.common.recomputation import droppable, read_later, recompute_groups
+from solvers.baselines.common.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
+from solvers.request import Request
+from solvers.result import Result
+
+FRACTIONS = tuple(round(1.0 - k / 20, 2) for k in range(21))
+_QUANTA = 10000  # of the saved bytes, in the knapsack
+_UNBOUNDED = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudgetParams:
+    """What is tried.
+
+    Attributes:
+        fractions: of the bytes saved at 1, each from 0 to 1.
+    """
+
+    fractions: tuple[float, ...] = FRACTIONS
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when no fraction fits. The parameters are ``MemoryBudgetParams``."""
+    fractions = request.params_of(MemoryBudgetParams()).fractions
+    return answer(request, "memory-budget", trials(request.graph, fractions), what="a memory budget")
+
+
+def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Candidate]:
+    """The schedule of each fraction, those that save the same once."""
+    partition = Partition(graph)
+    tried: set[frozenset[int]] = set()
+    for fraction in fractions:
+        saved = partition.saved(fraction)
+        if saved not in tried:
+            tried.add(saved)
+            schedule = recompute_groups(graph, [op.phase for op in graph.ops], saved=saved, at_once=False)
+            yield Candidate(schedule, {"fraction": fraction})
+
+
+class Partition:
+    """Which tensors to save, by fraction of the bytes that are saved at 1."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.absent = droppable(graph)
+        self.read = read_later(graph) & self.absent
+        self.distance = self._distances()
+        forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+        named = any(is_one_of(op, COMPUTE_INTENSIVE | CHEAP) for op in forward)
+        costly = (op for op in forward if not named or op.random or is_one_of(op, COMPUTE_INTENSIVE) or self._reduces(op))
+        self.costly = {op.id for op in costly}
+        self.most = self.cut(self.costly | {op.id for op in forward if not is_one_of(op, CHEAP)})
+        self.least = self.cut(self.costly)
+
+    def saved(self, fraction: float) -> frozenset[int]:
+        """What is saved at `fraction`."""
+        if fraction >= 1:
+            return self.most
+        allowed = fraction * self.bytes_of(self.most)
+        if fraction <= 0:
+            return frozenset()
+        if self.bytes_of(self.least) < allowed:
+            return self.least
+        items = sorted(i for i in self.costly if self._needed_bytes(i))
+        sizes = np.array([self._needed_bytes(i) for i in items], dtype=np.float64)
+        chosen = knapsack(sizes / self.bytes_of(self.most), [self.graph.ops[i].time_s for i in items], fraction)
+        return self.cut({items[k] for k in chosen})
+
+    def bytes_of(self, tensors: AbstractSet[int]) -> int:
+        """Their sum."""
+        return sum(self.graph.tensors[t].size_bytes for t in tensors)
+
+    def _needed_bytes(self, op_id: int) -> int:
+        return self.bytes_of({t for t in self.graph.ops[op_id].outputs if t in self.distance})
+
+    def _reduces(self, op: Op) -> bool:
+        return 4 * self.bytes_of(set(op.outputs)) < self.bytes_of(set(op.inputs))
+
+    def _distances(self) -> dict[int, int]:
+        """For each tensor that the backward needs how many ops it is from it."""
+        distance = dict.fromkeys(self.read, 1)
+        for op in reversed(self.graph.ops):
+            if op.phase is Phase.FORWARD:
+                ahead = min((distance[t] for t in op.outputs if t in distance), default=None)
+                for t in op.inputs:
+                    if t in self.absent and ahead is not None:
+                        distance[t] = min(distance.get(t, ahead + 1), ahead + 1)
+        return distance
+
+    def cut(self, banned: AbstractSet[int]) -> frozenset[int]:
+        """The tensors of a minimum cut between the outputs of the ops `banned` and what the backward reads."""
+        tensors = sorted(self.distance)
+        if not tensors:
+            return frozenset()
+        # Each tensor is an edge, from 2 k to 2 k + 1.
+        place = {t: 2 * k for k, t in enumerate(tensors)}
+        source, sink = 2 * len(tensors), 2 * len(tensors) + 1
+        weights = np.array([self.graph.tensors[t].size_bytes * 1.1 ** min(self.distance[t], 100) for t in tensors])
+        scale = max(1.0, weights.sum() / (_UNBOUNDED // 2))
+        edges = [(place[t], place[t] + 1, max(1, int(weight / scale))) for t, weight in zip(tensors, weights, strict=True)]
+        for t in tensors:
+            if not banned.isdisjoint(self.graph.tensors[t].producers):
+                edges.append((source, place[t], _UNBOUNDED))
+            if t in self.read:
+                edges.append((place[t] + 1, sink, _UNBOUNDED))
+            made = {o for r in self.graph.consumers[t] for o in self.graph.ops[r].outputs}
+            edges += [(place[t] + 1, place[o], _UNBOUNDED) for o in made if o in place]
+        starts, ends, capacities = np.array(edges, dtype=np.int32).T
+        network = csr_matrix((capacities, (starts, ends)), shape=(sink + 1, sink + 1))
+        left = network - maximum_flow(network, source, sink).flow
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+        return frozenset(t for t in tensors if place[t] in reached and place[t] + 1 not in reached)
+
+
+def knapsack(sizes: NDArray[np.float64], values: Sequence[float], room: float) -> list[int]:
+    """Items of the largest total value within `room`, sizes and room in whole quanta as there; a dynamic programme."""
+    whole = [round(size * _QUANTA) for size in sizes.tolist()]
+    best = np.zeros(round(room * _QUANTA) + 1)
+    taken = []
+    for size, value in zip(whole, values, strict=True):
+        with_it = np.full(len(best), -np.inf)
+        if size < len(best):
+            with_it[size:] = best[: len(best) - size] + value
+        taken.append(with_it > best)
+        best = np.maximum(best, with_it)
+    chosen = []
+    left = len(best) - 1
+    for k in range(len(whole) - 1, -1, -1):
+        if taken[k][left]:
+            chosen.append(k)
+            left -= whole[k]
+    return chosen[::-1]

@@ -1,0 +1,233 @@
+"""MONeT's program (Shah et al., *Memory Optimization for Deep Networks*, ICLR 2021), by HiGHS.
+
+Three choices at once: which tensors of the forward pass are stored and which are made again, by which implementation each op
+is executed, with its own workspace and its own inputs, and so which tensors a backward op reads. Implementations are the
+optional ops of a graph that stand for one op of the program by themselves (option ``kernels``); without any the program chooses
+what to make again. Stage 0 is the forward pass; stage k = 1..m makes forward ops again, in program order, each once at most, and
+ends with the k-th op behind the forward pass, which is executed once.
+
+V[k,i,a]: op i is executed by a in stage k; S[k,t]: t of the forward pass is in memory when stage k begins; W[k,t,c]: t is in
+memory at the turn of c in stage k, for c or for what comes later.
+
+    sum over a of V[k,i,a] = 1  (first executions), <= 1  (others)
+    V[k,i,a]  <= S[k,t] + sum over b of V[k,p(t),b]            t read by a
+    S[k+1,t]  <= S[k,t] + sum over b of V[k,p(t),b]
+    W[k,t,c]  >= sum over the a of c that read t of V[k,c,a],  W[k,t,c'] of the next reader c', S[k+1,t] behind the last
+    sum over a of (w_a + b(out(a))) V[k,i,a] + sum over t of b_t (W of t at i; S[k,t] if t is made at i or later) <= M
+
+Published, local and stored tensors have letters of their own (P and S), memory is written with products of binaries that are made
+linear, and implementations and recomputations too (RF and R): V is their product. What an op makes in place of its input is the
+row of ops ``in_place`` here, which stands for several ops and is left out.
+"""
+
+from collections.abc import Iterator
+
+from graphs.checks import check_plain
+from graphs.ir import Graph, Phase
+from graphs.options.selection import without_computed
+from graphs.schedule import Schedule, schedule_of
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from solvers import highs
+from solvers.baselines.common.recomputation import repeatable
+from solvers.highs.columns import Columns, Weighted
+from solvers.highs.program import Floats, Outcome, Watch
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, known_class, status_of
+
+CLASS = "ops of the forward pass again at most once before each later op, in program order"
+MOST_ENTRIES = 2_000_000  # of the rows of memory: HiGHS takes an hour for less
+_MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
+_TIME_RANGE = 1e3  # the step without recomputation in its unit of time
+
+
+class MonetProgram(Columns):
+    """The program of a graph for a budget.
+
+    Attributes:
+        V, S: columns by the letters of the program, where they may be 1.
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int) -> None:
+        super().__init__()
+        program = graph.program
+        self.graph, self.unit_s = graph, (graph.time_s or 1.0) / _TIME_RANGE
+        self.capacity_bytes = budget_bytes - graph.static_bytes
+        self.forward = [op.id for op in program if op.phase is Phase.FORWARD]
+        self.later = [op.id for op in program if op.phase is not Phase.FORWARD]
+        self.stages = range(len(self.later) + 1)
+        self.ways = {op.id: [op.id] for op in program}
+        for op in graph.ops[len(program) :]:
+            if len(op.replaces) == 1:
+                self.ways[op.replaces[0]].append(op.id)
+        fit = repeatable(graph)
+        self.again = [i for i in self.forward if fit[i]]
+        self.made_at = [t.producers[0] if t.producers and t.producers[0] < len(program) else -1 for t in graph.tensors]
+        self.passing = [t for i in self.forward for t in graph.ops[i].outputs if t not in graph.kept]
+        self.passes = frozenset(self.passing)
+        self.last_read = {t.id: max(self._readers(t.id), default=-1) for t in graph.tensors}
+        self.V: dict[tuple[int, int, int], int] = {}
+        self.S: dict[tuple[int, int], int] = {}
+
+    @property
+    def entries(self) -> int:
+        """About how many entries the rows of memory have."""
+        return len(self.stages) * len(self.again) * len(self.passing)
+
+    def build(self) -> None:
+        """Make all columns and rows."""
+        for k in self.stages:
+            for i in self._ops(k):
+                for a in self._ways(i):
+                    cost = self.graph.ops[a].time_s / self.unit_s
+                    self.V[k, i, a] = self.column(cost=cost, integer=True)
+            for t in self.passing if k else ():
+                self.S[k, t] = self.column(integer=True)
+        for k in self.stages:
+            for i in self._ops(k):
+                first = k == 0 or i == self.later[k - 1]
+                self.row([(v, 1.0) for v in self._executed(k, i)], float(first), 1.0)
+            self._add_inputs(k)
+            self._add_memory(k)
+
+    def _ops(self, k: int) -> list[int]:
+        """The ops that have a turn in stage k, in order."""
+        return self.forward if k == 0 else [*self.again, self.later[k - 1]]
+
+    def _ways(self, i: int) -> Iterator[int]:
+        """What may execute op i: all that makes what the op makes and somebody reads, or what is kept,."""
+        wanted = {t for t in self.graph.ops[i].outputs if t in self.graph.kept or self._readers(t)}
+        for a in self.ways[i]:
+            op = self.graph.ops[a]
+            known = all(self.made_at[t] >= 0 or self.graph.tensors[t].static for t in (*op.inputs, *op.outputs))
+            if known and wanted <= set(op.outputs):
+                yield a
+
+    def _readers(self, t: int) -> list[int]:
+        """Ops of the program that read t, by some way."""
+        return sorted({i for i, ways in self.ways.items() if any(t in self.graph.ops[a].inputs for a in ways)})
+
+    def _executed(self, k: int, i: int, reading: int | None = None) -> list[int]:
+        """The columns V[k,i,a]; with `reading` of those a that read it."""
+        ways = (a for a in self.ways[i] if reading is None or reading in self.graph.ops[a].inputs)
+        return [self.V[k, i, a] for a in ways if (k, i, a) in self.V]
+
+    def _add_inputs(self, k: int) -> None:
+        for t in self.passing:
+            maker = self._executed(k, self.made_at[t])
+            there: list[Weighted] = [(self.S.get((k, t)), -1.0), *((v, -1.0) for v in maker)]
+            if k:
+                for i in self._ops(k):
+                    for v in self._executed(k, i, reading=t):
+                        self.at_most([(v, 1.0), *there], 0.0)
+            if k + 1 < len(self.stages):
+                self.at_most([(self.S[k + 1, t], 1.0), *there], 0.0)
+
+    def _add_memory(self, k: int) -> None:
+        unit = max(1, self.capacity_bytes) / _MEMORY_RANGE
+        size = [t.size_bytes / unit for t in self.graph.tensors]
+        order = self._ops(k)
+        wanted = {t: self.S.get((k + 1, t)) for t in self.passing}  # behind the turn that is looked at
+        rows = []
+        for i in reversed(order):
+            present: list[Weighted] = []
+            for t in self.passing:
+                if self.made_at[t] >= i:
+                    present.append((self.S.get((k, t)), size[t]))
+                    continue
+                if reading := self._executed(k, i, reading=t):
+                    here = self.column()
+                    self.at_most([*((v, 1.0) for v in reading), (here, -1.0)], 0.0)
+                    if wanted[t] is not None:
+                        self.at_most([(wanted[t], 1.0), (here, -1.0)], 0.0)
+                    wanted[t] = here
+                present.append((wanted[t], size[t]))
+            for a in self.ways[i]:
+                if (k, i, a) in self.V:
+                    op = self.graph.ops[a]
+                    made = op.workspace_bytes / unit + sum(size[t] for t in op.outputs)
+                    present.append((self.V[k, i, a], made))
+            rows.append((present, _MEMORY_RANGE - sum(size[t] for t in self._certain(k, i))))
+        for present, limit in rows:
+            merged: dict[int, float] = {}
+            for column, weight in present:
+                if column is not None:
+                    merged[column] = merged.get(column, 0.0) + weight
+            self.at_most(list(merged.items()), limit)
+
+    def _certain(self, k: int, i: int) -> Iterator[int]:
+        """What is in memory at the turn of i in stage k anyway: what is kept, and what later ops hand to later ones."""
+        now = i if k == 0 else self.later[k - 1]
+        for t in self.graph.tensors:
+            made = self.made_at[t.id]
+            if t.static or made < 0 or made >= now or t.id in self.passes:
+                continue
+            if t.id in self.graph.kept or self.last_read[t.id] >= now:
+                yield t.id
+
+    def schedule(self, values: Floats) -> Schedule:
+        """What a solution says."""
+        chosen = {(k, i): a for (k, i, a), column in self.V.items() if values[column] > 0.5}
+        return schedule_of(self.graph, [chosen[k, i] for k in self.stages for i in self._ops(k) if (k, i) in chosen])
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; its bound, and what OPTIMAL refers to, cover the program's schedules only.
+
+    An infeasible program is LIMIT, since schedules of other classes may fit; so is one that is too large.
+
+    Raises:
+        GraphError: the graph has other choices than ops on the compute stream.
+    """
+    graph = request.graph
+    check_plain(without_computed(graph))
+    program = MonetProgram(graph, request.budget_bytes)
+    if program.entries > MOST_ENTRIES:
+        why = (
+            f"MONeT's program for {len(graph.program):,} ops has about {program.entries:,} entries, more than {MOST_ENTRIES:,}, "
+            "which this solver takes on: use the solver windows"
+        )
+        return _result(request, Status.LIMIT, message=why, reason=Reason.SIZE)
+    program.build()
+    request.tell("solving MONeT's program", None, None)
+    watch = Watch(should_stop=request.interrupted, interrupted=request.interrupted)
+    gap = request.tolerance.first * graph.time_s / program.unit_s
+    answer = highs.solve_program(program.milp(), clock=request.clock, absolute_gap=gap, watch=watch)
+    if answer.values is None:
+        memory = answer.outcome is Outcome.INFEASIBLE
+        budget = format_bytes(request.budget_bytes)
+        none = f"no schedule that executes {known_class(graph, CLASS)}, fits {budget}"
+        why = none if memory else "MONeT's program found nothing in time"
+        why += f" ({answer.detail}): raise the budget{'' if memory else ' or the time limit'}, or use the solver windows"
+        return _result(request, Status.LIMIT, message=why, reason=Reason.MEMORY if memory else Reason.TIME)
+    schedule = program.schedule(answer.values)
+    found = simulate(graph, schedule)
+    if found.peak_bytes > request.budget_bytes:
+        over = f"{found.peak_bytes - request.budget_bytes} B over the budget"
+        return _result(request, Status.ERROR, message=f"the solver's arithmetic is not exact enough: its schedule is {over}")
+    bound_s = min(found.time_s, answer.bound * program.unit_s)
+    return _result(request, status_of(found.time_s, bound_s, request.tolerance.first), schedule=schedule, bound_s=bound_s)
+
+
+def _result(
+    request: Request,
+    status: Status,
+    *,
+    schedule: Schedule | None = None,
+    bound_s: float | None = None,
+    message: str = "",
+    reason: Reason | None = None,
+) -> Result:
+    return Result(
+        request.graph,
+        budget_bytes=request.budget_bytes,
+        status=status,
+        schedule=schedule,
+        bound_s=bound_s,
+        solver="monet",
+        seconds=request.clock.seconds,
+        settings={**request.settings, "schedules": known_class(request.graph, CLASS)},
+        versions={"highs": highs.version()},
+        message=message,
+        reason=reason,
+    )

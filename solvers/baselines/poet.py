@@ -1,0 +1,271 @@
+"""POET (Patil et al., ICML 2022): recomputation and paging by one program, in which paging takes energy and no time.
+
+The program is solved by HiGHS. Published to minimise energy: computing costs its time and copying its time at
+another power, of which a few are tried, the time for the step being no limit. What it decides is then carried out in time:
+what is copied in during a stage is asked for when the stage has ended, what is copied out leaves from the beginning of its stage,
+and the computation waits where memory or a tensor is wanted before its copy is done. The fastest is taken.
+
+The program grows with the square of the ops: larger graphs are not tried.
+
+POET's 0-1 program is Checkmate's, with a second memory.
+
+Stage t ends with the first execution of op t. R[t,i]: op i is executed in stage t; S[t,x]: tensor x is on the device when stage
+t begins; H[t,x]: on the host; In[t,x], Out[t,x]: copied there and back in stage t; U[t,k]: memory while op k has its turn.
+
+    R[t,j]   <= R[t,p(x)] + S[t,x]             x read by op j
+    S[t+1,x] <= S[t,x] + R[t,p(x)] + In[t,x]
+    H[t+1,x] <= H[t,x] + Out[t,x]      In[t,x] <= H[t,x]      Out[t,x] <= S[t,x]
+    sum of b_x H[t,x] <= capacity of the host
+    minimise sum of c_i R[t,i] + power * (sum of out_x Out[t,x] + sum of in_x In[t,x])
+
+A copy takes no time, and not more than one stage: what it costs is energy. Memory as in Checkmate's program (Jain et al., MLSys
+2020), with what several outputs of an op, kept tensors and workspaces need: F[t,x,k], x is freed in stage t after op k, is
+below each of its factors; D[t,x] = R[t,p(x)] S[t,x] takes off what is made a second time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from graphs.schedule import Schedule
+from solvers import highs
+from solvers.baselines.common.answers import Candidate, answer, failure
+from solvers.baselines.common.offloading import Device, Offer, offer_of, offloading_answer
+from solvers.baselines.common.recomputation import repeatable
+from solvers.clock import left
+from solvers.highs.columns import ONE, Columns, Term
+from solvers.highs.program import Floats, Milp, Outcome, Watch
+from solvers.request import Request
+from solvers.result import Reason, Result
+
+MOST_COLUMNS = 60_000
+_MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
+_TIME_RANGE = 1e3  # the step without recomputation in its unit of time
+
+
+@dataclass(frozen=True, slots=True)
+class PoetParams:
+    """What is tried.
+
+    Attributes:
+        powers: of copying, as parts of that of computing; the time is shared among them.
+    """
+
+    powers: tuple[float, ...] = (1.0, 0.1)
+
+
+class PoetProgram(Columns):
+    """The program of a graph, a budget and what copying takes of the power of computing.
+
+    Attributes:
+        R, S, host, fetched, sent: columns by (stage, op) or (stage, tensor), where they may be 1.
+    """
+
+    def __init__(self, offer: Offer, budget_bytes: int, power: float) -> None:
+        super().__init__()
+        self.offer, self.graph = offer, offer.program
+        self.stages = len(self.graph.ops)
+        capacity_bytes = budget_bytes - self.graph.static_bytes
+        self.memory_unit = max(capacity_bytes, 1) / _MEMORY_RANGE
+        self.capacity = capacity_bytes / self.memory_unit
+        self.time_unit = (self.graph.time_s or 1.0) / _TIME_RANGE
+        self.power = power
+        again = repeatable(self.graph)
+        self.may_repeat = [again[op.id] for op in self.graph.ops]
+        self.R: dict[tuple[int, int], int] = {}
+        self.S: dict[tuple[int, int], int] = {}
+        self.host: dict[tuple[int, int], int] = {}
+        self.fetched: dict[tuple[int, int], int] = {}
+        self.sent: dict[tuple[int, int], int] = {}
+
+    def build(self) -> Milp | None:
+        """All of it; None if that would be too large."""
+        for t in range(self.stages):
+            self.add_columns(t)
+            if len(self.cost) > MOST_COLUMNS:
+                return None
+        for t in range(self.stages):
+            self.add_inputs(t)
+            self.add_hand_over(t)
+            self.add_memory(t)
+            self.add_host_memory(t)
+            if len(self.cost) > MOST_COLUMNS:
+                return None
+        return self.milp()
+
+    def add_columns(self, t: int) -> None:
+        """Those of stage t: S where somebody reads on, copies where they can serve a later stage."""
+        for i in range(t):
+            if self.may_repeat[i]:
+                self.R[t, i] = self.column(cost=self.graph.ops[i].time_s / self.time_unit, integer=True)
+        for x in self.passing_before(t):
+            self.S[t, x] = self.column(integer=True)
+            if (trip := self.offer.trips.get(x)) is None:
+                continue
+            self.sent[t, x] = self.column(cost=self.power * trip.out_s / self.time_unit, integer=True)
+            if t > self.offer.made_at(x) + 1:
+                self.host[t, x] = self.column(integer=True)
+                self.fetched[t, x] = self.column(cost=self.power * trip.in_s / self.time_unit, integer=True)
+
+    def add_inputs(self, t: int) -> None:
+        """R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x that it reads."""
+        for j in range(t + 1):
+            for x in self.graph.ops[j].inputs if self.r(t, j) is not None else ():
+                if not self.graph.tensors[x].static:
+                    self.at_most([(self.r(t, j), 1), (self.r(t, self.offer.made_at(x)), -1), (self.s(t, x), -1)], 0)
+
+    def add_hand_over(self, t: int) -> None:
+        """S[t+1,x] <= S + R + In; H[t+1,x] <= H + Out; In <= H; Out <= S."""
+        for x in self.passing_before(t):
+            made = self.offer.made_at(x)
+            if t + 1 < self.stages:
+                fetched = self.fetched.get((t, x))
+                self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, made), -1), (fetched, -1)], 0)
+                self.at_most([(self.host.get((t + 1, x)), 1), (self.host.get((t, x)), -1), (self.sent.get((t, x)), -1)], 0)
+            if (t, x) in self.fetched:
+                self.at_most([(self.fetched[t, x], 1), (self.host[t, x], -1)], 0)
+            if (t, x) in self.sent:
+                self.at_most([(self.sent[t, x], 1), (self.s(t, x), -1)], 0)
+
+    def add_host_memory(self, t: int) -> None:
+        """Sum of b_x H[t,x] <= capacity of the host."""
+        if (limit := self.offer.host_bytes) is not None:
+            there = [(column, self.size(x)) for (stage, x), column in self.host.items() if stage == t]
+            self.at_most(there, limit / self.memory_unit)
+
+    def add_memory(self, t: int) -> None:
+        """U[t,k+1] = U[t,k] - what is freed after k + what op k + 1 makes; U[t,k] + its workspace <= M."""
+        change = [(self.s(t, x), self.size(x)) for k in range(t) for x in self.graph.ops[k].outputs]
+        previous: Term = None
+        for k in range(t + 1):
+            op, executed = self.graph.ops[k], self.r(t, k)
+            if executed is None:
+                continue
+            change.append((executed, sum(map(self.size, op.outputs))))
+            used = self.column(upper=max(self.capacity, 0.0))
+            self.row([(used, 1), (previous, -1), *((term, -size) for term, size in change)], 0, 0)
+            if op.workspace_bytes:
+                self.at_most([(used, 1), (executed, op.workspace_bytes / self.memory_unit)], self.capacity)
+            previous = used
+            change = [(freed, -self.size(x)) for x, freed in self.frees(t, k)]
+            change += [(double, -self.size(x)) for x, double in self.doubles(t, k)]
+
+    def frees(self, t: int, k: int) -> Iterator[tuple[int, int]]:
+        """F[t,x,k] <= R[t,k], 1 - S[t+1,x], and 1 - R[t,j] for the readers j of x after k."""
+        for x in (*self.graph.ops[k].inputs, *self.graph.ops[k].outputs):
+            hazards = [self.s(t + 1, x), *(self.r(t, j) for j in self.graph.consumers[x] if k < j <= t)]
+            if self.graph.tensors[x].static or x in self.graph.kept or ONE in hazards:
+                continue
+            freed = self.column(upper=1.0)
+            self.at_most([(freed, 1), (self.r(t, k), -1)], 0)
+            for hazard in hazards:
+                self.at_most([(freed, 1), (hazard, 1)], 1)
+            yield x, freed
+
+    def doubles(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
+        """D[t,x] = R[t,k] S[t,x] for what op k makes again."""
+        for x in self.graph.ops[k].outputs if k < t else ():
+            if x in self.graph.kept:
+                yield x, self.r(t, k)
+            elif len(self.graph.ops[k].outputs) > 1 and (there := self.s(t, x)) is not None:
+                double = self.column(upper=1.0)
+                for factor in (self.r(t, k), there):
+                    self.at_most([(double, 1), (factor, -1)], 0)
+                yield x, double
+
+    def r(self, t: int, i: int) -> Term:
+        """R[t,i]: 1 for the first execution."""
+        return ONE if i == t else self.R.get((t, i))
+
+    def s(self, t: int, x: int) -> Term:
+        """S[t,x]: 1 for what is kept, 0 before it is made and after its last reader."""
+        if x in self.graph.kept:
+            return ONE if self.offer.made_at(x) < t else None
+        return self.S.get((t, x))
+
+    def passing_before(self, t: int) -> Iterator[int]:
+        """The tensors made before stage t that somebody reads, and that are not kept."""
+        for k in range(t):
+            yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and x not in self.graph.kept)
+
+    def size(self, x: int) -> float:
+        """b_x."""
+        return self.offer.size_bytes(x) / self.memory_unit
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when the program is too large, infeasible, or finds nothing in time.
+
+    The parameters are ``PoetParams``.
+    """
+    params = request.params_of(PoetParams())
+    offer = offer_of(request.graph)
+    if offer is None:
+        return offloading_answer(request, "poet", lambda _: (), what="POET", settings=asdict(params))
+    trials: list[Candidate] = []
+    for place, power in enumerate(params.powers):
+        model = PoetProgram(offer, request.budget_bytes, power)
+        program = model.build()
+        if program is None:
+            why = f"POET's program for {model.stages:,} ops has more than {MOST_COLUMNS:,} variables: use the solver windows"
+            return failure(request, "poet", why, Reason.SIZE, settings=asdict(params))
+        found = highs.solve_program(
+            program,
+            clock=request.clock.part(left(request.clock) / (len(params.powers) - place)),
+            absolute_gap=request.tolerance.first * offer.program.time_s / model.time_unit,
+            watch=Watch(should_stop=request.interrupted, interrupted=request.interrupted),
+        )
+        if found.values is not None:
+            trials.append(Candidate(carried_out(model, found.values, request.budget_bytes), {"power": power}))
+        elif found.outcome is Outcome.INFEASIBLE:
+            why = "POET's program is infeasible at this budget: raise the budget, or use the solver windows"
+            return failure(request, "poet", why, Reason.MEMORY, settings=asdict(params))
+    if not trials:
+        why = f"POET's program found nothing within {request.clock.amount(request.clock.limit)}: raise the time limit"
+        return failure(request, "poet", why, Reason.TIME, settings=asdict(params))
+    return answer(request, "poet", trials, what="POET", settings=asdict(params))
+
+
+def carried_out(model: PoetProgram, values: Floats, budget_bytes: int) -> Schedule:
+    """The steps of a solution."""
+    offer: Offer = model.offer
+    graph, device = offer.program, Device(offer, budget_bytes)
+
+    def stays(t: int, x: int) -> bool:
+        column = model.s(t, x)
+        return column is not None and values[column] > 0.5
+
+    def chosen(columns: dict[tuple[int, int], int], t: int) -> list[int]:
+        return [x for (stage, x), column in columns.items() if stage == t and values[column] > 0.5]
+
+    def let_go(x: int) -> None:
+        if x in device.host:
+            device.send(x)
+        else:
+            device.free(x)
+
+    for t in range(model.stages):
+        for x in chosen(model.fetched, t - 1):
+            if stays(t, x) and x in device.host and x not in device.live:
+                device.make_room(offer.size_bytes(x))
+                device.fetch(x)
+            device.recall(x)
+        for x in chosen(model.sent, t):
+            if device.can_send(x):
+                device.send(x)
+                device.recall(x)
+        executed = [*sorted(chosen(model.R, t)), t]
+        for place, i in enumerate(executed):
+            op = graph.ops[i]
+            for x in (*op.inputs, *op.outputs):
+                device.recall(x)
+            device.make_room(sum(map(offer.size_bytes, op.outputs)) + op.workspace_bytes)
+            device.compute(i)
+            wanted = {x for j in executed[place + 1 :] for x in graph.ops[j].inputs}
+            for x in (*op.inputs, *op.outputs):
+                over = not graph.tensors[x].static and x not in graph.kept and x not in wanted and not stays(t + 1, x)
+                if over and x in device.live:
+                    let_go(x)
+        for x in sorted(device.live):
+            if device.has(x) and x not in graph.kept and not stays(t + 1, x):
+                let_go(x)
+    return device.schedule

@@ -1,0 +1,197 @@
+"""Two-phase rounding of Checkmate's linear relaxation (Jain et al., MLSys 2020, section 5).
+
+The relaxation is solved for a part of the budget, which leaves room for what rounding adds. Phase one rounds
+what each stage hands over, S; phase two takes the cheapest R for that S: an op is executed where an output is
+handed over and was not there before, or where an op that is executed reads it. The schedule frees as early as
+it can, and is judged by its simulation.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pulp
+
+from graphs.schedule import Schedule, schedule_of
+from graphs.simulate import simulate
+from graphs.units import format_bytes, format_seconds
+from solvers import highs
+from solvers.baselines.checkmate import CLASS
+from solvers.baselines.common.checkmate_program import ALWAYS, NEVER, CheckmateModel, value_of
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_solver, run
+from solvers.bounds import least_budget_bound, too_small_message
+from solvers.highs.program import Outcome
+from solvers.problem import Problem, problem_of
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, known_class, status_of
+
+FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+Handed = dict[tuple[int, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingParams:
+    """What is tried.
+
+    Attributes:
+        fractions: parts of the budget, static bytes taken off, that the relaxation is solved for in turn.
+        thresholds: S above it counts as handed over.
+        samples: random roundings at each fraction, in which S counts with a probability of its value.
+        seed: of these.
+        milp_solver: any that PuLP knows.
+    """
+
+    fractions: tuple[float, ...] = FRACTIONS
+    thresholds: tuple[float, ...] = THRESHOLDS
+    samples: int = 20
+    seed: int = 0
+    milp_solver: str = HIGHS
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``: the fastest schedule found at the largest fraction at which one fits.
+
+    The bound is the relaxation's optimum for the whole budget, over the schedules that
+    ``checkmate`` covers. LIMIT if nothing fits.
+    The parameters are ``RoundingParams``.
+
+    Raises:
+        PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
+    """
+    graph, budget_bytes = request.graph, request.budget_bytes
+    params = request.params_of(RoundingParams())
+    check_solver(params.milp_solver)
+    check_clock(request.clock)
+    rounding = _Rounding(request, problem_of(graph, budget_bytes), params, random.Random(params.seed))
+    least = least_budget_bound(graph)
+    reason: Reason | None = None
+    if budget_bytes < least.budget_bytes:
+        status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
+    elif (too_large := CheckmateModel(rounding.problem).too_large()) is not None:
+        status, reason, message = Status.LIMIT, Reason.SIZE, too_large
+    else:
+        rounding.run()
+        status, reason, message = rounding.verdict()
+    return Result(
+        graph,
+        budget_bytes=budget_bytes,
+        status=status,
+        schedule=rounding.best[1] if rounding.best else None,
+        bound_s=rounding.bound_s if status is not Status.INFEASIBLE else None,
+        solver="rounding",
+        seconds=request.clock.seconds,
+        settings={
+            **request.settings,
+            "milp_solver": params.milp_solver,
+            "fraction": rounding.fraction,
+            "thresholds": list(params.thresholds),
+            "samples": params.samples,
+            "seed": params.seed,
+            "schedules": known_class(request.graph, CLASS),
+        },
+        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
+        message=message,
+        reason=reason,
+    )
+
+
+@dataclass(slots=True)
+class _Rounding:
+    """One solve: relaxations for smaller and smaller parts of the budget, until a rounded schedule fits."""
+
+    request: Request
+    problem: Problem
+    params: RoundingParams
+    draw: random.Random
+    best: tuple[float, Schedule] | None = None
+    bound_s: float | None = None
+    fraction: float | None = None
+    end: PulpAnswer | None = None
+
+    def run(self) -> None:
+        """Try the fractions of the budget in turn; the bound is that of the whole budget."""
+        self.bound_s = self.request.graph.time_s
+        for fraction in self.params.fractions:
+            self.request.tell(f"rounding at {fraction:.0%} of the budget", None, self.bound_s)
+            model, self.end = self.relax(fraction)
+            if fraction == 1.0 and self.end.bound_s is not None:
+                self.bound_s = max(self.bound_s, self.end.bound_s)
+            if self.end.found:
+                self.round(model)
+            if self.best is not None:
+                self.fraction = fraction
+            if self.best is not None or not self.end.found or self.request.stopped():
+                return
+
+    def relax(self, fraction: float) -> tuple[CheckmateModel, PulpAnswer]:
+        """The linear relaxation for `fraction` of the budget that static bytes leave."""
+        part = replace(self.problem, capacity_bytes=int(fraction * self.problem.capacity_bytes))
+        model = CheckmateModel(part, whole=False)
+        if not model.build(self.request.stopped):
+            return model, PulpAnswer.unfinished()
+        return model, run(model, self.params.milp_solver, 0.0, self.request)
+
+    def round(self, model: CheckmateModel) -> None:
+        """Keep the fastest schedule that fits of all roundings of a solution."""
+        relaxed = {key: value_of(S) for key, S in model.S.items()}
+        tried: set[tuple[int, ...]] = set()
+        for handed in self.roundings(relaxed):
+            executed = cheapest_executions(model, handed)
+            if tuple(executed) in tried:
+                continue
+            tried.add(tuple(executed))
+            schedule = schedule_of(self.request.graph, executed)
+            simulation = simulate(self.request.graph, schedule)
+            if simulation.peak_bytes <= self.request.budget_bytes and (self.best is None or simulation.time_s < self.best[0]):
+                self.best = (simulation.time_s, schedule)
+                self.request.tell("rounding", self.best[0], self.bound_s)
+            if self.request.stopped():
+                return
+
+    def roundings(self, relaxed: Handed) -> Iterator[set[tuple[int, int]]]:
+        """Phase one: S > threshold for each threshold, then S with a probability of its value."""
+        for threshold in self.params.thresholds:
+            yield {key for key, value in relaxed.items() if value > threshold}
+        for _ in range(self.params.samples):
+            yield {key for key, value in relaxed.items() if self.draw.random() < value}
+
+    def verdict(self) -> tuple[Status, Reason | None, str]:
+        """How the search ended, and why and what to say where it found nothing."""
+        request = self.request
+        if self.best is not None and self.bound_s is not None:
+            return status_of(self.best[0], self.bound_s, request.tolerance.first), None, ""
+        budget, spent = format_bytes(request.budget_bytes), format_seconds(request.clock.seconds)
+        way_out = "Raise the budget, or use the solver windows"
+        if self.end is not None and self.end.outcome is Outcome.FAILED:
+            return Status.ERROR, None, f"the solver gave up after {spent}: {self.end.detail}"
+        if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:
+            limit = request.clock.amount(request.clock.limit)
+            why = f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
+            return Status.LIMIT, Reason.TIME, why
+        return Status.LIMIT, Reason.MEMORY, f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
+
+
+def cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> list[int]:
+    """Phase two: op ids in order of execution, the fewest that hand over `handed`, (stage, tensor) pairs.
+
+    R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1
+    reads an x with S[t,x] = 0. What cannot be made again in stage t counts as handed over to it.
+    """
+    graph = model.graph
+
+    def present(t: int, x: int) -> bool:
+        made = model.problem.producers[x]
+        return made < t and (model.s(t, x) is ALWAYS or (t, x) in handed or model.r(t, made) is NEVER)
+
+    order: list[int] = []
+    for t in range(model.ops):
+        wanted = {x for x in model.passing_before(t) if t + 1 < model.ops and present(t + 1, x) and not present(t, x)}
+        stage = []
+        for i in range(t, -1, -1):
+            if i == t or any(x in wanted for x in graph.ops[i].outputs):
+                stage.append(i)
+                wanted.update(x for x in model.problem.inputs[i] if not present(t, x))
+        order += reversed(stage)
+    return order

@@ -1,0 +1,69 @@
+"""torchtitan's ``sac_and_offload``: selective checkpointing, and what it saves goes to the host as far as that has room.
+
+Of each block of the model a list of ops is saved, as in ``sac``, and the rest is made again when it is needed.
+What stays in memory from the forward pass, in any block but the last, is sent: the largest first, within a share of it and
+what the host holds. A tensor is copied out right when it is made, and goes at the end of the block after the last one that
+reads it. It is asked for before the first op of the backward pass of the block after its own, and stays until its last
+reader.
+
+The user chooses blocks, list and budget on the host: all lists and blocks are tried, with several shares, and the fastest
+schedule that fits is taken.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from graphs.ir import Phase
+from solvers.baselines.common.answers import Candidate
+from solvers.baselines.common.blocks import blockings
+from solvers.baselines.common.offloading import Layers, Offer, offloading_answer, schedule_with
+from solvers.baselines.common.recomputation import recompute_groups
+from solvers.baselines.sac import ops_on, save_lists
+from solvers.request import Request
+from solvers.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class SacAndOffloadParams:
+    """What is tried.
+
+    Attributes:
+        shares: of the bytes that may be sent, as budgets on the host; from 0 to 1.
+    """
+
+    shares: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
+
+
+def solve(request: Request) -> Result:
+    """As ``solvers.registry.Solver``; LIMIT when nothing that is tried fits. The parameters are ``SacAndOffloadParams``."""
+    params = request.params_of(SacAndOffloadParams())
+    what = "selective checkpointing with offload"
+    return offloading_answer(
+        request, "sac-and-offload", partial(_trials, shares=params.shares), what=what, settings=asdict(params), by_blocks=True
+    )
+
+
+def _trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidate]:
+    """Every list with every choice of blocks and every share; lists that save the same ops once."""
+    graph = offer.program
+    tried: set[frozenset[int]] = set()
+    for save_list in save_lists([op.target for op in graph.ops if op.phase is Phase.FORWARD]):
+        saved = frozenset(t for op in ops_on(save_list, graph) for t in op.outputs)
+        if saved in tried:
+            continue
+        tried.add(saved)
+        for way in blockings(graph):
+            computed = recompute_groups(graph, way.blocks, saved=saved, at_once=False).computed
+            layers = Layers(offer, computed, way.blocks)
+            for share in shares:
+                settings = {"saves": save_list.name, **way.settings, "share": share}
+                moves = layers.moves(_largest(offer, layers.may_go(), share))
+                yield Candidate(schedule_with(offer, computed, moves), settings)
+
+
+def _largest(offer: Offer, may_go: list[int], share: float) -> list[int]:
+    """The largest of `may_go` within `share` of them and what the host holds."""
+    room = int(share * sum(map(offer.size_bytes, may_go)))
+    capacity = room if offer.host_bytes is None else min(room, offer.host_bytes)
+    return replace(offer, host_bytes=capacity).fitting(sorted(may_go, key=lambda t: -offer.size_bytes(t)))

@@ -1,0 +1,782 @@
+"""The reference for placement: XEngine's program (Schuler et al., ACM TACO 2022), and the same with clocks, by HiGHS.
+
+The objective of XEngine's program is a serial sum: no two devices, and no copy and device, ever work at the same time.
+``xengine-overlapped`` puts the makespan by the judge's clocks in its place, for schedules that may also hold a copy for later
+stages and make it ahead of time; the best serial schedule is where that search begins.
+
+Both programs grow with the square of the ops, for each device: they are for small graphs.
+
+XEngine's 0-1 program is Checkmate's, on several devices.
+
+Stage t ends with the first execution of op t, on one of the devices. R[d,t,i]: op i is executed on device d in stage t;
+S[d,t,x]: tensor x is in the memory of d when stage t begins; A[d,e,t,x,v]: x is copied from d to e in stage t, just before op v
+has its turn there; F[d,t,x,k]: x leaves d in stage t after the turn of k; U[d,t,k]: memory of d at the turn of k.
+
+    sum over d of R[d,t,t] = 1
+    R[e,t,v]      <= R[e,t,p(x)] + S[e,t,x] + sum over d and w <= v of A[d,e,t,x,w]        x read by op v
+    A[d,e,t,x,v]  <= R[e,t,v]       A[d,e,t,x,v] <= R[d,t,p(x)] + S[d,t,x]
+    S[d,t+1,x]    <= S[d,t,x] + R[d,t,p(x)]
+    minimise sum of c_di R[d,t,i] + sum of copy_dex A[d,e,t,x,v]
+
+Published, a copy is the product R[e,t,v] Z[d,t,x] with Z = R or S, left quadratic; A makes it linear, once for each tensor and
+device. What is otherwise than published is out for a defect, or there to agree with ``graphs.simulate``:
+
+- a tensor that is on a device already is not copied there again; of several sources one is chosen;
+- a copy takes memory where it arrives, from the turn of its first reader to that of the last, and its source stays until then;
+- rows of memory and of what is freed are written for each device by itself;
+- kept tensors end on the main device, where they stay from when they first are there (copied as their pass ends, if need be);
+- several outputs of an op, workspaces, ops that must not run again: as in ``common.checkmate_program``.
+
+With `stay` a copy may be handed on to the next stage as well, and with `ahead` be made as a stage begins.
+
+For the makespan in place of the sum the clocks of the judge (``graphs.clocks``) are rows of the program.
+
+Devices work side by side, and so do the channels between them. In the program's order of issue, T_d is the clock of device d,
+K_de that of the channel from d to e, W[d,t,x] when x is ready on d in stage t, Z[d,t,x] when the last copy of x away from d has
+ended, H a time in which some schedule is known to end. ">= z if b" is written ">= z - H (1 - b)".
+
+    an op on d            T_d >= T_d + c R;  T_d >= W[d,t,x] + c if R, x read;  W[d,t,x] >= T_d if R and not S[d,t,x], x made
+    a copy of x, d to e   K_de >= K_de + c A;  K_de >= W[d,t,x] + c and >= T_e + c if A;  W[e,t,x] and Z[d,t,x] >= K_de if A
+    what is handed on     W[d,t+1,x] >= W[d,t,x] and Z[d,t+1,x] >= Z[d,t,x] if S[d,t+1,x]
+    what leaves d         T_d >= Z[d,t,x] if F[d,t,x,k];  as the stage ends, T_d >= Z[d,t,x] if not S[d,t+1,x]
+
+The makespan is at least each clock. So that its bound is not just that of the busiest device, the earliest end e_t of op t:
+
+    e_t >= e_p + sum of c R[d,t,t] + copy (R[e,t,t] + R[d,p,p] - 1) - (their further executions) (what this may have added)
+
+for an op p that makes what t reads: where p and t are executed once, on d and e, there is a copy between them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from graphs.ir import Graph
+from graphs.options.passes import due
+from graphs.options.placement import Placement, placement_of
+from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from solvers import highs
+from solvers.clock import Clock, left
+from solvers.highs.columns import ONE, Columns, Term, Weighted
+from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
+from solvers.request import Request
+from solvers.result import Reason, Result, Status, status_of
+
+MOST_COLUMNS = 40_000
+BEGIN = -1  # the turn before all ops of a stage
+_MEMORY_RANGE = 1e4  # the capacity of a pool in the program's unit of its memory
+_TIME_RANGE = 1e3  # the step on the main device in its unit of time
+_ONE_HALF = 0.5
+_ROUNDING = 1e-6  # of the makespan of a known schedule, in floating point
+_SERIAL_SHARE = 0.3  # of the time that is left, for the serial program, where it is not the one that is asked for
+_ONCE_SHARE = 0.5  # of what is left then, for schedules that execute each op once, where all may be looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """Which schedules are looked for.
+
+    Attributes:
+        stay: a copy may be handed on to the next stage; published: it goes with the stage.
+        ahead: copies may be made when a stage begins, for later ones.
+        again: ops may be executed more than once.
+    """
+
+    stay: bool = False
+    ahead: bool = False
+    again: bool = True
+
+
+PUBLISHED = Class()
+
+
+class XEngineProgram(Columns):
+    """The program of a graph with placement.
+
+    Attributes:
+        R, S, A, F: columns by the letters of the program, where they may be 1. The turn of a copy at the end is `ops`.
+        capacity: bytes by device that produced tensors may take; None: all of them fit, as often as they may be there.
+        unit_s: seconds, the unit of time.
+    """
+
+    def __init__(
+        self, placement: Placement, budget_bytes: int, schedules: Class = PUBLISHED, *, whole_frees: bool = False
+    ) -> None:
+        super().__init__()
+        self.placement, self.graph, self.schedules = placement, placement.program, schedules
+        self.whole_frees = whole_frees
+        self.ops, self.devices = len(self.graph.ops), range(len(placement.pools))
+        capacities = [budget_bytes - self.graph.static_bytes, *(pool.capacity_bytes for pool in placement.pools[1:])]
+        total = sum(2 * t.size_bytes for t in self.graph.tensors) + max(op.workspace_bytes for op in self.graph.ops)
+        self.capacity = [None if c is None or c >= total else c for c in capacities]
+        self.unit_s = (self.graph.time_s or 1.0) / _TIME_RANGE
+        self.made_at = [t.producers[0] if t.producers else -1 for t in self.graph.tensors]
+        (self.last_run, self.last_use), self.due = _last_stages(placement), due(self.graph)
+        self.R: dict[tuple[int, int, int], int] = {}
+        self.S: dict[tuple[int, int, int], int] = {}
+        self.A: dict[tuple[int, int, int, int, int], int] = {}
+        self.F: dict[tuple[int, int, int, int], int] = {}
+        self.arriving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, turn: tensors, columns
+        self.leaving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, tensor: turns, columns
+        self.seconds: dict[int, float] = {}  # of columns R and A
+
+    def build(self) -> bool:
+        """Make columns and rows; False if that would be too large."""
+        for t in range(self.ops):
+            self.add_columns(t)
+            if len(self.cost) > MOST_COLUMNS:
+                return False
+        for t in range(self.ops):
+            self.add_first(t)
+            self.add_inputs(t)
+            self.add_sources(t)
+            self.add_hand_over(t)
+            for d in self.devices:
+                self.add_memory(d, t)
+            if len(self.cost) > MOST_COLUMNS:
+                return False
+        for x in self.graph.kept:
+            self.add_end(x)
+        return True
+
+    def count_seconds(self) -> None:
+        """The objective of the paper: the sum of all that is executed and copied."""
+        for column, seconds in self.seconds.items():
+            self.cost[column] = seconds / self.unit_s
+
+    def add_columns(self, t: int) -> None:
+        """R and S of stage t where they can serve it or a later one, then A."""
+        ops = self.placement.program.ops
+        for d in self.devices:
+            for i in range(t + 1):
+                run = self.placement.runs[d][i]
+                if run is not None and (i == t or (self.schedules.again and t <= self.last_run[i])):
+                    self.R[d, t, i] = self._timed(run)
+            for x, place in enumerate(self.placement.places[d]):
+                if place is not None and max(self.made_at[x], 0) < t <= self._until(d, x) and self._can_stay(d, x):
+                    # Where all fits everything is handed on (``add_hand_over``), so that S is whole by itself.
+                    self.S[d, t, x] = self.column(integer=self.capacity[d] is not None)
+        if self.schedules.ahead:
+            for x in range(len(self.graph.tensors)):
+                if self.last_use[x] >= t:
+                    self._add_copies(t, BEGIN, x, self.devices)
+        alone = all(i == t for _, stage, i in self.R if stage == t)
+        for v in range(t + 1):
+            readers = [e for e in self.devices if (e, t, v) in self.R]
+            if self.schedules.ahead and alone:
+                readers = []  # as the stage begins is just before its only op
+            for x in ops[v].inputs:
+                self._add_copies(t, v, x, readers)
+        for x in (x for x, stage in self.due.items() if stage == t):
+            self._add_copies(t, self.ops, x, [0])
+
+    def _add_copies(self, t: int, turn: int, x: int, targets: Iterable[int]) -> None:
+        for e in targets:
+            for d in self.devices:
+                run = self.placement.copies.get((d, e, x))
+                made = None if turn == BEGIN else self.r(d, t, self.made_at[x])
+                if run is not None and (made is not None or self.s(d, t, x) is not None):
+                    column = self._timed(run)
+                    self.A[d, e, t, x, turn] = column
+                    self.arriving.setdefault((e, t, turn), []).append((x, column))
+                    self.leaving.setdefault((d, t, x), []).append((turn, column))
+
+    def _timed(self, op: int) -> int:
+        column = self.column(integer=True)
+        self.seconds[column] = self.placement.whole.ops[op].time_s
+        return column
+
+    def _until(self, d: int, x: int) -> int:
+        """The last stage before which x may be handed on to d: with copies ahead it may wait for one, where memory counts."""
+        waits = self.schedules.ahead and self.capacity[d] is not None
+        return self.ops - 1 if waits or self.stays(d, x) else self.last_use[x]
+
+    def _can_stay(self, d: int, x: int) -> bool:
+        """Whether x may be handed on: on main what is static is always there, elsewhere it comes by a copy."""
+        return not self.graph.tensors[x].static or (d > 0 and self.schedules.stay)
+
+    def stays(self, d: int, x: int) -> bool:
+        """Whether x is never freed on d, once it is there."""
+        return d == 0 and x in self.graph.kept
+
+    def add_first(self, t: int) -> None:
+        """Exactly one first execution over all devices: sum of R[d,t,t] = 1."""
+        self.row([(self.r(d, t, t), 1) for d in self.devices], 1, 1)
+
+    def add_inputs(self, t: int) -> None:
+        """R[e,t,v] <= R[e,t,p(x)] + S[e,t,x] + sum of A[d,e,t,x,w] for w <= v."""
+        for (e, stage, v), executed in self.R.items():
+            for x in self.graph.ops[v].inputs if stage == t else ():
+                if self.s(e, t, x) != ONE:
+                    self.at_most([(executed, 1), *self._there(e, t, x, v)], 0)
+
+    def _there(self, e: int, t: int, x: int, turn: int) -> list[Weighted]:
+        """-1 for each way in which x may be on e by a turn of stage t."""
+        copies = [(column, -1.0) for w in range(BEGIN, turn + 1) for y, column in self.arriving.get((e, t, w), ()) if y == x]
+        made = self.r(e, t, self.made_at[x]) if self.made_at[x] < turn else None
+        return [(made, -1.0), (self.s(e, t, x), -1.0), *copies]
+
+    def add_sources(self, t: int) -> None:
+        """A[d,e,t,x,v] <= R[e,t,v], and <= R[d,t,p(x)] + S[d,t,x]; as a stage begins, <= S[d,t,x]."""
+        for (d, e, stage, x, turn), column in self.A.items():
+            if stage != t:
+                continue
+            if 0 <= turn < self.ops:
+                self.at_most([(column, 1), (self.r(e, t, turn), -1)], 0)
+            if self.s(d, t, x) != ONE:
+                made = None if turn == BEGIN else self.r(d, t, self.made_at[x])
+                self.at_most([(column, 1), (made, -1), (self.s(d, t, x), -1)], 0)
+
+    def add_hand_over(self, t: int) -> None:
+        """S[d,t+1,x] <= S[d,t,x] + R[d,t,p(x)], with copies where they stay; at least each of them where nothing is freed."""
+        for d in self.devices:
+            for x in range(len(self.graph.tensors)):
+                after, stays = self.S.get((d, t + 1, x)), self.stays(d, x)
+                if after is None:
+                    continue
+                before = [(self.s(d, t, x), -1.0), (self.r(d, t, self.made_at[x]), -1.0)]
+                if self.schedules.stay or stays:
+                    before = self._there(d, t, x, self.ops)
+                self.at_most([(after, 1), *before], 0)
+                for column, _ in before if stays or self.capacity[d] is None else ():
+                    if column is not None:
+                        self.at_most([(column, 1), (after, -1)], 0)
+
+    def add_end(self, x: int) -> None:
+        """A kept tensor is on the main device when the last stage ends, or the last of the forward pass, if it is made there."""
+        self.at_most(self._there(0, self.due[x], x, self.ops), -1)
+
+    def add_memory(self, d: int, t: int) -> None:
+        """U[d,t,k] = U[d,t,k-1] - what left after k - 1 + what arrives before k and what it makes; U + workspace <= M_d."""
+        if (capacity := self.capacity[d]) is None:
+            return
+        unit = max(capacity, 1) / _MEMORY_RANGE
+        size = [0.0 if t.static and d == 0 else t.size_bytes / unit for t in self.graph.tensors]
+        change: list[Weighted] = [(self.S.get((d, t, x)), size[x]) for x in range(len(size))]
+        previous: Term = None
+        for k in self.turns(t):
+            arriving, executed = self.arriving.get((d, t, k), ()), self.r(d, t, k)
+            change += [(column, size[x]) for x, column in arriving]
+            if executed is not None:
+                change.append((executed, sum(size[x] for x in self.graph.ops[k].outputs)))
+            if executed is not None or arriving:
+                used = self.column(upper=max(capacity / unit, 0.0))
+                self.row([(used, 1), (previous, -1), *((term, -weight) for term, weight in change)], 0, 0)
+                if executed is not None and (workspace_bytes := self.graph.ops[k].workspace_bytes):
+                    self.at_most([(used, 1), (executed, workspace_bytes / unit)], capacity / unit)
+                previous, change = used, []
+            change += [(freed, -size[x]) for x, freed in self.frees(d, t, k)]
+            change += [(double, -size[x]) for x, double in self.doubles(d, t, k)]
+
+    def turns(self, t: int) -> Iterator[int]:
+        """Of stage t: before its ops, each of them, and, where a kept tensor is due, the end."""
+        yield from range(BEGIN, t + 1)
+        if t in self.due.values() or t == self.ops - 1:
+            yield self.ops
+
+    def frees(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
+        """F[d,t,x,k] <= what uses x at k: R[d,t,k] + sum of A[d,e,t,x,k]; and <= 1 - each later use, and 1 - S[d,t+1,x]."""
+        uses: dict[int, list[int]] = {}
+        if (executed := self.r(d, t, k)) is not None:
+            for x in dict.fromkeys((*self.graph.ops[k].inputs, *self.graph.ops[k].outputs)):
+                uses[x] = [executed]
+        for (source, stage, x), copies in self.leaving.items():
+            if (source, stage) == (d, t):
+                for turn, column in copies:
+                    if turn == k:
+                        uses.setdefault(x, []).append(column)
+        for x, events in uses.items():
+            if self.stays(d, x) or (d == 0 and self.graph.tensors[x].static):
+                continue
+            later = [self.r(d, t, j) for j in self.graph.consumers[x] if k < j <= t]
+            later += [column for turn, column in self.leaving.get((d, t, x), ()) if turn > k]
+            freed = self.column(integer=self.whole_frees)
+            self.at_most([(freed, 1), *((event, -1.0) for event in events)], 0)
+            for hazard in (self.S.get((d, t + 1, x)), *later):
+                if hazard is not None:
+                    self.at_most([(freed, 1), (hazard, 1)], 1)
+            self.F[d, t, x, k] = freed
+            yield x, freed
+
+    def doubles(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
+        """R[d,t,k] S[d,t,x] for what op k makes again: it is there twice until its turn is over."""
+        if (executed := self.r(d, t, k)) is None:
+            return
+        for x in self.graph.ops[k].outputs:
+            if (there := self.S.get((d, t, x))) is not None and (len(self.graph.ops[k].outputs) > 1 or self.stays(d, x)):
+                double = self.column()
+                self.at_most([(double, 1), (executed, -1)], 0)
+                self.at_most([(double, 1), (there, -1)], 0)
+                yield x, double
+
+    def r(self, d: int, t: int, i: int) -> Term:
+        """R[d,t,i]."""
+        return self.R.get((d, t, i))
+
+    def s(self, d: int, t: int, x: int) -> Term:
+        """S[d,t,x]: 1 for what is static on the main device."""
+        return ONE if d == 0 and self.graph.tensors[x].static else self.S.get((d, t, x))
+
+
+def _last_stages(placement: Placement) -> tuple[list[int], list[int]]:
+    """For each op the last stage that it may run in for any use, and for each tensor the last in which it may be used.
+
+    An op that must not run again, or whose inputs have been written, runs no later; what is kept is used to the end.
+    """
+    graph = placement.program
+    last = len(graph.ops) - 1
+    writers = [(t, op.id) for op in graph.ops for t in op.mutates]
+    last_use = [last if t in graph.kept else -1 for t in range(len(graph.tensors))]
+    last_run = [0] * len(graph.ops)
+    for op in reversed(graph.ops):
+        allowed = min((w for t, w in writers if w > op.id and t in (*op.inputs, *op.mutates)), default=last)
+        worth = max((last_use[t] for t in op.outputs), default=op.id)
+        last_run[op.id] = max(op.id, min(allowed, worth)) if op.recomputable else op.id
+        for t in op.inputs:
+            last_use[t] = max(last_use[t], last_run[op.id])
+    return last_run, last_use
+
+
+def add_clocks(program: XEngineProgram, horizon_s: float) -> None:
+    """Give `program`, built with ``whole_frees``, the makespan as its objective; no schedule over `horizon_s` is looked for."""
+    clocks = _Clocks(program, horizon_s / program.unit_s)
+    for t in range(program.ops):
+        clocks.hand_on(t)
+        for turn in program.turns(t):
+            clocks.copy(t, turn)
+            clocks.compute(t, turn)
+            clocks.free(t, turn)
+        clocks.end_stage(t)
+    clocks.end()
+
+
+class _Clocks:
+    """The columns of the clocks as they are after the steps so far; None for 0."""
+
+    def __init__(self, program: XEngineProgram, horizon: float) -> None:
+        self.program, self.horizon = program, horizon
+        self.device: list[Term] = [None for _ in program.devices]
+        self.channel: dict[tuple[int, int], Term] = {}
+        self.ready: dict[tuple[int, int], Term] = {}  # by device and tensor, of the stage
+        self.sent: dict[tuple[int, int], Term] = {}
+        self.copies: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        for (d, e, t, x, turn), column in program.A.items():
+            self.copies.setdefault((t, turn), []).append((d, e, x, column))
+        self.executed: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for (d, t, i), column in program.R.items():
+            self.executed.setdefault((t, i), []).append((d, column))
+
+    def after(self, *terms: Term) -> int:
+        """A time that is at least each of `terms`."""
+        column = self.program.column(upper=self.horizon)
+        for term in terms:
+            if term is not None:
+                self.program.at_most([(term, 1), (column, -1)], 0)
+        return column
+
+    def at_least(self, column: int, term: Term, seconds: float, given: Term, *others: Term) -> None:
+        """Column >= term + seconds if `given` is 1 and `others` are 0."""
+        most = self.horizon + seconds
+        terms: list[Weighted] = [(term, 1), (column, -1), (given, most), *((other, -most) for other in others)]
+        self.program.at_most(terms, self.horizon)
+
+    def hand_on(self, t: int) -> None:
+        """Times of stage t - 1 for what is there as stage t begins, and columns for all that may be there in it."""
+        program, ready, sent = self.program, self.ready, self.sent
+        self.ready, self.sent = {}, {}
+        for d in program.devices:
+            for x, place in enumerate(program.placement.places[d]):
+                handed_on = program.S.get((d, t, x))
+                made = program.R.get((d, t, program.made_at[x])) is not None
+                arrives = any(e == d and y == x for turn in program.turns(t) for _, e, y, _ in self.copies.get((t, turn), ()))
+                if place is None or not (made or arrives or handed_on is not None):
+                    continue
+                self.ready[d, x] = self.after()
+                leaves = (d, t, x) in program.leaving
+                if leaves or (handed_on is not None and (d, x) in sent):
+                    self.sent[d, x] = self.after()
+                if handed_on is not None:
+                    for now, before in ((self.ready, ready), (self.sent, sent)):
+                        column = now.get((d, x))
+                        if column is not None and (d, x) in before:
+                            self.at_least(column, before[d, x], 0.0, handed_on)
+
+    def copy(self, t: int, turn: int) -> None:
+        """The copies of a turn, in the order of their columns."""
+        for d, e, x, column in self.copies.get((t, turn), ()):
+            seconds = self.program.seconds[column] / self.program.unit_s
+            before = self.channel.get((d, e))
+            done = self.after(before)
+            self.program.at_most([(before, 1), (column, seconds), (done, -1)], 0)
+            for term in (self.ready.get((d, x)), self.device[e]):
+                self.at_least(done, term, seconds, column)
+            for later in (self.ready.get((e, x)), self.sent.get((d, x))):
+                if later is not None:
+                    self.at_least(later, done, 0.0, column)
+            self.channel[d, e] = done
+
+    def compute(self, t: int, turn: int) -> None:
+        """An op on each device where it is executed."""
+        for d, column in self.executed.get((t, turn), ()):
+            seconds, op = self.program.seconds[column] / self.program.unit_s, self.program.graph.ops[turn]
+            before = self.device[d]
+            done = self.after()
+            self.program.at_most([(before, 1), (column, seconds), (done, -1)], 0)
+            for x in op.inputs:
+                if (ready := self.ready.get((d, x))) is not None:
+                    self.at_least(done, ready, seconds, column)
+            for x in op.outputs:
+                later = self.ready[d, x]
+                assert later is not None
+                self.at_least(later, done, 0.0, column, self.program.S.get((d, t, x)))
+            self.device[d] = done
+
+    def free(self, t: int, turn: int) -> None:
+        """Who frees what has been copied away waits for the copies."""
+        for d in self.program.devices:
+            waits = [
+                (sent, freed)
+                for (e, x), sent in self.sent.items()
+                if e == d and (freed := self.program.F.get((d, t, x, turn))) is not None
+            ]
+            if waits:
+                done = self.device[d] = self.after(self.device[d])
+                for sent, freed in waits:
+                    self.at_least(done, sent, 0.0, freed)
+
+    def end_stage(self, t: int) -> None:
+        """What is not handed on goes, where memory counts."""
+        program = self.program
+        if t + 1 == program.ops:
+            return
+        for (d, x), sent in self.sent.items():
+            if program.capacity[d] is None or program.stays(d, x) or (d == 0 and program.graph.tensors[x].static):
+                continue
+            self.device[d] = self.after(self.device[d])
+            handed_on = program.S.get((d, t + 1, x))
+            if handed_on is None:
+                program.at_most([(sent, 1), (self.device[d], -1)], 0)
+            else:
+                program.at_most([(sent, 1), (self.device[d], -1), (handed_on, -self.horizon)], 0)
+
+    def end(self) -> None:
+        """The makespan, and its bound by the paths of the graph."""
+        last = self.after(*self.device, *self.channel.values(), *self.paths())
+        self.program.cost[last] = 1.0
+
+    def paths(self) -> list[int]:
+        """e_t for each op."""
+        program, placement = self.program, self.program.placement
+        again: list[list[int]] = [[] for _ in range(program.ops)]
+        for (_, t, i), column in program.R.items():
+            if t > i:
+                again[i].append(column)
+        earliest: list[int] = []
+        for op in program.graph.ops:
+            runs = [(program.R[d, op.id, op.id], d) for d in program.devices if (d, op.id, op.id) in program.R]
+            times: list[Weighted] = [(column, program.seconds[column] / program.unit_s) for column, _ in runs]
+            slowest = max(seconds for _, seconds in times)
+            end = self.after()
+            program.at_most([*times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
+            for p in sorted({program.made_at[x] for x in op.inputs} - {-1}):
+                begin = earliest[p]
+                program.at_most([(begin, 1), (end, -1)], -min(seconds for _, seconds in times))
+                program.at_most([(begin, 1), *times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
+                for x in (x for x in op.inputs if program.made_at[x] == p):
+                    for there, e in runs:
+                        for d in program.devices:
+                            made = program.R.get((d, p, p))
+                            copied_s = _copied_s(placement, d, e, x)
+                            if made is None or copied_s is None:
+                                continue
+                            copied = copied_s / program.unit_s
+                            repeats = [(column, -slowest - copied) for column in {*again[op.id], *again[p]}]
+                            both: list[Weighted] = [(there, copied), (made, copied)]
+                            program.at_most([(begin, 1), *_sum([*times, *both]), (end, -1), *repeats], copied)
+            earliest.append(end)
+        return earliest
+
+
+def _copied_s(placement: Placement, d: int, e: int, x: int) -> float | None:
+    """Seconds that x takes at least from d to e, over whatever devices; None where it is the same or there is no way."""
+    if d == e:
+        return None
+    times = [placement.whole.ops[op].time_s for (_, target, y), op in placement.copies.items() if target == e and y == x]
+    return min(times, default=None)
+
+
+def _sum(terms: list[Weighted]) -> list[Weighted]:
+    weights: dict[Term, float] = {}
+    for term, weight in terms:
+        weights[term] = weights.get(term, 0.0) + weight
+    return list(weights.items())
+
+
+def serial_schedule(program: XEngineProgram, values: Floats) -> Schedule:
+    """The executions and copies of a solution in its order, with each tensor held as briefly as possible."""
+    return schedule_of(program.placement.whole, [op for _, _, op in _executed(program, values)])
+
+
+def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
+    """The same with each tensor held until the solution lets it go: who frees it waits for its copies.
+
+    Where all fits, nothing is freed. Copies that nobody reads cost the makespan nothing, and are left out.
+    """
+    graph = program.placement.whole
+    base = {t: (d, x) for d, place in enumerate(program.placement.places) for x, t in enumerate(place) if t is not None}
+    there = {t.id for t in graph.tensors if t.static}
+    steps: list[Step] = []
+
+    def go(t: int) -> None:
+        steps.append(Free(t))
+        there.remove(t)
+
+    executed = list(_executed(program, values))
+    for stage in range(program.ops):
+        for turn in program.turns(stage):
+            for where, when, op in executed:
+                if (where, when) == (stage, turn) and not (graph.ops[op].is_transfer and there.issuperset(graph.ops[op].outputs)):
+                    steps.append(Compute(op))
+                    there.update(graph.ops[op].outputs)
+            for t in sorted(there):
+                d, x = base[t]
+                freed = program.F.get((d, stage, x, turn))
+                if freed is not None and values[freed] > 0.5:
+                    go(t)
+        for t in sorted(there) if stage + 1 < program.ops else ():
+            d, x = base[t]
+            handed_on = program.S.get((d, stage + 1, x))
+            stays = graph.tensors[t].static or t in graph.kept or program.capacity[d] is None
+            if not stays and (handed_on is None or values[handed_on] < 0.5):
+                go(t)
+    return Schedule(_without_unread(graph, steps))
+
+
+def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """`steps` without copies that are freed before they are read, or never are, and without their frees."""
+    wanted = set(graph.kept)
+    found: list[Step | None] = []
+    freed: dict[int, int] = {}  # where the free of what a copy may have made stands in `found`
+    for step in reversed(steps):
+        if isinstance(step, Free):
+            freed[step.tensor] = len(found)
+            wanted.discard(step.tensor)
+            found.append(step)
+            continue
+        op = graph.ops[step.op]
+        places = [freed.pop(t) for t in op.outputs if t in freed]
+        if op.is_transfer and wanted.isdisjoint(op.outputs):
+            for place in places:
+                found[place] = None
+            continue
+        wanted.difference_update(op.outputs)
+        wanted.update(op.inputs)
+        found.append(step)
+    return tuple(step for step in reversed(found) if step is not None)
+
+
+def _executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, int, int]]:
+    """Stage, turn and op of what a solution executes and copies; a copy comes before what is executed in its turn."""
+    copies = {(t, turn): [] for t in range(program.ops) for turn in program.turns(t)}  # type: dict[tuple[int, int], list[int]]
+    for (d, e, t, x, turn), column in program.A.items():
+        if values[column] > 0.5:
+            copies[t, turn].append(program.placement.copies[d, e, x])
+    for (t, turn), issued in copies.items():
+        for copy in issued:
+            yield t, turn, copy
+        for d in program.devices:
+            column_of = program.R.get((d, t, turn))
+            run = program.placement.runs[d][turn] if 0 <= turn < program.ops else None
+            if column_of is not None and run is not None and values[column_of] > 0.5:
+                yield t, turn, run
+
+
+class XEngineRule(StrEnum):
+    """What is minimised, by the name in the registry."""
+
+    SERIAL = "xengine"
+    MAKESPAN = "xengine-overlapped"
+
+
+@dataclass(frozen=True, slots=True)
+class XEngineParams:
+    """Which schedules are looked for.
+
+    Attributes:
+        stay: copies may be handed on to the next stage; published: they go with the stage. For the makespan they always may.
+        again: ops may be executed more than once, as published; without, only where each runs is chosen.
+    """
+
+    stay: bool = False
+    again: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A schedule: what all of it takes one after the other, and a bound on that; and a bound on its makespan, if known."""
+
+    schedule: Schedule
+    serial_s: float
+    serial_bound_s: float
+    bound_s: float | None = None
+
+
+def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
+    """As ``solvers.registry.Solver``, for graphs with placement; LIMIT for others, and where the program is too large.
+
+    The time of the result is the makespan by the judge. The serial objective says nothing of that: it has no bound there, and
+    the settings have the sum (``serial_s``) with its bound. An infeasible program is LIMIT, since schedules of other classes
+    may fit.
+
+    Args:
+        request: its parameters are ``XEngineParams``.
+        rule: what is minimised; see ``XEngineRule``. The makespan is from the best serial schedule with copies that stay; the
+            bound then covers schedules that execute each op at most once per stage and device, in program order (just once,
+            without ``again``).
+
+    Raises:
+        GraphError: the graph has other choices than placement.
+    """
+    overlapped = XEngineRule(rule) is XEngineRule.MAKESPAN
+    params = request.params_of(XEngineParams())
+    params = replace(params, stay=params.stay or overlapped)
+    placement = placement_of(request.graph)
+    if len(placement.pools) == 1:
+        why = "the graph has one device: give it the option placement, or use the solver checkmate"
+        return _result(request, why, Reason.INAPPLICABLE, overlapped=overlapped)
+    program = XEngineProgram(placement, request.budget_bytes, Class(stay=params.stay, again=params.again))
+    if not program.build():
+        return _result(request, _too_large(placement), Reason.SIZE, overlapped=overlapped)
+    program.count_seconds()
+    clock = request.clock.part(_SERIAL_SHARE * left(request.clock)) if overlapped else request.clock
+    request.tell("solving XEngine's program", None, None)
+    answer = _solved(program.milp(), request, clock, program.unit_s, request.tolerance.first)
+    if answer.values is None:
+        return _nothing(request, answer, overlapped=overlapped)
+    executed = serial_schedule(program, answer.values)
+    serial_s = sum(request.graph.ops[op].time_s for op in executed.computed)
+    found = _Found(executed, serial_s, min(serial_s, answer.bound * program.unit_s))
+    if overlapped:
+        ahead = _overlapped(request, program, answer.values, found)
+        if ahead is None:
+            return _result(request, _too_large(placement), Reason.SIZE, overlapped=True)
+        found = ahead
+    return _result(request, overlapped=overlapped, found=found, params=params)
+
+
+def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
+    """The best makespan, from the solution `values` of the serial program; None if the program with clocks is too large.
+
+    Where each op is executed once, that is looked at first: it is a far smaller program.
+    """
+    wanted = serial.schedules.again
+    once = not any(t > i and values[column] > _ONE_HALF for (_, t, i), column in serial.R.items())
+    known = serial
+    for again in (False, True) if once and wanted else (wanted,):
+        horizon_s = simulate(request.graph, found.schedule).time_s
+        program = XEngineProgram(
+            serial.placement, request.budget_bytes, Class(stay=True, ahead=True, again=again), whole_frees=True
+        )
+        if not program.build():
+            return None
+        add_clocks(program, horizon_s * (1 + _ROUNDING))
+        if len(program.cost) > MOST_COLUMNS:
+            return None
+        request.tell("solving XEngine's program with clocks", horizon_s, None)
+        clock = request.clock.part(_ONCE_SHARE * left(request.clock)) if again is not wanted else request.clock
+        milp = program.milp()
+        started = _solved(_like(known, values, program, milp), request, clock, program.unit_s, 1.0)
+        answer = _solved(milp, request, clock, program.unit_s, request.tolerance.first, started.values)
+        if answer.values is not None:
+            known, values = program, answer.values
+            schedule = lazy_schedule(program, values)
+            if simulate(request.graph, schedule).time_s < horizon_s:
+                found = replace(found, schedule=schedule)
+        if again is wanted:
+            found = replace(found, bound_s=max(0.0, answer.bound * program.unit_s))
+    return found
+
+
+def _like(known: XEngineProgram, values: Floats, program: XEngineProgram, milp: Milp) -> Milp:
+    """`milp` of `program` with what is executed, copied and handed on as in a solution of a program with fewer schedules."""
+    chosen = dict.fromkeys((*program.R.values(), *program.A.values(), *program.S.values()), 0.0)
+    for theirs, ours in ((known.R, program.R), (known.S, program.S)):
+        chosen |= {ours[key]: values[column] for key, column in theirs.items() if key in ours}
+    for (d, e, t, x, turn), column in known.A.items():
+        key = (d, e, t, x, turn)
+        # Where a stage has one op only, it begins just before that.
+        target = program.A.get(key, program.A.get((d, e, t, x, BEGIN)))
+        if target is not None and values[column] > _ONE_HALF:
+            chosen[target] = 1.0
+    lower, upper = milp.lower.copy(), milp.upper.copy()
+    columns = list(chosen)
+    lower[columns] = upper[columns] = np.round(list(chosen.values()))
+    return replace(milp, lower=lower, upper=upper)
+
+
+def _solved(milp: Milp, request: Request, clock: Clock, unit_s: float, tolerance: float, start: Floats | None = None) -> Answer:
+    def tell(bound: float) -> None:
+        request.tell("solving XEngine's program", None, bound * unit_s)
+
+    watch = Watch(should_stop=request.interrupted, on_bound=tell, interrupted=request.interrupted)
+    gap = tolerance * request.graph.time_s / unit_s
+    return highs.solve_program(milp, clock=clock, absolute_gap=gap, start=start, watch=watch)
+
+
+def _too_large(placement: Placement) -> str:
+    ops, devices = len(placement.program.ops), len(placement.pools)
+    return (
+        f"XEngine's program for {ops:,} ops on {devices} devices has more than {MOST_COLUMNS:,} variables, which this solver "
+        "takes on: give it a smaller graph"
+    )
+
+
+def _nothing(request: Request, answer: Answer, *, overlapped: bool) -> Result:
+    budget = format_bytes(request.budget_bytes)
+    if answer.outcome is Outcome.INFEASIBLE:
+        why = f"no schedule of XEngine's class fits {budget} and the other memories ({answer.detail}): raise the budget"
+        return _result(request, why, Reason.MEMORY, overlapped=overlapped)
+    limit = request.clock.amount(request.clock.limit)
+    why = f"XEngine's program found nothing within {limit} ({answer.detail}): raise the time limit or the budget"
+    return _result(request, why, Reason.TIME, overlapped=overlapped)
+
+
+def _result(
+    request: Request,
+    message: str = "",
+    reason: Reason | None = None,
+    *,
+    overlapped: bool,
+    found: _Found | None = None,
+    params: XEngineParams | None = None,
+) -> Result:
+    status, settings = Status.LIMIT, dict(request.settings)
+    bound_s = None
+    if found is not None and params is not None:
+        time_s = simulate(request.graph, found.schedule).time_s
+        bound_s = None if found.bound_s is None else min(found.bound_s, time_s)
+        status = Status.FEASIBLE if bound_s is None else status_of(time_s, bound_s, request.tolerance.first)
+        settings |= {
+            "objective": "makespan" if overlapped else "serial sum",
+            "copies": "stay, and are made ahead" if overlapped else "stay" if params.stay else "for a stage",
+            "executed": "again where it helps" if params.again else "once",
+            "serial_s": found.serial_s,
+            "serial_bound_s": found.serial_bound_s,
+        }
+    return Result(
+        request.graph,
+        budget_bytes=request.budget_bytes,
+        status=status,
+        schedule=None if found is None else found.schedule,
+        bound_s=bound_s,
+        solver="xengine-overlapped" if overlapped else "xengine",
+        seconds=request.clock.seconds,
+        settings=settings,
+        versions={"highs": highs.version()},
+        message=message,
+        reason=reason,
+    )

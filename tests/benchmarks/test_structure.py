@@ -1,0 +1,51 @@
+"""The figures of ``benchmarks.structure``, on a checkout of three small modules."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import structure
+
+SHORT = '''"""A module."""
+
+import solvers.other
+
+
+class Box:
+    """Something with state."""
+
+    def __init__(self) -> None:
+        self.first = 0  # a comment
+
+    def fill(self, value: int) -> None:
+        """Fill it."""
+        self.second = value
+'''
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "solvers").mkdir()
+    (tmp_path / "solvers" / "box.py").write_text(SHORT)
+    body = "".join(f"    x{i} = offload\n" for i in range(structure.MOST_LINES))
+    parameters = ", ".join("abcdefgh")
+    (tmp_path / "solvers" / "other.py").write_text(f"def long({parameters}):\n{body}    from solvers.box import Box\n")
+    return tmp_path
+
+
+def test_lines_of_code_leave_out_comments_docstrings_and_blank_lines(checkout: Path) -> None:
+    box = structure.read(checkout, "solvers")[0]
+    assert (box.lines, box.code_lines) == (14, 6)
+
+
+def test_long_functions_and_many_parameters_are_found(checkout: Path) -> None:
+    other = structure.read(checkout, "solvers")[1]
+    assert list(structure.functions(other)) == [("solvers.other.long", structure.MOST_LINES + 2, 8)]
+
+
+def test_imports_inside_of_functions_close_a_cycle(checkout: Path) -> None:
+    assert structure.import_cycles(structure.read(checkout, "solvers")) == [{"solvers.box", "solvers.other"}]
+
+
+def test_attributes_of_classes_are_counted(checkout: Path) -> None:
+    assert list(structure.class_sizes(structure.read(checkout, "solvers")[0])) == [("solvers.box.Box", 2, 2)]

@@ -1,0 +1,88 @@
+"""The reference program: what is in memory when."""
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.synthetic.draft import Draft
+from solvers.baselines.checkmate import CheckmateParams, solve
+from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, UnusedOutputs, Variant
+from solvers.problem import problem_of
+from solvers.result import Status
+from tests.support.requests import ask
+
+
+def dropped_beside() -> Graph:
+    """a makes x (4) and y (1); u (1) reads x; v (1, workspace 5) reads nothing; d (1) reads y and v. Times 1.
+
+    With 6 bytes v runs alone, so that a runs again for d: beside v its outputs take 5. If its x, which
+    nobody reads then, stays for the rest of the stage, d takes 7.
+    """
+    draft = Draft()
+    x, y = draft.op("a", [], [4, 1])
+    draft.op("u", [x], [1])
+    (v,) = draft.op("v", [], [1], workspace_bytes=5)
+    draft.op("d", [y, v], [1])
+    return draft.graph()
+
+
+def test_when_unused_outputs_are_freed() -> None:
+    parity = Variant(unused_outputs=UnusedOutputs.STAGE_END)
+    assert solve(ask(dropped_beside(), 6)).time_s == 5
+    refused = solve(ask(dropped_beside(), 6, params=CheckmateParams(variant=parity)))
+    assert refused.status is Status.LIMIT
+    assert "Checkmate's program is infeasible" in refused.message
+    assert [
+        solve(ask(dropped_beside(), 7, params=CheckmateParams(variant=variant))).time_s for variant in (PUBLISHED, parity)
+    ] == [4, 4]
+
+
+def second_copy() -> Graph:
+    """a makes x (3) and y (1); b (workspace 4) reads y; c reads x and y, d reads y; outputs of 1, times 1.
+
+    With 7 bytes x does not fit beside b (y 1, b 1, workspace 4), so a runs again for c, and makes a second y if
+    the first one stays: x 3, y 1, b 1 and the copy 1 are 6.
+    """
+    draft = Draft()
+    x, y = draft.op("a", [], [3, 1])
+    (b,) = draft.op("b", [y], [1], workspace_bytes=4)
+    draft.op("c", [x, y, b], [1])
+    draft.op("d", [y], [1])
+    return draft.graph()
+
+
+def test_an_output_made_twice_is_there_once_afterwards() -> None:
+    model = CheckmateModel(problem_of(second_copy(), 7))
+    model.build()
+    # By hand: y stays, a runs again before c.
+    fixed = {"S_1_1": 1, "S_2_1": 1, "S_3_1": 1, "S_1_0": 0, "S_2_0": 0, "R_2_0": 1, "R_2_1": 0, "R_3_0": 0}
+    for variable in model.program.variables():
+        if variable.name in fixed:
+            variable.lowBound = variable.upBound = fixed[variable.name]
+    model.program.solve(_silent())
+    used = {v.name: v.varValue * model.memory_unit for v in model.program.variables() if v.name.startswith("U_2_")}
+    # While a runs: y, b, x and the second y; while c runs: x, y, b and its output.
+    assert used == pytest.approx({"U_2_0": 1 + 1 + 3 + 1, "U_2_1": 1 + 1 + 3, "U_2_2": 3 + 1 + 1 + 1})
+    assert solve(ask(second_copy(), 7)).time_s == 5
+
+
+def _silent() -> object:
+    import pulp
+
+    return pulp.getSolver("HiGHS", msg=False)
+
+
+def test_what_is_written_in_place_is_read_on_its_side() -> None:
+    def graph(*, written: bool) -> Graph:
+        draft = Draft()
+        state = draft.static("state", 1)
+        (a,) = draft.op("a", [state], [4])
+        (b,) = draft.op("b", [a], [1])
+        (c,) = draft.op("c", [state], [1], recomputable=False, mutates=(state,) if written else ())
+        (d,) = draft.op("d", [b, c], [4])
+        draft.op("e", [a, d], [1])
+        return draft.graph()
+
+    # 10 bytes hold a, d and e; d runs beside a, b and c with 11, so with 10 a must be dropped and made again.
+    assert solve(ask(graph(written=False), 10)).time_s == 6
+    assert solve(ask(graph(written=True), 10)).status in (Status.LIMIT, Status.INFEASIBLE)
+    assert solve(ask(graph(written=True), 11)).time_s == 5

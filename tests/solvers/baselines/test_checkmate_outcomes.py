@@ -1,0 +1,150 @@
+"""The reference program: how a solve ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pulp
+import pytest
+
+from graphs.errors import PlannerError
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import chain, diamond, training_chain
+from solvers.baselines import checkmate
+from solvers.baselines.checkmate import CheckmateParams, solve, write_model
+from solvers.baselines.common.checkmate_program import CheckmateModel
+from solvers.baselines.common.pulp_solvers import OUTCOMES, PulpAnswer
+from solvers.highs.program import Outcome
+from solvers.problem import problem_of
+from solvers.registry import get_solver
+from solvers.result import SolveProgress, Status
+from tests.support.budgets import budget_at
+from tests.support.requests import ask
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
+    result = solve(ask(diamond(), 6))
+    assert (result.status, result.schedule, result.bound_s) == (Status.INFEASIBLE, None, None)
+    assert "budget 6 B is below 7 B" in result.message
+
+
+def test_an_infeasible_program_is_no_proof_for_other_schedules() -> None:
+    result = solve(ask(diamond(), 7))
+    assert (result.status, result.schedule, result.bound_s) == (Status.LIMIT, None, None)
+    assert "each op at most once per stage, in program order" in result.message
+
+
+def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
+    # 800 stages with up to 799 executions and hand-overs each.
+    graph = chain(800)
+    for result in (solve(ask(graph, 2)), get_solver("rounding")(ask(graph, 2))):
+        assert result.status is Status.LIMIT
+        assert f"has {800 * 799 // 2 + 799 * 798 // 2 + 799:,} variables R and S" in result.message
+    with pytest.raises(PlannerError, match="use the solver windows"):
+        write_model(graph, 2, tmp_path / "model.lp")
+
+
+def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(10):
+        model = CheckmateModel(problem_of(random_graph(seed, 12), 1000))
+        model.build()
+        monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S) - 1)
+        assert f"has {len(model.R) + len(model.S)} variables" in str(model.too_large())
+        monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S))
+        assert model.too_large() is None
+
+
+@pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])
+def test_time_is_up_before_anything_is_found(time_limit_s: float) -> None:
+    graph = random_training_step(0, 40)
+    result = solve(ask(graph, budget_at(graph, 0.1), time_limit_s=time_limit_s))
+    assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
+    assert "Raise the time limit" in result.message
+
+
+@pytest.mark.parametrize("after", [1, 30, 60])
+def test_a_stop_ends_the_solve(after: int) -> None:
+    polls = 0
+
+    def should_stop() -> bool:
+        nonlocal polls
+        polls += 1
+        return polls > after
+
+    graph = random_training_step(14, 14)
+    result = solve(ask(graph, budget_at(graph, 0.2), should_stop=should_stop, tolerance=0.0))
+    assert result.status in (Status.LIMIT, Status.FEASIBLE)
+    assert result.bound_s is not None and result.bound_s >= graph.time_s
+
+
+def test_progress_tells_bounds_that_hold() -> None:
+    told: list[SolveProgress] = []
+    graph = random_training_step(8, 8)
+    result = solve(ask(graph, budget_at(graph, 0.3), on_progress=told.append))
+    assert result.time_s is not None and result.bound_s is not None
+    assert told[0].activity == "writing Checkmate's program"
+    assert all(p.bound_s is None or p.bound_s <= result.time_s * (1 + 1e-9) for p in told)
+    assert all(p.best_s is None or p.best_s >= result.bound_s * (1 - 1e-9) for p in told)
+    assert any(p.best_s is not None for p in told)
+
+
+def test_an_error_of_the_caller_comes_through() -> None:
+    def on_progress(progress: SolveProgress) -> None:
+        if progress.activity.startswith("solving"):
+            raise RuntimeError("the terminal is gone")
+
+    graph = random_training_step(8, 8)
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        solve(ask(graph, budget_at(graph, 0.3), on_progress=on_progress))
+
+
+@pytest.mark.parametrize(("name", "word"), [("GLPK_CMD", "is not installed"), ("magic", "is none that PuLP knows")])
+def test_a_solver_that_is_not_there_is_named(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulp.listSolvers", lambda onlyAvailable=False: ["HiGHS"] if onlyAvailable else ["HiGHS", "GLPK_CMD"])
+    with pytest.raises(PlannerError, match=f"solver '{name}' {word}: choose one of HiGHS"):
+        solve(ask(chain(2), 2, params=CheckmateParams(milp_solver=name)))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.5, "neither 0 nor 1"), (0.0, "1 B over the budget")], ids=["half a binary", "memory ignored"]
+)
+def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: CheckmateModel, *rest: object) -> PulpAnswer:
+        for variable in model.program.variables():
+            variable.varValue = value
+        return PulpAnswer(Outcome.OPTIMAL, True, None, "so they say")
+
+    monkeypatch.setattr(checkmate, "run", run)
+    result = solve(ask(training_chain(4), 4))
+    assert (result.status, result.schedule) == (Status.ERROR, None)
+    assert words in result.message
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"), [(Outcome.FAILED, Status.ERROR), (Outcome.STOPPED, Status.LIMIT), (Outcome.INFEASIBLE, Status.LIMIT)]
+)
+def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkmate, "run", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
+    result = solve(ask(training_chain(4), 4))
+    assert result.status is status
+    assert "its own word" in result.message
+
+
+def test_every_word_of_pulp_has_an_outcome() -> None:
+    pulp4 = getattr(pulp, "LpSolveStatus", None)
+    words = pulp4.__members__ if pulp4 is not None else pulp.LpSolution.values()
+    assert len(words) > 4 and set(words) <= set(OUTCOMES)
+
+
+def test_nothing_is_printed() -> None:
+    """In a process of its own: HiGHS prints what it is called once in each."""
+    code = (
+        "from graphs.synthetic.small import training_chain\n"
+        "from solvers.baselines.checkmate import solve\n"
+        "from tests.support.requests import ask\n"
+        "assert solve(ask(training_chain(4), 4)).time_s == 9.0\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -1,0 +1,130 @@
+"""MONeT's program: its optima, the memory of its schedules, and which implementations it chooses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.errors import GraphError, PlannerError
+from graphs.ir import Graph, Phase, Tensor
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.small import training_chain
+from planner.solving import solve
+from planner.tracing import trace
+from solvers.baselines import monet
+from solvers.bounds import least_budget_bound
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Reason, Status
+from tests.support.budgets import on_the_way, peak_bytes
+
+
+def with_another(graph: Graph, op: int, *, time_s: float, workspace_bytes: int) -> Graph:
+    """`graph` with an optional op that stands for `op`."""
+    like = graph.ops[op]
+    new = len(graph.ops)
+    added = replace(
+        like,
+        id=new,
+        name=f"other_{new}",
+        time_s=time_s,
+        workspace_bytes=workspace_bytes,
+        optional=True,
+        replaces=(op,),
+    )
+    tensors = tuple(replace(t, producers=(*t.producers, new)) if t.id in like.outputs else t for t in graph.tensors)
+    return Graph((*graph.ops, added), tensors, graph.kept, graph.provenance)
+
+
+def with_workspace(graph: Graph, op: int, workspace_bytes: int) -> Graph:
+    ops = tuple(replace(o, workspace_bytes=workspace_bytes) if o.id == op else o for o in graph.ops)
+    return Graph(ops, graph.tensors, graph.kept, graph.provenance)
+
+
+@pytest.mark.parametrize("layers", [3, 5, 7])
+def test_a_chain_takes_no_less_than_the_optimum_and_no_more_than_eviction(layers: int) -> None:
+    graph = training_chain(layers)
+    for budget in (*on_the_way(graph, 0.0, 0.3, 0.6), peak_bytes(graph)):
+        found = get_solver("monet")(Request(graph, budget))
+        best = solve(graph, budget, reorder=False)
+        assert found.status is Status.OPTIMAL and found.schedule is not None
+        simulation = simulate(graph, found.schedule)
+        assert simulation.peak_bytes <= budget
+        assert simulation.time_s >= best.time_s - 1e-9
+        assert found.bound_s == pytest.approx(simulation.time_s, rel=2e-3)
+    assert simulation.time_s == graph.time_s  # of the last budget, the peak
+
+
+def test_a_small_convolutional_step_takes_the_optimum() -> None:
+    """Where all that is worth executing again is of the forward pass, the program's schedules are all that matter."""
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    batch = (torch.randn(4, 3, 16, 16), torch.randint(8, (4,)))
+    graph = trace(model, nn.CrossEntropyLoss(), batch, roofline="cpu")
+    for budget in on_the_way(graph, 0.1, 0.5, 0.8):
+        plans = [solve(graph, budget, solver=solver, reorder=False, tolerance=1e-6) for solver in ("monet", "windows")]
+        assert plans[0].time_s == pytest.approx(plans[1].time_s, rel=1e-5)
+
+
+def test_backward_ops_are_executed_once() -> None:
+    graph = training_chain(6)
+    (budget,) = on_the_way(graph, 0.0)
+    found = get_solver("monet")(Request(graph, budget))
+    assert found.schedule is not None
+    again = [op for op in found.schedule.computed if graph.ops[op].phase is not Phase.FORWARD]
+    assert again == [op.id for op in graph.ops if op.phase is not Phase.FORWARD]
+    assert len(found.schedule.computed) > len(graph.ops)
+
+
+def test_it_chooses_implementations_by_memory_and_time() -> None:
+    """The first backward op has a workspace as large as the step: what takes none is slower, and is chosen where it must be."""
+    plain = training_chain(4)
+    first = next(op.id for op in plain.ops if op.phase is Phase.BACKWARD)
+    large = 2 * peak_bytes(plain)
+    graph = with_another(with_workspace(plain, first, large), first, time_s=plain.ops[first].time_s + 1.0, workspace_bytes=0)
+    other = len(graph.ops) - 1
+    tight = get_solver("monet")(Request(graph, peak_bytes(plain)))
+    roomy = get_solver("monet")(Request(graph, peak_bytes(plain) + large))
+    assert tight.schedule is not None and roomy.schedule is not None
+    assert other in tight.schedule.computed and first not in tight.schedule.computed
+    assert other not in roomy.schedule.computed
+    assert tight.status is roomy.status is Status.OPTIMAL
+    assert tight.time_s == pytest.approx(roomy.time_s + 1.0)
+
+
+def test_a_faster_implementation_costs_less_than_nothing() -> None:
+    plain = training_chain(3)
+    graph = with_another(plain, 0, time_s=plain.ops[0].time_s / 4, workspace_bytes=0)
+    found = get_solver("monet")(Request(graph, peak_bytes(plain)))
+    assert found.time_s == pytest.approx(plain.time_s - 0.75 * plain.ops[0].time_s)
+
+
+def test_it_takes_graphs_that_offer_kernels_and_none_that_copy() -> None:
+    plain = training_chain(3)
+    provenance = {**plain.provenance, "options": ["kernels"]}
+    graph = with_another(plain, 0, time_s=plain.ops[0].time_s / 4, workspace_bytes=0)
+    renamed = tuple(replace(op, target="kernels.native") if op.optional else op for op in graph.ops)
+    graph = Graph(renamed, graph.tensors, graph.kept, provenance)
+    plan = solve(graph, peak_bytes(plain), solver="monet", options=["kernels"])
+    assert len(plain.ops) in plan.schedule.computed
+    with pytest.raises(PlannerError, match="the solver 'monet' copies nothing"):
+        solve(graph, peak_bytes(plain), solver="monet", options=["kernels", "offload"])
+
+
+def test_what_does_not_fit_and_what_is_too_large_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = training_chain(4)
+    found = get_solver("monet")(Request(graph, least_budget_bound(graph).budget_bytes - 1))
+    assert (found.status, found.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in found.message
+    monkeypatch.setattr(monet, "MOST_ENTRIES", 3)
+    found = get_solver("monet")(Request(graph, simulate(graph, keep_everything(graph)).peak_bytes))
+    assert (found.status, found.reason) == (Status.LIMIT, Reason.SIZE) and "more than 3" in found.message
+
+
+def test_copies_are_refused() -> None:
+    graph = training_chain(2)
+    host = replace(graph.ops[0], id=len(graph.ops), name="copy", stream="copies", optional=True, outputs=(len(graph.tensors),))
+    tensor = Tensor(len(graph.tensors), "copied", 1, (len(graph.ops),))
+    with pytest.raises(GraphError, match="streams"):
+        get_solver("monet")(Request(Graph((*graph.ops, host), (*graph.tensors, tensor), graph.kept), 10**9))

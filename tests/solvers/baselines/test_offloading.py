@@ -1,0 +1,132 @@
+"""Policies that offload, all alike: two judges accept what they do, none is below the proved bound, and who cannot says so."""
+
+import itertools
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphs.ir import Graph
+from graphs.options.offload import without_copies
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.small import training_chain
+from planner.models import build
+from planner.tracing import trace
+from solvers.baselines.deepspeed_offload import DeepSpeedParams
+from solvers.baselines.offload_activations import OffloadActivationsParams
+from solvers.problem import problem_of
+from solvers.registry import get_solver
+from solvers.result import Reason, Status
+from solvers.windows import solve as solve_exactly
+from tests.support.budgets import peak_bytes
+from tests.support.offers import check_by_both_judges, offered, random_step, small_gpt, with_trips
+from tests.support.requests import ask
+
+UNLIMITED = 10**15
+# With parameters that suit tensors of a few bytes.
+RIVALS = {
+    "save-on-cpu": None,
+    "offload-activations": OffloadActivationsParams(stash=2, least_bytes=1),
+    "deepspeed-offload": DeepSpeedParams(least_bytes=1),
+    "sac-and-offload": None,
+    "capuchin-swap": None,
+    "delta": None,
+    "auto-perf-maxing": None,
+    "poet": None,
+}
+LARGE = [name for name in RIVALS if name != "poet"]  # take graphs of a hundred ops
+WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_is_found_runs_by_both_judges(name: str) -> None:
+    found = copied = 0
+    seeds = range(20)
+    for seed in seeds:
+        graph, program = offered(seed), random_step(seed)
+        peak = simulate(program, keep_everything(program)).peak_bytes
+        for budget in (UNLIMITED, peak, int(0.8 * peak)):
+            result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+            assert result.status in {Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT}
+            if result.schedule is not None:
+                check_by_both_judges(graph, result)
+                found += 1
+                copied += any(graph.ops[op].optional for op in result.schedule.computed)
+    assert found > len(seeds) and copied
+
+
+@pytest.mark.parametrize("wanted", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", RIVALS)
+def test_none_is_below_the_bound(name: str, wanted: int) -> None:
+    compared = 0
+    for seed in itertools.count(100):
+        if compared == wanted:
+            return
+        graph, program = offered(seed, most_ops=8), random_step(seed, most_ops=8)
+        peak = simulate(program, keep_everything(program)).peak_bytes
+        budget = UNLIMITED if name in WITHOUT_BUDGET else int(0.85 * peak)
+        result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+        if result.peak_bytes is None or result.time_s is None:
+            continue
+        exact = solve_exactly(ask(graph, result.peak_bytes, time_limit_s=3))
+        assert exact.status is not Status.INFEASIBLE, seed
+        assert exact.bound_s is None or exact.bound_s <= result.time_s * (1 + 1e-6), seed
+        compared += 1
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_transformer_takes_less_memory(name: str) -> None:
+    graph = small_gpt()
+    program = problem_of(graph, 1).graph
+    kept = simulate(program, keep_everything(program)).peak_bytes
+    budget = kept if name in WITHOUT_BUDGET else int(0.85 * kept)
+    result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))
+    assert result.schedule is not None and result.peak_bytes is not None and result.time_s is not None
+    assert result.peak_bytes < kept and result.time_s >= program.time_s
+    simulation = simulate(graph, result.schedule)
+    assert simulation.pool_peaks_bytes[1] > 0 or simulation.recomputed > 0
+
+
+@pytest.fixture(scope="module")
+def captured() -> Graph:
+    """A small GPT-2 as it is trained, modelled for an H200, with round trips."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = trace(*build("gpt2", layers=2, width=256, heads=4, vocab=512, batch=8, seq=256), roofline="h200")
+    return with_trips(graph, 50e9)
+
+
+@pytest.fixture(scope="module")
+def bounds(captured: Graph) -> dict[float, float | None]:
+    """By share of the peak of keeping everything, what is proved of the time within it."""
+    peak = peak_bytes(without_copies(captured)[0])
+    return {share: solve_exactly(ask(captured, int(share * peak), time_limit_s=5)).bound_s for share in (1.0, 0.85, 0.7)}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_captured_gpt(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
+    peak = peak_bytes(without_copies(captured)[0])
+    found = 0
+    for share, bound_s in bounds.items():
+        result = get_solver(name)(ask(captured, int(share * peak), params=RIVALS[name]))
+        if result.schedule is None or result.time_s is None:
+            assert result.reason is Reason.MEMORY
+            continue
+        simulation = simulate(captured, result.schedule)
+        assert simulation.peak_bytes == result.peak_bytes and simulation.peak_bytes <= share * peak
+        assert bound_s is not None and result.time_s >= bound_s * (1 - 1e-6)
+        found += 1
+    assert found
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_graph_without_round_trips_is_not_for_them(name: str) -> None:
+    result = get_solver(name)(ask(training_chain(5), UNLIMITED))
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
+    assert "offers no round trips to the host" in result.message
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_does_not_fit_is_said(name: str) -> None:
+    graph = small_gpt() if name in LARGE else with_trips(training_chain(5))
+    result = get_solver(name)(ask(graph, graph.static_bytes + 2, params=RIVALS[name]))
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)

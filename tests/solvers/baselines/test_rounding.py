@@ -1,0 +1,201 @@
+"""Two-phase rounding: what it finds, what it says about it, and that nothing depends on luck."""
+
+import pytest
+
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.schedule import keep_everything, schedule_of
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.small import diamond, kept_output, skips, training_chain
+from graphs.synthetic.transformer import TransformerSize, transformer
+from solvers.baselines import checkmate, rounding
+from solvers.baselines.common.checkmate_program import CheckmateModel
+from solvers.baselines.common.pulp_solvers import PulpAnswer
+from solvers.baselines.rounding import RoundingParams, cheapest_executions, solve
+from solvers.bounds import least_budget_bound
+from solvers.highs.program import Outcome
+from solvers.problem import problem_of
+from solvers.registry import get_solver
+from solvers.result import SolveProgress, Status
+from tests.support.requests import ask
+
+
+def budget_at(graph: Graph, share: float) -> int:
+    least_bytes = least_budget_bound(graph).budget_bytes
+    return least_bytes + int(share * (simulate(graph, keep_everything(graph)).peak_bytes - least_bytes))
+
+
+# --- phase two ------------------------------------------------------------------------------------
+
+
+def executions(graph: Graph, handed: set[tuple[int, int]]) -> list[int]:
+    model = CheckmateModel(problem_of(graph, 10**9), whole=False)
+    model.build()
+    return cheapest_executions(model, handed)
+
+
+def everything(graph: Graph) -> set[tuple[int, int]]:
+    return {(t, x) for t in range(len(graph.ops)) for x in range(len(graph.tensors))}
+
+
+def test_what_is_handed_over_is_not_made_again() -> None:
+    graph = training_chain(4)
+    assert executions(graph, everything(graph)) == list(range(8))
+
+
+def test_what_is_not_handed_over_is_made_from_the_start() -> None:
+    # f1..f4, then g4 reads f4 and f3, g3 reads f2 and g4, g2 reads f1 and g3, g1 reads g2.
+    graph = training_chain(4)
+    forward = [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]
+    # Only gradients are handed over, each to the next stage: the forward is made again for each of them.
+    only_gradients = executions(graph, {(t + 1, graph.ops[t].outputs[0]) for t in range(4, 7)})
+    assert only_gradients == [*forward, *(0, 1, 2, 3, 4), *(0, 1, 5), *(0, 6), 7]
+    simulate(graph, schedule_of(graph, only_gradients))
+    nothing = executions(graph, set())
+    assert nothing[:15] == only_gradients[:15]
+    assert nothing[-8:] == list(range(8))
+
+
+def test_an_output_that_is_handed_on_later_is_made_where_it_is_first_missing() -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [1])
+    (b,) = draft.op("b", [], [1])
+    (c,) = draft.op("c", [b], [1])
+    draft.op("d", [a, c], [1])
+    graph = draft.graph()
+    # a is not there while c runs, but is handed to d's stage: so it is made in the stage of c.
+    assert executions(graph, {(2, b), (3, c), (3, a)}) == [0, 1, 0, 2, 3]
+    # Handed to nobody, it is made in the stage of d.
+    assert executions(graph, {(2, b), (3, c)}) == [0, 1, 2, 0, 3]
+
+
+def test_what_must_not_run_again_counts_as_handed_over() -> None:
+    for seed in range(60):
+        graph = random_graph(seed, 12)
+        computed = executions(graph, set())
+        assert all(graph.ops[i].recomputable for i in computed if computed.count(i) > 1)
+        # The judge knows about kept tensors, writes in place and inputs that are missing.
+        assert simulate(graph, schedule_of(graph, computed)).recomputed == len(computed) - 12
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("graph", "budget", "optimum_s"),
+    [(training_chain(3), 4, 6), (training_chain(8), 9, 16), (training_chain(8), 8, 17), (diamond(), 9, 9), (kept_output(), 7, 5)],
+)
+def test_small_graphs_are_rounded_to_the_optimum(graph: Graph, budget: int, optimum_s: float) -> None:
+    result = solve(ask(graph, budget))
+    assert result.time_s == pytest.approx(optimum_s)
+    assert result.bound_s is not None and result.bound_s <= optimum_s + 1e-6
+    assert result.status is (Status.OPTIMAL if result.bound_s >= optimum_s / 1.001 else Status.FEASIBLE)
+
+
+def test_the_bound_is_below_the_optimum_and_the_schedule_above_it() -> None:
+    found = strict = 0
+    for seed in range(12):
+        graph = random_graph(seed, 10)
+        for share in (0.4, 0.7):
+            budget = budget_at(graph, share)
+            optimum = checkmate.solve(ask(graph, budget, tolerance=0.0))
+            result = solve(ask(graph, budget))
+            if optimum.time_s is None:
+                assert result.status is Status.LIMIT
+                continue
+            assert result.bound_s is not None and result.bound_s <= optimum.time_s + 1e-6
+            if result.time_s is not None:
+                assert result.time_s >= optimum.time_s - 1e-6
+                found += 1
+                strict += result.bound_s > graph.time_s + 1e-6
+    assert found >= 12
+    assert strict >= 5
+
+
+@pytest.mark.parametrize(
+    ("graph", "share", "most_over"),
+    [(random_training_step(8, 8), 0.5, 0.15), (random_training_step(14, 14), 0.7, 0.15), (skips(8), 0.3, 0.0)],
+    ids=["17 ops", "29 ops", "skips"],
+)
+def test_training_steps_are_rounded_well(graph: Graph, share: float, most_over: float) -> None:
+    result = solve(ask(graph, budget_at(graph, share)))
+    assert result.schedule is not None
+    assert result.gap is not None and result.gap <= most_over
+
+
+@pytest.mark.slow
+def test_a_transformer_is_rounded_well() -> None:
+    graph = transformer(TransformerSize(layers=2))
+    result = solve(ask(graph, budget_at(graph, 0.5)))
+    assert result.status is Status.FEASIBLE
+    assert result.gap is not None and result.gap < 0.1
+
+
+def test_a_smaller_part_of_the_budget_is_tried_only_if_nothing_fits() -> None:
+    graph = random_training_step(8, 8)
+    budget = budget_at(graph, 0.5)
+    used = solve(ask(graph, budget)).settings["fraction"]
+    assert isinstance(used, float) and 0.1 < used < 1.0
+    assert solve(ask(graph, budget, params=RoundingParams(fractions=(1.0, used)))).settings["fraction"] == used
+    none = solve(ask(graph, budget, params=RoundingParams(fractions=(1.0,), samples=0)))
+    assert (none.status, none.settings["fraction"]) == (Status.LIMIT, None)
+    assert "no rounding of the relaxation fits" in none.message
+    # Without the whole budget there is no bound but the step itself.
+    assert solve(ask(graph, budget, params=RoundingParams(fractions=(used,)))).bound_s == graph.time_s
+
+
+def test_the_seed_decides() -> None:
+    graph = random_training_step(8, 8)
+    budget = budget_at(graph, 0.5)
+
+    def found(seed: int) -> float | None:
+        return solve(ask(graph, budget, params=RoundingParams(seed=seed, thresholds=(), samples=15))).time_s
+
+    times = [found(seed) for seed in range(4)]
+    assert times == [found(seed) for seed in range(4)]
+    assert len(set(times)) > 1
+
+
+# --- how it ends ----------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
+    result = solve(ask(diamond(), 6))
+    assert (result.status, result.bound_s) == (Status.INFEASIBLE, None)
+    assert "budget 6 B is below 7 B" in result.message
+
+
+def test_time_is_up_before_a_relaxation_is_solved() -> None:
+    graph = random_training_step(0, 40)
+    result = solve(ask(graph, budget_at(graph, 0.2), time_limit_s=1e-9))
+    assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
+    assert "no relaxation for" in result.message
+
+
+def test_a_stop_ends_the_search() -> None:
+    graph = random_training_step(8, 8)
+    result = solve(ask(graph, budget_at(graph, 0.5), should_stop=lambda: True))
+    assert result.status is Status.LIMIT
+
+
+def test_progress_is_told() -> None:
+    told: list[SolveProgress] = []
+    result = solve(ask(training_chain(8), 8, on_progress=told.append))
+    assert told[0].activity == "rounding at 100% of the budget"
+    assert told[-1].best_s == result.time_s
+    assert told[-1].bound_s == result.bound_s
+
+
+def test_a_solver_that_gives_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "run", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
+    result = solve(ask(training_chain(4), 4))
+    assert result.status is Status.ERROR
+    assert "out of its depth" in result.message
+
+
+def test_the_solver_is_named_and_in_the_registry() -> None:
+    assert get_solver("rounding")(ask(training_chain(4), 4)).solver == "rounding"
+    with pytest.raises(PlannerError, match="'magic' is none that PuLP knows"):
+        solve(ask(training_chain(4), 4, params=RoundingParams(milp_solver="magic")))

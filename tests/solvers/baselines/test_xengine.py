@@ -1,0 +1,211 @@
+"""XEngine's program against all schedules of its class, with its serial sum and with clocks."""
+
+from collections import Counter
+
+import pytest
+
+from graphs.errors import GraphError
+from graphs.ir import Graph
+from graphs.options.placement import placement_of
+from graphs.options.surroundings import OtherDevice
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.small import diamond, training_chain
+from solvers import highs
+from solvers.baselines.xengine import Class, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
+from solvers.clock import WallClock
+from solvers.registry import get_solver
+from solvers.result import Reason, Result, Status
+from tests.support.brute_force_placement import fastest_overlapped, fastest_serial
+from tests.support.offers import check_by_both_judges, names, with_trips
+from tests.support.placements import on_devices, random_placement
+from tests.support.requests import ask
+
+CLOSE = 1e-6
+
+
+def solved(graph: Graph, budget_bytes: int, *, stay: bool = False) -> Result:
+    return get_solver("xengine")(ask(graph, budget_bytes, tolerance=CLOSE, params=XEngineParams(stay=stay)))
+
+
+def overlapped(graph: Graph, budget_bytes: int, time_limit_s: float = 60.0) -> Result:
+    return get_solver("xengine-overlapped")(ask(graph, budget_bytes, tolerance=CLOSE, time_limit_s=time_limit_s))
+
+
+def sum_of(result: Result) -> float | None:
+    """The serial sum, None where nothing was found."""
+    return None if result.schedule is None else float(result.settings["serial_s"])  # type: ignore[arg-type]
+
+
+def two_branches() -> Graph:
+    """Ops a and b of 4 s that read nothing, c of 1 s that reads both; on the other device each takes as long, a copy 0.5 s."""
+    draft = Draft()
+    (a,) = draft.op("a", [], [2], time_s=4.0)
+    (b,) = draft.op("b", [], [2], time_s=4.0)
+    (c,) = draft.op("c", [a, b], [2], time_s=1.0)
+    return on_devices(draft.graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0))
+
+
+@pytest.mark.parametrize("stay", [False, True], ids=["published", "stay"])
+def test_its_optimum_is_that_of_its_class(stay: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        graph, budget = random_placement(seed, 2 + seed % 2)
+        expected = fastest_serial(graph, budget, stay=stay)
+        result = solved(graph, budget, stay=stay)
+        assert sum_of(result) == (None if expected is None else pytest.approx(expected, abs=CLOSE)), seed
+        if result.schedule is None:
+            assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)
+            seen["infeasible"] += 1
+            continue
+        check_by_both_judges(graph, result)
+        times = [graph.ops[op].time_s for op in result.schedule.computed]
+        assert sum(times) == pytest.approx(expected, abs=CLOSE) and result.settings["serial_bound_s"] <= sum(times) + CLOSE  # type: ignore[operator]
+        assert result.time_s is not None and result.time_s <= sum(times) + CLOSE
+        seen["placed"] += any(graph.ops[op].replaces for op in result.schedule.computed)
+        seen["three devices"] += len(graph.pools) == 3
+    assert min(seen[what] for what in ("infeasible", "placed", "three devices")) >= 4, seen
+
+
+def test_what_is_computed_again_where_is_best_too() -> None:
+    recomputed = 0
+    for copied_bytes_per_s in (0.5, 8.0):
+        for capacity_bytes in (3, 4, 7, None):
+            draft = Draft()
+            (a,) = draft.op("a", [], [4], time_s=2.0)
+            (b,) = draft.op("b", [], [1], time_s=4.0, workspace_bytes=4)
+            (c,) = draft.op("c", [a, b], [1], time_s=2.0)
+            graph = on_devices(draft.graph([c]), OtherDevice("second", (3.0, 5.0, 9.0), copied_bytes_per_s, capacity_bytes))
+            for budget in range(4, 11):
+                expected, result = fastest_serial(graph, budget), solved(graph, budget)
+                assert sum_of(result) == (None if expected is None else pytest.approx(expected, abs=CLOSE))
+                recomputed += result.schedule is not None and 0 in result.schedule.computed[1:]
+    assert recomputed >= 3
+
+
+def test_the_makespan_is_no_more_than_the_serial_one_and_that_of_all_schedules() -> None:
+    better = equal = 0
+    for seed in range(14):
+        graph, budget = random_placement(100 + seed, 3)
+        try:
+            expected = fastest_overlapped(graph, budget, most=20_000)
+        except TimeoutError:
+            continue
+        serial, result = solved(graph, budget), overlapped(graph, budget)
+        if result.schedule is None:
+            continue
+        check_by_both_judges(graph, result)
+        assert expected is not None and result.time_s is not None and serial.time_s is not None and result.bound_s is not None
+        assert expected - CLOSE <= result.time_s <= serial.time_s + CLOSE, seed
+        assert result.status is Status.OPTIMAL and result.time_s <= result.bound_s + CLOSE
+        better += result.time_s < (sum_of(serial) or 0.0) - CLOSE
+        equal += result.time_s == pytest.approx(expected, abs=CLOSE)
+    assert better >= 5 and equal >= 8
+
+
+def test_the_clocks_of_the_program_are_those_of_the_judge() -> None:
+    compared = 0
+    for seed in range(12):
+        graph, budget = random_placement(300 + seed, 3)
+        program = XEngineProgram(placement_of(graph), budget, Class(stay=True, ahead=True), whole_frees=True)
+        assert program.build()
+        add_clocks(program, 100.0)
+        answer = highs.solve_program(program.milp(), clock=WallClock(60.0))
+        if answer.values is None or answer.objective is None:
+            continue
+        simulation = simulate(graph, lazy_schedule(program, answer.values))
+        assert simulation.peak_bytes <= budget
+        assert simulation.time_s == pytest.approx(answer.objective * program.unit_s, rel=1e-5), seed
+        compared += 1
+    assert compared >= 8
+
+
+def test_devices_work_side_by_side() -> None:
+    graph = two_branches()
+    serial, result = solved(graph, 100), overlapped(graph, 100)
+    # One after the other nothing is gained by a copy; side by side the second branch is there 4.5 s after the beginning.
+    assert (sum_of(serial), serial.time_s, serial.bound_s) == (9.0, 9.0, None)
+    assert (result.time_s, result.status) == (5.5, Status.OPTIMAL)
+    assert result.settings["serial_s"] == 9.0
+    assert sum("copy" in name for name in names(graph, result)) == 1
+
+
+def test_where_each_op_runs_once_only_its_device_is_chosen() -> None:
+    compared = 0
+    for seed in range(8):
+        graph, budget = random_placement(200 + seed, 4)
+        params = XEngineParams(again=False)
+        once = get_solver("xengine-overlapped")(ask(graph, budget, tolerance=CLOSE, params=params))
+        serial = get_solver("xengine")(ask(graph, budget, tolerance=CLOSE, params=params))
+        if once.schedule is None or once.time_s is None:
+            continue
+        check_by_both_judges(graph, once)
+        done = [p for op in once.schedule.computed for p in (graph.ops[op].replaces or (op,)) if p < len(graph.program)]
+        assert sorted(done) == list(range(len(graph.program)))
+        assert once.status is Status.OPTIMAL and once.settings["executed"] == "once"
+        assert serial.time_s is None or once.time_s <= serial.time_s + CLOSE
+        published = sum_of(solved(graph, budget))
+        assert serial.schedule is None or (published is not None and published <= (sum_of(serial) or 0.0) + CLOSE)
+        compared += 1
+    assert compared >= 5
+
+
+def test_where_the_other_device_is_faster_all_goes_there_and_what_is_kept_comes_back() -> None:
+    draft = Draft()
+    weight = draft.static("weight", 4)
+    (a,) = draft.op("a", [weight], [4], time_s=10.0)
+    (b,) = draft.op("b", [a, weight], [4], time_s=10.0)
+    graph = on_devices(draft.graph([b]), OtherDevice("second", (1.0, 1.0), 4.0))
+    published, stay = solved(graph, 100), solved(graph, 100, stay=True)
+    # Published, the weight is copied for each of the two stages.
+    assert (sum_of(published), sum_of(stay)) == (5.0, 4.0)
+    assert names(graph, stay) == ["copy_weight_device_to_second", "a@second", "b@second", "copy_b_second_to_device"]
+    # The weight, its copy and two tensors do not fit both memories any other way.
+    assert stay.peak_bytes == 8
+
+
+def test_a_memory_that_is_a_limit_counts_what_arrives() -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [4], time_s=1.0)
+    (b,) = draft.op("b", [a], [4], time_s=10.0)
+    (c,) = draft.op("c", [b], [1], time_s=1.0)
+
+    def times(capacity_bytes: int) -> float | None:
+        other = OtherDevice("second", (None, 1.0, None), 4.0, capacity_bytes)
+        return sum_of(solved(on_devices(draft.graph([c]), other), 100))
+
+    assert (times(8), times(7)) == (5.0, 12.0)
+
+
+@pytest.mark.parametrize("graph", [diamond(), training_chain(4), random_training_step(3, 3)], ids=["diamond", "chain", "step"])
+def test_with_a_device_that_is_of_no_use_it_is_checkmate(graph: Graph) -> None:
+    peak = simulate(graph, keep_everything(graph)).peak_bytes
+    for budget in (peak, int(0.8 * peak), int(0.6 * peak)):
+        offered = on_devices(graph, OtherDevice("slow", tuple(1e3 * (op.time_s + 1) for op in graph.ops), 1e12))
+        alone = get_solver("checkmate")(ask(graph, budget, tolerance=0.0))
+        # Its memory is of use: what is copied there need not be computed again. Without any, it is nothing.
+        without = on_devices(graph, OtherDevice("slow", tuple(1e3 * (op.time_s + 1) for op in graph.ops), 1e12, 0))
+        assert sum_of(solved(without, budget)) == (None if alone.time_s is None else pytest.approx(alone.time_s))
+        copied = sum_of(solved(offered, budget))
+        assert alone.time_s is None or (copied is not None and copied <= alone.time_s + CLOSE)
+
+
+def test_graphs_that_it_is_not_for() -> None:
+    alone = solved(training_chain(4), 100)
+    assert (alone.status, alone.reason) == (Status.LIMIT, Reason.INAPPLICABLE) and "checkmate" in alone.message
+    with pytest.raises(GraphError, match="no other choice than placement"):
+        solved(with_trips(training_chain(4)), 100)
+    large = training_chain(60)
+    offered = on_devices(large, OtherDevice("second", tuple(op.time_s for op in large.ops), 1.0))
+    result = solved(offered, 1000)
+    assert result.reason is Reason.SIZE and "40,000 variables" in result.message
+    tight = solved(two_branches(), 1)
+    assert (tight.status, tight.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in tight.message
+
+
+@pytest.mark.parametrize("name", ["xengine", "xengine-overlapped"])
+def test_without_time_nothing_is_found(name: str) -> None:
+    result = get_solver(name)(ask(two_branches(), 100, time_limit_s=1e-9))
+    assert (result.status, result.reason) == (Status.LIMIT, Reason.TIME) and "time limit" in result.message
